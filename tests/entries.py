@@ -87,5 +87,4 @@ BAD_METAS: list[dict[str, Any]] = [
     {"files": {"kernel.cubin": {"bytes": 1}}},
     {"build_ms": "1"},
     {"built_unix_s": 1e300},
-    {"note": nested(50)},
 ]

@@ -118,7 +118,7 @@ except SystemExit:
         ("cache import a b", "unrecognized arguments: b", "cache import"),
         ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "warm"),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "warm"),
-        ("warm --load", "--load: expected along with --replay FILE", "warm"),
+        ("warm --trust", "--trust: expected along with --replay FILE", "warm"),
         ("warm --check --out x", "--out: given along with check", "warm"),
         ("warm --element-size 1073741824", "1 to 1073741823", "warm"),
         (f"warm --element-size 656,{'9' * 5000}", "expected bytes of a row", "warm"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from entries import nested
 
 from jitkern.fs import digest, sha256
 from jitkern.jit.record import replay
@@ -60,7 +59,6 @@ DIGEST = LINE["files"][PLACE]
         ({"files": {"./" + "a" * 2000: DIGEST}}, "files: './aaaa"),
         ({"more": 5}, "expected an object of arch, args, files, function, options, record, or of"),
         ({"text": 5}, "expected an object of arch, args, files, function, options, record, or of"),
-        ({"arch": nested(50)}, "nested deeper than 32 levels"),
     ],
 )
 def test_lines_that_are_no_specialisation(

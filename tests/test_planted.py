@@ -37,18 +37,11 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
     before = os.umask(umask)
     try:
         write_whole(tmp_path / "plain", b"x")
-        write_whole(tmp_path / "open", b"x", mode=0o644)
-        write_whole(tmp_path / "closed", b"x", mode=0o600)
         record(USED, [], tmp_path / "used.jsonl")
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
-    assert modes == {
-        "plain": 0o644 & ~umask,
-        "used.jsonl": 0o644 & ~umask,
-        "open": 0o644,
-        "closed": 0o600,
-    }
+    assert modes == {"plain": 0o644 & ~umask, "used.jsonl": 0o644 & ~umask}
 
 
 # -- JITKERN_RECORD --------------------------------------------------------------------------------

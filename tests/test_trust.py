@@ -216,8 +216,6 @@ def test_warm_fills_no_cache_that_nobody_will_use(
 
 # -- TMPDIR, where private caches and builds are ---------------------------------------------------
 
-TOKEN, HERE = "0123456789abcdef", os.uname().nodename
-
 
 @pytest.fixture
 def tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -271,15 +269,15 @@ def test_what_a_process_keeps_stays_even_if_its_pid_is_not_seen(
 def test_what_is_not_a_dead_build_stays(tmpdir: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
-    stay = ["jitkern-build-notes", f"other-build-.{HERE}.999999999.{TOKEN}"]
+    stay = ["jitkern-build-notes", "other-build-abcdefgh.scratch"]
     for name in stay:
         (tmpdir / name).mkdir()
-    stay.append(f"jitkern-build-.{HERE}.999999996.{TOKEN}")
+    stay.append("jitkern-build-link.scratch")
     (tmpdir / stay[-1]).symlink_to(victim)
     for name in stay:
         age(tmpdir / name, 7200)
     if os.geteuid() == 0:
-        stay.append(f"jitkern-build-.{HERE}.999999997.{TOKEN}")
+        stay.append("jitkern-build-theirs.scratch")
         (tmpdir / stay[-1]).mkdir()
         os.chown(tmpdir / stay[-1], OTHER, OTHER)
         age(tmpdir / stay[-1], 1_000_000)

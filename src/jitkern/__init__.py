@@ -69,16 +69,8 @@ _PUBLIC = {
     "jitkern.cache.stats": ("LookupEvent", "on_compile", "stats"),
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
-        "CacheError",
-        "CommError",
-        "CommTimeoutError",
-        "CompileError",
-        "FrozenError",
-        "JitkernError",
-        "ShareError",
-        "ToolchainError",
-        "UnsupportedError",
-        "WarmError",
+        *("CacheError", "CommError", "CommTimeoutError", "CompileError", "FrozenError"),
+        *("JitkernError", "ShareError", "ToolchainError", "UnsupportedError", "WarmError"),
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -19,12 +19,10 @@ FreezeMode = Literal["raise", "warn"]
 
 FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 
-PREFIX = "JITKERN_"
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
-    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
-    *("JITKERN_PYNCCL_MAX_BUFFER_SIZE", "JITKERN_RECORD"),
+    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_RECORD"),
 )
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
@@ -38,10 +36,7 @@ _NVCC_READS = (
     *("INCLUDES", "SYSTEM_INCLUDES", "CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
 )
 
-_SIZE = "a number of bytes such as 4294967296, 512M or 4G"
-
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 
 
 class Trust(NamedTuple):
@@ -72,9 +67,6 @@ class Settings(NamedTuple):
         Default 4G.
     nccl
         ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
-    pynccl_max_buffer_bytes
-        ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``: the largest buffer that a communicator registers.
-        Default 1G.
     arch
         ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
         warm`` without ``--arch``, and for ``cuda_files``. A GPU that is there comes first.
@@ -102,7 +94,6 @@ class Settings(NamedTuple):
     cache_trust: Trust
     cache_max_bytes: int
     nccl: Path | None
-    pynccl_max_buffer_bytes: int
     arch: tuple[str, ...]
     compiler: Compiler
     nvrtc: Path | None
@@ -121,24 +112,16 @@ class Settings(NamedTuple):
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
         """Parse a mapping of variables. Raises as :func:`settings`."""
-        seconds = "a number of seconds, 0 or more"
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
             cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
-            cache_max_bytes=_number(
-                environ, "JITKERN_CACHE_MAX_BYTES", 4 << 30, parse_bytes, _SIZE
-            ),
+            cache_max_bytes=_max_bytes(environ, "JITKERN_CACHE_MAX_BYTES"),
             nccl=_path(environ, "JITKERN_NCCL"),
-            pynccl_max_buffer_bytes=_number(
-                environ, "JITKERN_PYNCCL_MAX_BUFFER_SIZE", 1 << 30, parse_bytes, _SIZE
-            ),
             arch=_words(environ, "JITKERN_ARCH"),
             compiler=_choice(environ, "JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
             nvrtc=_path(environ, "JITKERN_NVRTC"),
-            lock_timeout_s=_number(
-                environ, "JITKERN_LOCK_TIMEOUT_S", 120.0, _parse_seconds, seconds
-            ),
+            lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S"),
             record=_path(environ, "JITKERN_RECORD"),
             freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
             log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
@@ -161,19 +144,10 @@ def settings() -> Settings:
     """
     found = Settings.from_environ(os.environ)
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in VARIABLES:
-            warnings.warn(f"jitkern: {name}: {_unknown(name)}", RuntimeWarning, stacklevel=2)
+        if name.startswith("JITKERN_") and name not in VARIABLES:
+            text = f"no setting of this name, so it does nothing; there are {', '.join(VARIABLES)}"
+            warnings.warn(f"jitkern: {name}: {text}", RuntimeWarning, stacklevel=2)
     return found
-
-
-def _unknown(name: str) -> str:
-    from difflib import get_close_matches  # 2 ms, only for those who make a mistake
-
-    # Without the prefix, by which anything is near.
-    known = [variable.removeprefix(PREFIX) for variable in VARIABLES]
-    near = get_close_matches(name.removeprefix(PREFIX), known, n=1)
-    hint = f"did you mean {PREFIX}{near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
-    return f"no setting of this name, so it does nothing; {hint}"
 
 
 def process_environment() -> dict[str, str]:
@@ -249,28 +223,21 @@ def parse_bytes(text: str) -> int | None:
     return int(match[1]) << " kmgt".index(match[2] or " ") * 10 if match else None
 
 
-def _parse_seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if 0.0 <= seconds < float("inf") else None
-
-
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    default: N,
-    parse: Callable[[str], N | None],
-    expected: str,
-) -> N:
-    value = _text(environ, name)
-    if not value:
-        return default
-    number = parse(value)
+def _max_bytes(environ: Mapping[str, str], name: str) -> int:
+    number = parse_bytes(_text(environ, name) or "4G")
     if number is None:
-        raise _bad(name, value, expected)
+        raise _bad(name, _text(environ, name), "a number of bytes such as 4294967296, 512M or 4G")
     return number
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    value = _text(environ, name) or "120"
+    try:
+        if 0.0 <= float(value) < float("inf"):
+            return float(value)
+    except ValueError:
+        pass
+    raise _bad(name, value, "a number of seconds, 0 or more")
 
 
 def _choice(environ: Mapping[str, str], name: str, choices: Mapping[str, T]) -> T:

@@ -35,13 +35,11 @@ class CompileError(JitkernError):
 
     def __str__(self) -> str:
         parts = [self.message, f"command: {self.command}"]
-        if self.log.strip():
-            parts.append(f"log:\n{self.log.rstrip()}")
-        # Without a log no compiler has seen it: what is wrong is in the message.
-        if self.source is not None and self.log.strip():
+        if self.log.strip():  # else no compiler has seen the source
             # Numbered, since the compiler's log speaks of lines.
-            lines = self.source.splitlines()
-            parts += ["source:", *(f"{i:4d}  {line}" for i, line in enumerate(lines, 1))]
+            lines = enumerate((self.source or "").splitlines(), 1)
+            parts += [f"log:\n{self.log.rstrip()}", *(["source:"] if self.source else [])]
+            parts += [f"{number:4d}  {line}" for number, line in lines]
         return "\n".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -146,16 +144,10 @@ def _what_is_unreadable(value: Any, refusal: Exception) -> str:
 
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
-            return f"layout {_short(value.layout)}, expected strided"
-        if value.is_quantized:
-            return f"dtype {_short(value.dtype)}, expected a dtype that is not quantised"
+            return f"layout {str(value.layout).removeprefix('torch.')}, expected strided"
         if value.device.type not in ("cpu", "cuda"):
             return f"device {value.device}, expected cpu or cuda"
     elif not getattr(getattr(value, "flags", None), "writeable", True):
         return "a read-only array, expected a writable one; call .copy()"
     reason = str(refusal).strip().partition("\n")[0]
     return f"a tensor without readable memory ({reason}), expected a plain tensor"
-
-
-def _short(torch_name: object) -> str:
-    return str(torch_name).removeprefix("torch.")

@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*\Z")
 _UNSAFE_CHAR = re.compile(r"[^A-Za-z0-9_.+-]")
-_MAX_NESTING = 32
 
 
 def canonical_json(value: object) -> bytes:
@@ -56,24 +55,12 @@ def slug(name: str) -> str:
 def parse_json(raw: bytes) -> Any:
     """Parse JSON from an untrusted file.
 
-    Raises ValueError for text that is not UTF-8 or not JSON (NaN and Infinity are not), and for
-    more than 32 levels, which would end later code in a RecursionError.
+    Raises ValueError for text that is not UTF-8, not JSON (NaN and Infinity are not), or too deep.
     """
     try:
-        value = json.loads(raw.decode(), parse_constant=_no_constant)
-        # There are no more levels than brackets: our own files need no walk.
-        if raw.count(b"[") + raw.count(b"{") <= _MAX_NESTING or not _is_deep(value):
-            return value
+        return json.loads(raw.decode(), parse_constant=_no_constant)
     except RecursionError:
-        pass
-    raise ValueError(f"nested deeper than {_MAX_NESTING} levels")
-
-
-def _is_deep(value: Any, levels: int = _MAX_NESTING) -> bool:
-    if not isinstance(value, (dict, list)):
-        return False
-    inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deep(one, levels - 1) for one in inner)
+        raise ValueError("nested too deep") from None
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -83,41 +70,31 @@ def _no_constant(name: str) -> NoReturn:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def open_itself(name: str | Path, flags: int = 0, *, dir_fd: int | None = None) -> int:
-    """Open a file or directory for reading; return its descriptor.
-
-    A symbolic link is an OSError (ELOOP), and a FIFO does not block.
-    """
-    return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, dir_fd=dir_fd)
-
-
-def open_regular(file: Path | str, *, follow: bool = False, dir_fd: int | None = None) -> int:
+def open_regular(file: Path | str, *, follow: bool = False) -> int:
     """Open a regular file for reading; return its descriptor.
 
     Anything else is an OSError: a FIFO would block, a device has no end. `follow` allows a link.
     """
-    descriptor = _open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, follow, dir_fd)
+    descriptor = _open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, follow)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(file))
     return descriptor
 
 
-def read_regular(
-    file: Path | str, max_bytes: int, *, follow: bool = False, dir_fd: int | None = None
-) -> bytes:
+def read_regular(file: Path | str, max_bytes: int, *, follow: bool = False) -> bytes:
     """Return the content of a regular file of at most `max_bytes`; see :func:`open_regular`."""
-    with open(open_regular(file, follow=follow, dir_fd=dir_fd), "rb") as stream:
+    with open(open_regular(file, follow=follow), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
             raise OSError(errno.EFBIG, f"{size} bytes, expected at most {max_bytes}", str(file))
         return stream.read(size + 1)
 
 
-def _open(file: Path | str, flags: int, follow: bool, dir_fd: int | None = None) -> int:
+def _open(file: Path | str, flags: int, follow: bool) -> int:
     flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        return os.open(file, flags, 0o644, dir_fd=dir_fd)
+        return os.open(file, flags, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             reason = "a symbolic link, which is not followed here"
@@ -128,17 +105,17 @@ def _open(file: Path | str, flags: int, follow: bool, dir_fd: int | None = None)
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_whole(file: Path, data: bytes, *, flush: bool = False, mode: int | None = None) -> None:
+def write_whole(file: Path, data: bytes, *, flush: bool = False) -> None:
     """Replace the content of `file` by one rename; its directory is made if need be.
 
-    A link in its place is replaced. `flush` waits for the disk; `mode` as for :func:`write_new`.
+    A link in its place is replaced. `flush` waits for the disk.
     """
     if not file.name:  # `.` and `/`
         raise OSError(errno.EISDIR, "a directory, expected a file", str(file))
     partial = file.with_name(f".{file.name}.{private_name()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_new(partial, data, flush=flush, mode=mode)
+        write_new(partial, data, flush=flush)
         os.replace(partial, file)
     except OSError:
         with suppress(OSError):
@@ -166,17 +143,16 @@ def open_to_append(file: Path) -> int:
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = _open(file, flags, follow=False)
     status = os.fstat(descriptor)
-    reason = ""
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
     elif status.st_nlink > 1:
         reason = f"a file of {status.st_nlink} names, expected one"
     elif status.st_uid not in (os.geteuid(), 0):
         reason = f"belongs to uid {status.st_uid}"
-    if reason:
-        os.close(descriptor)
-        raise OSError(errno.EPERM, reason, str(file))
-    return descriptor
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EPERM, reason, str(file))
 
 
 def flush_directory(path: Path) -> None:
@@ -225,7 +201,6 @@ def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
 # -- scratch ---------------------------------------------------------------------------------------
 
 _PRIVATE_NAME = re.compile(r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z")
-_SCRATCH_NAME = re.compile(r"jitkern-.+\.[0-9]{1,10}\.[0-9a-f]{16}\Z")
 _DEAD_S = 600.0  # two containers may use the same pid
 _DEAD_SCRATCH_S = 3600.0  # a compiler may outlive its killed parent
 _OLD_S = 86_400.0
@@ -280,14 +255,10 @@ def _make_scratch(purpose: str) -> tuple[Path, int]:
     """
     import tempfile
 
-    above = Path(tempfile.gettempdir())
-    with suppress(OSError):
-        for name in os.listdir(above):
-            if _SCRATCH_NAME.match(name):
-                _delete_unlocked(above / name)
-    folder = above / f"jitkern-{purpose}-.{private_name()}"
-    folder.mkdir(mode=0o700)
-    descriptor = open_itself(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+    for left in Path(tempfile.gettempdir()).glob("jitkern-*.scratch"):
+        _delete_unlocked(left)
+    folder = Path(tempfile.mkdtemp(".scratch", f"jitkern-{purpose}-"))
+    descriptor = os.open(folder, os.O_DIRECTORY)
     with suppress(OSError):  # NFS locks no directory; nothing is deleted there
         _lock(descriptor)
     return folder, descriptor
@@ -298,7 +269,7 @@ def _delete_unlocked(folder: Path) -> None:
     import shutil
 
     with suppress(OSError):  # a link, gone meanwhile, or locked
-        descriptor = open_itself(folder, os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             status = os.fstat(descriptor)
             is_old = abs(time.time() - status.st_mtime) > _DEAD_SCRATCH_S
@@ -332,36 +303,21 @@ class ForkLocal(Generic[T]):
         self.value = self._make()
 
 
-def memory_file(shown: str, flags: int = 0) -> int:
-    """Return the descriptor of an empty file without a name; ``/proc/*/maps`` calls it `shown`."""
-    import ctypes
-
-    flags |= 1  # MFD_CLOEXEC of linux/memfd.h, for which not every Python has a name
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(shown, flags)
-    # A Python built for a glibc before 2.27, as many of uv's are; the system's libc is newer.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "memfd_create"):
-        raise OSError(errno.ENOSYS, "no memfd_create here, expected glibc 2.27")
-    fd: int = libc.memfd_create(shown.encode(), flags)
-    if fd < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
-    return fd
-
-
 def make_memory(user: str, shown: str, num_bytes: int) -> int:
-    """Return the descriptor of `num_bytes` of zeros, whose size is sealed.
+    """Return the descriptor of `num_bytes` of zeros of sealed size; maps of memory name it `shown`.
 
     Raises UnsupportedError, beginning with `user`, if there is no ``memfd_create``.
     """
+    import ctypes
     import fcntl
 
-    try:
-        fd = memory_file(shown, 2)  # MFD_ALLOW_SEALING
-    except OSError as error:
-        if error.errno == errno.ENOSYS:
-            raise UnsupportedError(f"{user}: {error.strerror}") from error
-        raise
+    # By libc: a Python built for a glibc before 2.27, as many of uv's are, has no os.memfd_create.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "memfd_create"):
+        raise UnsupportedError(f"{user}: no memfd_create here, expected glibc 2.27")
+    fd: int = libc.memfd_create(shown.encode(), 1 | 2)  # MFD_CLOEXEC, MFD_ALLOW_SEALING
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
     try:
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, 1033, 1 | 2 | 4)  # F_ADD_SEALS: no shrinking, growing or unsealing

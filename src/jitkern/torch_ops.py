@@ -46,9 +46,12 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     except RuntimeError as error:
         # The dispatcher does not name an argument that it takes for no tensor.
         kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}
-        wanted = ("Tensor", "Optional[Tensor]")
-        tensors = {name: arguments[name] for name, kind in kinds.items() if kind in wanted}
-        given = {n: one for n, one in tensors.items() if one is not None or kinds[n] == "Tensor"}
+        kinds |= {n: "" for n, one in arguments.items() if one is None and "Optional" in kinds[n]}
+        given = {
+            name: arguments[name]
+            for name, kind in kinds.items()
+            if kind in ("Tensor", "Optional[Tensor]")
+        }
         if (wrong := not_a_tensor(op, **given)) is not None:
             raise wrong from error
         raise
@@ -98,23 +101,21 @@ def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
 def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
     """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
     arguments = _arguments_of(overload)
-    names = [argument.name for argument in arguments]
-    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-    function = overload.function
+    written, function = _written(arguments), overload.function
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        changed = [value for name, value in named.items() if name in written and value is not None]
+        named = _named(arguments, args, kwargs)
+        changed = {name: named[name] for name in written if named.get(name) is not None}
         if changed:
             _refuse_gradients(op, named)
             if not torch.is_inference_mode_enabled():
-                _refuse_inference_tensors(op, {name: named.get(name) for name in written})
+                _refuse_inference_tensors(op, changed)
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
             name_unreadable(error, op, **dict(_tensors_of(named)))
         if changed:
-            torch.autograd.graph.increment_version(changed)
+            torch.autograd.graph.increment_version([*changed.values()])
         return result
 
     return kernel
@@ -132,11 +133,10 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
 
 def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
     """Return the operator's fake, which refuses tensors on the meta device beside others."""
-    names = [argument.name for argument in _arguments_of(overload)]
-    function = overload.fake
+    arguments, function = _arguments_of(overload), overload.fake
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        tensors = dict(_tensors_of({**dict(zip(names, args, strict=False)), **kwargs}))
+        tensors = dict(_tensors_of(_named(arguments, args, kwargs)))
         on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
         if 0 < len(on_meta) < len(tensors):
             raise ValueError(f"{op}: {on_meta[0]}: device meta, expected cpu or cuda")
@@ -147,6 +147,14 @@ def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
 
 def _arguments_of(overload: TorchOverload) -> Any:
     return torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
+
+
+def _named(arguments: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+
+
+def _written(arguments: Any) -> list[str]:
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _register(op: str, overload: TorchOverload) -> None:
@@ -176,11 +184,10 @@ def _register(op: str, overload: TorchOverload) -> None:
 def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[..., Any]:
     """Return the operator for graphs without writes: one by one if outputs share a storage."""
     arguments = operator._schema.arguments
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-        tensors = [named[name] for name in written if named.get(name) is not None]
+        named = _named(arguments, args, kwargs)
+        tensors = [named[name] for name in _written(arguments) if named.get(name) is not None]
         if len({_allocation(one) for one in tensors}) == len(tensors):
             return mode.__torch_dispatch__(operator, (), args, kwargs)
         with mode:

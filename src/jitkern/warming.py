@@ -65,6 +65,14 @@ class Outcome:
         text = f"{self.name}<{self.parameters}>" if self.parameters else self.name
         return f"{text} for {self.arch}" if self.arch else text
 
+    def run(self, step: Callable[[], Lookup[Any] | None]) -> Outcome:
+        """Do `find` or `build`, and keep its look-up or its error."""
+        try:
+            self.lookup = step()
+        except _FAILURES as error:
+            self.error = error
+        return self
+
     @property
     def source(self) -> str:
         """``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``."""
@@ -100,14 +108,14 @@ def warm(
     head_dims: Sequence[int] = (),
     check: bool = False,
     trust: bool = False,
-    load: bool = False,
     out: str | PathLike[str] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always comes first; without arguments it is all. Nothing is built twice.
+    The host module always comes first; without arguments it is all. Nothing is built twice, and
+    what is built is not loaded.
 
     Parameters
     ----------
@@ -128,8 +136,6 @@ def warm(
         by any compiler counts as there, as it does for a call.
     trust
         Read even records that other users could have written.
-    load
-        Also load the libraries of the records, which runs code in them.
     out
         A directory that receives all of it as well, a cache for JITKERN_CACHE_PATH.
     threads
@@ -164,6 +170,8 @@ def warm(
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
+    if out is not None and not isinstance(out, (str, PathLike)):
+        raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
@@ -181,15 +189,15 @@ def warm(
     with ExitStack() as stack:
         if recorded:
             folder = stack.enter_context(scratch_folder("replay"))
-            outcomes += recorded_jobs(recorded, folder, wanted_archs, load=load)
-        _on_threads(outcomes, lambda one: one.find(), threads)
-        if not check:
-            _build_missing(outcomes, threads, progress)
-    if out is not None:
-        cache = Cache(Path(out), shared=True)
+            outcomes += recorded_jobs(recorded, folder, wanted_archs)
         for one in outcomes:
-            if one.lookup is not None and one.is_to_copy:
-                cache.copy(one.lookup.entry)  # from memory: the cache may have evicted it since
+            one.run(one.find)
+        if not check:
+            _build_missing(outcomes, threads, progress or (lambda *_: None))
+    for one in outcomes:
+        if out is not None and one.lookup is not None and one.is_to_copy:
+            # From memory: the cache may have evicted it since.
+            Cache(Path(out), shared=True).copy(one.lookup.entry)
     if any(one.error for one in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes
@@ -302,7 +310,7 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
 
 
 def recorded_jobs(
-    recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = (), *, load: bool = False
+    recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = ()
 ) -> list[Outcome]:
     """Return what a recorded run needs; a part of it that makes no sense fails when it is built.
 
@@ -325,11 +333,11 @@ def recorded_jobs(
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            text = one.to_json("" if arch is None else str(arch))
+            text = one.to_json(str(arch or ""))
             if text not in jobs and kernel is not None and arch is not None:
                 jobs[text] = _of_kernel(kernel, arch)
             elif text not in jobs:
-                jobs[text] = _of_library(used, arch, load)
+                jobs[text] = _of_library(used, arch)
     return list(jobs.values())
 
 
@@ -339,17 +347,14 @@ def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     return Outcome(kernel.op, parameters, str(arch), find, build, compiler=compiler_id)
 
 
-def _of_library(used: Specialisation, arch: Arch | None, load: bool) -> Outcome:
+def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
     name, *rest = used.args
-    return Outcome(
-        name,
-        ", ".join(rest),
-        "" if arch is None else str(arch),
-        # Made when it is asked for: tvm-ffi is imported for its key.
-        lambda: NativeLibrary(used, arch, load=load).find(),
-        lambda: NativeLibrary(used, arch, load=load).get(),
-        is_library=True,
+    # Made when it is asked for: tvm-ffi is imported for its key.
+    find, build = (
+        lambda: NativeLibrary(used, arch, load=False).find(),
+        lambda: NativeLibrary(used, arch, load=False).get(),
     )
+    return Outcome(name, ", ".join(rest), str(arch or ""), find, build, is_library=True)
 
 
 def _fail(error: Exception) -> Any:
@@ -366,34 +371,8 @@ def default_threads() -> int:
     return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
 
 
-def _on_threads(
-    outcomes: Sequence[Outcome],
-    run: Callable[[Outcome], Lookup[Any] | None],
-    threads: int,
-    advance: Callable[[Outcome], None] = lambda _: None,
-) -> None:
-    """Run a step of each, several at a time, and keep its look-up or its error."""
-
-    def step(one: Outcome) -> Outcome:
-        try:
-            one.lookup = run(one)
-        except _FAILURES as error:
-            one.error = error
-        return one
-
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
-    try:
-        for done in as_completed([pool.submit(step, one) for one in outcomes]):
-            advance(done.result())
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress | None) -> None:
-    """Build what is missing; if nothing is, the cache need not be writable.
-
-    Libraries go one after the other, since ninja keeps all cores busy with each.
-    """
+def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress) -> None:
+    """Build what is missing; if nothing is, the cache need not be writable."""
     missing = [one for one in outcomes if one.source == "missing"]
     if not missing:
         return
@@ -405,31 +384,30 @@ def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress
     for compiler in {one.compiler for one in missing}:
         compiler()
     count = itertools.count(1)
-
-    def advance(one: Outcome) -> None:
-        if progress is not None:
-            progress(one, next(count), len(missing))
-
-    libraries = [one for one in missing if one.is_library]
-    kernels = [one for one in missing if not one.is_library]
-    _on_threads(libraries, lambda one: one.build(), 1, advance)
-    _on_threads(kernels, lambda one: one.build(), threads, advance)
+    for one in missing:
+        if one.is_library:  # one after the other: ninja keeps all cores busy with each
+            progress(one.run(one.build), next(count), len(missing))
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
+    kernels = [pool.submit(one.run, one.build) for one in missing if not one.is_library]
+    try:
+        for done in as_completed(kernels):
+            progress(done.result(), next(count), len(missing))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _failures_text(outcomes: Sequence[Outcome]) -> str:
     """Say what failed and why, equal reasons once; then the log of the first compiler."""
     failed_by: dict[str, list[Outcome]] = {}
-    log = ""
     for one in outcomes:
         if one.error is not None:
-            is_compile = isinstance(one.error, CompileError)
             reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
             failed_by.setdefault(" ".join(reason.split()), []).append(one)
-            log = log or (str(one.error) if is_compile else "")
+    logs = [f"{one.error}" for one in outcomes if isinstance(one.error, CompileError)]
     lines = [f"{_named(failed)}: {reason}" for reason, failed in failed_by.items()]
     first = f"{sum(map(len, failed_by.values()))} of {len(outcomes)} failed:"
     text = f"{first} {lines[0]}" if len(lines) == 1 else "\n  ".join([first, *lines])
-    return f"{text}\n{log}".rstrip()
+    return "\n".join([text, *logs[:1]])
 
 
 def _named(outcomes: Sequence[Outcome]) -> str:

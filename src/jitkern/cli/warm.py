@@ -51,8 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text += "flags to compile: replay only what you would run; may be repeated"
     add("--replay", type=Path, action="append", metavar="FILE", help=text)
     add("--trust", action="store_true", help="replay even what other users could have written")
-    text = "also load the replayed libraries, to see that they do; that runs their code"
-    add("--load", action="store_true", help=text)
     text = "compile nothing: list what is missing, and exit with 1 if anything is"
     add("--check", action="store_true", help=text)
     text = "also write all that was asked for into DIR, a cache for JITKERN_CACHE_PATH"
@@ -70,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     sizes = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
-    for option in ("trust", "load"):
-        if getattr(args, option) and not args.replay:
-            raise ui.UsageError(f"warm: --{option}: expected along with --replay FILE")
+    if args.trust and not args.replay:
+        raise ui.UsageError("warm: --trust: expected along with --replay FILE")
     if args.arch and not (args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
@@ -88,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
                 files=args.replay or (),
                 check=args.check,
                 trust=args.trust,
-                load=args.load,
                 out=args.out,
                 threads=threads,
                 progress=lambda one, done, steps: tell(str(one), done, steps),

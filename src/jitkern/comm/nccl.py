@@ -71,7 +71,7 @@ def init_pynccl(
         communicator's own (a ``PrefixStore``). It carries no calls.
     max_size_bytes : int
         Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`;
-        at most ``JITKERN_PYNCCL_MAX_BUFFER_SIZE``, by default 1 GiB. Nothing is copied there.
+        1 GiB at most. Nothing is copied there.
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
@@ -99,7 +99,7 @@ def init_pynccl(
     device = device_arg(call, "device", device or torch.device("cuda"))
     if device.type != "cuda":
         raise ValueError(f"{call}: device: {device}, expected a GPU")
-    num_bytes = min(max_size_bytes, settings().pynccl_max_buffer_bytes)
+    num_bytes = min(max_size_bytes, 1 << 30)
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
