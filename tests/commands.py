@@ -11,14 +11,9 @@ from pages import ROOT
 from jitkern.cli import _parser
 from jitkern.env import VARIABLES
 
-# Programs that pages start and that are somebody else's, with what they stand for.
 YOURS = {"serve.py": "the reader's own server"}
-NOT_CHECKED = {
-    "install": "makes a directory of a group, as root",
-    ".venv/bin/pre-commit": "another tool's",
-    "docker": "another tool's",
-}
-"""What is neither run nor parsed, and why."""
+# Other tools, whose options are not looked at.
+OTHERS = {"install", ".venv/bin/pre-commit", "docker", "make", "pip", "mkdir", "export"}
 
 # What runs on any machine in seconds, in a folder of its own.
 _RUNS = ("warm", "doctor", "cache")
@@ -85,51 +80,19 @@ def check(command: Command) -> None:
     """Fail where a command, an option, a file or a variable is not there."""
     own = [name for name in command.variables if name.startswith("JITKERN_")]
     assert set(own) <= set(VARIABLES), own
-    argv = command.argv
-    program = argv[0]
+    program, *argv = command.argv
     if program == "jitkern":
-        _parser().parse_args(argv[1:])
-    elif program == "python":
-        _check_file(argv[1], argv[2:])
-    elif program == "torchrun":
-        from torch.distributed.run import get_args_parser
-
-        args = get_args_parser().parse_args(argv[1:])
-        _check_file(args.training_script, args.training_script_args)
-    elif program == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert argv[1] in targets
-    elif program == "pip":
-        _check_pip(argv[1:])
-    elif program == "mkdir":
-        assert not argv[-1].startswith("/")
-    elif program == "export":
-        assert command.variables
+        _parser().parse_args(argv)
+    elif program in ("python", "torchrun"):
+        script = next(word for word in argv if word.endswith(".py") or word == "-m")
+        if script in YOURS or script == "-m":
+            return
+        text = (ROOT / script).read_text()
+        for word in argv[argv.index(script) + 1 :]:
+            if word.startswith("--"):
+                assert f'"{word.partition("=")[0]}"' in text, f"{script} has no {word}"
     else:
-        assert program in NOT_CHECKED or program in _scripts(), command.line
-
-
-def _scripts() -> set[str]:
-    """Programs of this repository, by their paths."""
-    return {path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.sh")}
-
-
-def _check_file(name: str, argv: list[str]) -> None:
-    if name in YOURS:
-        return
-    text = (ROOT / name).read_text()
-    for word in argv:
-        if word.startswith("--"):
-            assert f'"{word.partition("=")[0]}"' in text, f"{name} has no {word}"
-
-
-def _check_pip(argv: list[str]) -> None:
-    assert argv[0] in ("install", "wheel")
-    project = (ROOT / "pyproject.toml").read_text()
-    extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    for word in argv[1:]:
-        for extra in re.findall(r"(?:jitkern|\.)\[(\w+)\]", word):
-            assert re.search(rf"^{extra} = ", extras, re.MULTILINE), word
+        assert program in OTHERS or (ROOT / program).is_file(), command.line
 
 
 _TIME = re.compile(r"\d+(?:\\\.\d+)?(?=\\? (?:us|ms|s|GB/s)\b)")

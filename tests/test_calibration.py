@@ -100,9 +100,6 @@ def test_what_is_saved_is_found(cache: Path) -> None:
 def test_another_machine_has_another_file() -> None:
     for changed in ({"gpu": "Other"}, {"driver": "580.2"}, {"cpu": "Another"}, {"num_cores": 8}):
         assert replace(MACHINE, **changed).file_name != MACHINE.file_name
-    machine = calibration.machine_with("Fake GPU", 12080)
-    assert machine.num_cores == len(os.sched_getaffinity(0))
-    assert machine.driver == (calibration.kernel_driver() or "for CUDA 12.8")
 
 
 def _with(name: str, value: object) -> Callable[[Path], None]:

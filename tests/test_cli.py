@@ -19,9 +19,9 @@ from needs import needs_cxx, needs_nvrtc
 from paths import python_path
 
 import jitkern
-from jitkern.cache.entry import read_entry
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, _parser, cache_cmd, demo, main, ui
+from jitkern.errors import ToolchainError
 from jitkern.host import module as host
 from jitkern.jit import device as hints
 from jitkern.ops import store
@@ -314,23 +314,23 @@ def test_demo_says_which_result_differs(
     assert (status, err) == ((1, text) if broken else (0, ""))
 
 
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.parametrize("has_gpu", [False, True])
 def test_demo_without_nvrtc_runs_on_the_cpu_and_fails_beside_a_gpu(
-    fresh_python: Fresh, tmp_path: Path
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
-    """In a process of its own, with the host module alone in its cache: no kernel is in memory."""
-    found = host.find()
-    if found.path is not None and found.source != "shipped":
-        Cache(tmp_path).copy(read_entry(found.path))
-    env = {"JITKERN_NVRTC": "/nowhere/libnvrtc.so", "JITKERN_CACHE_DIR": str(tmp_path)}
-    done = fresh_python(
-        "import sys; from jitkern.cli import main; sys.exit(main(['demo']))", env=env, check=False
-    )
-    assert "CPU threads" in done.stdout
-    if torch.cuda.is_available():
-        assert (done.returncode, done.stderr) == (1, f"jitkern: error: {NO_NVRTC}\n")
-    else:
-        assert (done.returncode, done.stderr) == (0, "")
-        assert f"CUDA kernels were not compiled: {NO_NVRTC}\n" in done.stdout
+    def missing(*_: object) -> None:
+        raise ToolchainError(NO_NVRTC)
+
+    compare = demo._compare
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(demo, "_compile", missing)
+    monkeypatch.setattr(demo, "_compare", lambda *a: missing() if a[0] == "cuda" else compare(*a))
+    status, out, err = run(capsys, "demo")
+    assert "CPU threads" in out
+    assert (status, err) == ((1, f"jitkern: error: {NO_NVRTC}\n") if has_gpu else (0, ""))
+    assert (f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out) != has_gpu
 
 
 @needs_cxx

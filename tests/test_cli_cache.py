@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from entries import change, publish
-from owned import OTHER, needs_root
 
 from jitkern.cache.bundle import export_bundle, read_bundle
 from jitkern.cache.entry import META_NAME, Key
@@ -212,25 +211,6 @@ def test_a_bad_entry_stops_no_command_but_the_export(
     assert status == 1
     assert f"is damaged or not trusted: {path / META_NAME}: not a meta of schema 1; " in err
     assert run(capsys, "clear")[1] == f"4 entries removed from {filled.root}; 1 left\n"
-
-
-@needs_root
-def test_import_refuses_the_file_of_somebody_else(
-    capsys: Capture, filled: Cache, tmp_path: Path
-) -> None:
-    file = tmp_path / "k.jkb"
-    export_bundle(filled, file)
-    filled.clear()
-    os.chown(file, OTHER, OTHER)
-    assert run(capsys, "import", file) == (
-        1,
-        "",
-        f"jitkern: error: {file}: it belongs to uid {OTHER}; if you trust them, "
-        f"import it with: jitkern cache import --trust {file}\n",
-    )
-    assert filled.entries() == []
-    assert run(capsys, "import", "--trust", file)[0] == 0
-    assert names_of(filled) == set(ENTRIES)
 
 
 def test_a_bundle_is_a_file(capsys: Capture, filled: Cache, tmp_path: Path) -> None:

@@ -90,16 +90,6 @@ def test_a_call_passes_few_files(forked_python: Fresh) -> None:
     assert not {"compilers/nvrtc.py", "cache/lock.py", "cache/write.py"} & again["kernel"]
 
 
-def test_the_page_names_files_that_there_are() -> None:
-    page = (ROOT / "docs" / "design.md").read_text()
-    section = page.partition("## The files that a call passes")[2].partition("\n## ")[0]
-    package = CSRC.parent
-    for name in re.findall(r"`([\w/]+\.py)`", section):
-        assert (package / name).is_file(), name
-    for name in re.findall(r"`(?:[\w/]+/)?(\w+\.(?:cc|cu|cuh|h))`", section):
-        assert list(CSRC.rglob(name)), name
-
-
 def test_headers_that_users_may_include() -> None:
     """Each says so, the page for users names them, and they stand alone."""
     page = (ROOT / "docs" / "writing-kernels.md").read_text()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jitkern import env
-from jitkern.arch import requested_archs
 from jitkern.env import NOBODY, VARIABLES, Settings, Trust, settings
 
 
@@ -116,14 +115,6 @@ def test_the_known_variables_are_read_described_and_no_warning(
         environ(name, "")
     assert settings().arch == ()
     assert list(recwarn) == []
-
-
-def test_a_bad_arch_names_the_variable(environ: Callable[[str, str], None]) -> None:
-    environ("JITKERN_ARCH", "9.0, 99")
-    with pytest.raises(ValueError, match=r"^JITKERN_ARCH: '99', expected one of 7\.5, "):
-        requested_archs()
-    environ("JITKERN_ARCH", "9.0, sm_100")
-    assert [str(arch) for arch in requested_archs()] == ["9.0", "10.0"]
 
 
 def test_a_relative_path_is_that_of_the_first_use(

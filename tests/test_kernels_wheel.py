@@ -234,9 +234,3 @@ def test_doctor_says_what_is_installed(beside: Path) -> None:
     text = f"0.0.9, for another version of jitkern; install jitkern-kernels {jitkern.__version__}"
     with pytest.raises(jitkern.UnsupportedError, match=text):
         doctor.kernels_wheel()
-
-
-def test_doctor_says_that_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(get, "_kernels", tuple)  # one may be, beside the jitkern of this run
-    assert doctor.kernels_wheel().startswith("not installed: kernels are compiled when they are")
-    assert "shipped kernels" not in [check.what for check in doctor._caches()]

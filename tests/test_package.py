@@ -17,23 +17,18 @@ from jitkern.compilers.find import find_nvrtc
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_import_brings_neither_torch_nor_cuda(fresh_python: Fresh) -> None:
-    done = fresh_python("import sys, jitkern; print(*sorted(sys.modules))")
+def test_import_brings_neither_torch_nor_cuda_and_leaves_no_file(
+    fresh_python: Fresh, tmp_path: Path
+) -> None:
+    env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None}
+    env["JITKERN_CACHE_MAX_BYTES"] = "plenty"  # no setting is read yet
+    done = fresh_python("import sys, jitkern; print(*sorted(sys.modules)); dir(jitkern)", env=env)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
-    heavy = {
-        "torch",
-        "tvm_ffi",
-        "cuda",
-        "ninja",
-        "rich",
-        "filelock",
-        "numpy",
-        "subprocess",
-        "ctypes",
-    }
-    assert not loaded & heavy
+    heavy = {"torch", "tvm_ffi", "cuda", "ninja", "rich", "filelock", "numpy", "subprocess"}
+    assert not loaded & {*heavy, "ctypes"}
     ours = [name for name in done.stdout.split() if name.startswith("jitkern")]
     assert ours == ["jitkern", "jitkern.ops", "jitkern.ops._ops"]  # the table of the ops
+    assert list(tmp_path.iterdir()) == []
 
 
 FIRST_CALL = """
@@ -65,25 +60,9 @@ def test_a_first_call_imports_what_it_needs(fresh_python: Fresh) -> None:
         argv = ["with a kernel"]
     loaded = set(fresh_python(FIRST_CALL, *argv).stdout.split())
     assert not {name.partition(".")[0] for name in loaded} & {"ninja", "filelock", "rich", "cuda"}
-    building = {
-        "host.build",
-        "calibration",
-        "cache.bundle",
-        "jit.native",
-    }
-    building |= {"cache.lock"}
+    building = {"host.build", "calibration", "cache.bundle", "cache.lock", "jit.native"}
     building |= {"compilers.cxx", "compilers.nvcc", "compilers.nvrtc"}
     assert not loaded & {f"jitkern.{name}" for name in building}
-
-
-def test_import_leaves_no_file(fresh_python: Fresh, tmp_path: Path) -> None:
-    env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None}
-    fresh_python("import jitkern, jitkern.env, jitkern.errors; dir(jitkern)", env=env)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bad_variable_does_not_break_the_import(fresh_python: Fresh) -> None:
-    fresh_python("import jitkern", env={"JITKERN_CACHE_MAX_BYTES": "plenty"})
 
 
 @pytest.mark.parametrize("name", sorted(jitkern._HOME))
@@ -109,12 +88,6 @@ def test_the_table_says_what_the_type_checker_sees() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'jitkern' has no attribute 'store'"):
         jitkern.store  # noqa: B018
-
-
-def test_star_import() -> None:
-    names: dict[str, object] = {}
-    exec("from jitkern import *", names)
-    assert set(jitkern._HOME) <= set(names)
 
 
 def test_typed() -> None:

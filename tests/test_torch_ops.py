@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config
 from needs import needs_cxx
 from proved import unproved
-from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
+from ref import ref_indexing, ref_store, same_bits
 from stems import own_tests
 from torch import Tensor
 from torch.library import opcheck
@@ -29,7 +29,6 @@ from jitkern.ops.register import OVERLOADS
 OPS = torch.ops.jitkern
 SLOTS = 40
 
-index_dtypes = pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 # Each compile of inductor's takes three seconds; tests/test_tracing.py has one of all ops.
 of_these_sources = unproved("inductor", "src/jitkern/ops/*.py", "tests/test_torch_ops.py")
 backends = pytest.mark.parametrize(
@@ -45,12 +44,6 @@ backends = pytest.mark.parametrize(
 def no_compiled_code() -> None:
     torch.compiler.reset()
     torch._inductor.config.cpp_cache_precompile_headers = False  # twenty seconds, on a new machine
-
-
-@pytest.fixture
-def host(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Put a tensor where the device can read it over the bus: pinned, if it is a GPU."""
-    return Tensor.pin_memory if device.type == "cuda" else Tensor.clone
 
 
 def rows(count: int, row_shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -116,46 +109,6 @@ def test_store_then_read(backend: str, device: torch.device) -> None:
     assert same_bits(v_cache, expected[1])
     wanted = torch.cat([read.flatten(), expected[0].flatten() * 2, before.reshape(1)])
     torch.testing.assert_close(result, wanted)
-
-
-@pytest.mark.parametrize("vocab_range", [None, (3, 20)])
-@pytest.mark.parametrize("given", [False, True], ids=["new", "output"])
-@pytest.mark.parametrize("index_shape", [(6,), (2, 3), ()], ids=str)
-def test_indexing(
-    index_shape: tuple[int, ...],
-    given: bool,
-    vocab_range: tuple[int, int] | None,
-    device: torch.device,
-) -> None:
-    def lookup(weights: Tensor, indices: Tensor, output: Tensor | None) -> Tensor:
-        return jitkern.indexing(weights, indices, output=output, vocab_range=vocab_range)
-
-    weights = rows(SLOTS, (8,), device)
-    indices = torch.randint(-1, SLOTS, index_shape, device=device)
-    output = torch.empty(*index_shape, 8, device=device) if given else None
-    expected = ref_indexing(weights, indices, vocab_range)
-    result = compiled(lookup, "aot_eager")(weights, indices, output)
-    assert same_bits(result, expected)
-    assert output is None or (result is output and same_bits(output, expected))
-
-
-@index_dtypes
-def test_a_gather_with_a_map(
-    index_dtype: torch.dtype, device: torch.device, host: Callable[[Tensor], Tensor]
-) -> None:
-    def bring(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor) -> tuple[Tensor, Tensor]:
-        jitkern.h2d_gather(src, dst, pairs, slot_map=slot_map, num_sms=1)
-        return dst * 2, slot_map + 1
-
-    src, dst = host(rows(SLOTS, (8,), torch.device("cpu"))), rows(SLOTS, (8,), device)
-    order = torch.arange(6, 0, -1, device=device)
-    pairs = torch.stack([slots(6, index_dtype, device), order], dim=1).to(index_dtype)
-    slot_map = torch.full((SLOTS,), -1, dtype=index_dtype, device=device)
-    expected, expected_map = dst.clone(), slot_map.clone()
-    ref_h2d_gather(src, expected, pairs, expected_map)
-    doubled, moved = compiled(bring, "aot_eager")(src, dst, pairs, slot_map)
-    assert same_bits(dst, expected) and same_bits(slot_map, expected_map)
-    assert same_bits(doubled, expected * 2) and same_bits(moved, expected_map + 1)
 
 
 @backends
