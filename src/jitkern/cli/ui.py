@@ -45,12 +45,12 @@ def require_torch() -> None:
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is one line, with the nearest command or option."""
 
-    def __init__(self, *args: Any, example: str = "", **kwargs: Any) -> None:
+    def __init__(self, *, example: str = "", **kwargs: Any) -> None:
         if example:
             kwargs["epilog"] = f"example:\n{textwrap.indent(example.strip(), '  ')}"
         kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
         # Abbreviated options would break scripts whenever an option is added.
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(allow_abbrev=False, **kwargs)
         self.set_defaults(prog=self.prog)  # the innermost command's
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
