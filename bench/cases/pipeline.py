@@ -59,12 +59,9 @@ def _measured(ctx: Context, name: str, impls: list[Impl], ways: int) -> list[Row
 
 def _bodies(blocks: Blocks) -> dict[str, Body]:
     """Return bodies that take as long as a copy of a block."""
-    timer, slot, a = (
-        cuda_timer("pipeline"),
-        _slot(),
-        torch.randn(2048, 2048, device="cuda").bfloat16(),
-    )
-    out, cycles = torch.empty_like(a), 1_000_000
+    timer, slot, cycles = cuda_timer("pipeline"), _slot(), 1_000_000
+    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
 
     def ms(call: Callable[[], object]) -> float:
         return statistics.median(timer(call) for _ in range(30))
