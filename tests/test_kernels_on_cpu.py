@@ -87,7 +87,6 @@ def test_mistakes_are_noticed(self_test: Path, mistake: str) -> None:
 def test_sweep(folder: Path, sweep: Sweep) -> None:
     done = run(build(sweep, folder))
     assert done.returncode == 0, done.stderr
-    assert '"runs": 0' not in done.stdout
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

@@ -15,7 +15,7 @@ import pytest
 from needs import needs_cxx
 from proved import HOST, unproved
 from threads.mutants import MUTANTS, Mutant
-from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program, forget_old
+from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program
 
 from jitkern.compilers.sources import CSRC
 
@@ -24,11 +24,7 @@ pytestmark = [
     unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
 ]
 
-CASES = [
-    name
-    for source in ("staging.cc", "trouble.cc")
-    for name in re.findall(r'\{"(\w+)", \1\}', (HERE / source).read_text())
-]
+CASES = re.findall(r'\{"(\w+)", \1\}', (HERE / "staging.cc").read_text())
 # Of times and of memory, in which no thread meets another.
 NOT_UNDER_TSAN = ("asleep", "no_memory", "uploads")
 UNDER_TSAN = [
@@ -37,15 +33,9 @@ UNDER_TSAN = [
 ]
 
 
-def name_of(mutant: Mutant) -> str:
-    return mutant.mistake.replace(" ", "-")
-
-
 @pytest.fixture(scope="module")
-def store(request: pytest.FixtureRequest) -> Path:
-    store = Path(request.config.cache.mkdir("threads"))
-    forget_old(store)
-    return store
+def store(session_cache: Path) -> Path:
+    return session_cache.parent / "threads"  # one for all workers
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,7 +52,7 @@ def test_is_free_of_races(store: Path, program: Program, case: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: f"{one.case}-{one.old}")
 def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)

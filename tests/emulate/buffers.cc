@@ -31,6 +31,7 @@ std::vector<i64> Random::distinct(i64 count, i64 bound) {
 RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
                      Random& random)
     : name_(name),
+      num_rows_(num_rows),
       row_bytes_(row_bytes),
       stride_bytes_(stride_bytes),
       offset_(offset),

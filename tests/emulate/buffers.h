@@ -43,16 +43,27 @@ class Random {
   u64 state_;
 };
 
+// Where a buffer begins behind a boundary of 128 bytes, and the bytes from row to row.
+struct Placement {
+  i64 offset;
+  i64 stride_bytes;
+};
+
 // Rows of bytes at `offset` bytes behind a 128-byte boundary, `stride_bytes` apart. The padding
 // between rows is poisoned as far as ASan's granularity of 8 bytes goes, and compared in any case.
 class RowBuffer {
  public:
   RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
             Random& random);
+  RowBuffer(const char* name, i64 num_rows, i64 row_bytes, Placement at, Random& random)
+      : RowBuffer(name, num_rows, row_bytes, at.stride_bytes, at.offset, random) {}
   ~RowBuffer();
   RowBuffer(const RowBuffer&) = delete;
   RowBuffer& operator=(const RowBuffer&) = delete;
 
+  i64 num_rows() const { return num_rows_; }
+  i64 row_bytes() const { return row_bytes_; }
+  i64 stride_bytes() const { return stride_bytes_; }
   char* row(i64 i) { return base_ + offset_ + i * stride_bytes_; }
   // What row i should hold in the end; the same as now unless changed through this.
   char* expected(i64 i) { return image_.data() + offset_ + i * stride_bytes_; }
@@ -61,7 +72,7 @@ class RowBuffer {
 
  private:
   const char* name_;
-  i64 row_bytes_, stride_bytes_, offset_, bytes_;
+  i64 num_rows_, row_bytes_, stride_bytes_, offset_, bytes_;
   char* base_;
   std::vector<char> image_;
 };

@@ -2,7 +2,7 @@
 // layouts, alignments and counts.
 #include "ops/copy_blocks.cu"
 
-#include "sweep.h"
+#include "pairs.h"
 
 namespace emulate {
 
@@ -11,9 +11,6 @@ using jitkern::CopyBlocksParams;
 using jitkern::HostSide;
 using jitkern::kHostSource;
 using jitkern::kHostTarget;
-
-constexpr FaultSite kSrcSite{5};
-constexpr FaultSite kDstSite{6};
 
 constexpr Config kConfig{COPY_BLOCKS_CONFIG};
 
@@ -50,21 +47,19 @@ void add_all(Specialisations<CopyBlocksParams>& list) {
 }
 
 // Pieces as rows of a buffer, blocks or layers first, with some that are of no block or layer.
-struct Layout {
+struct Layout : Placement {
   i64 num_blocks;
   i64 num_layers;
   bool block_first;
   i64 spare;  // pieces behind each row of pieces
-  i64 stride_bytes;
-  i64 offset;
 
   Layout(i64 num_blocks, i64 num_layers, i64 piece_bytes, int vec_bytes, Random& random)
-      : num_blocks(num_blocks),
+      : Placement{random.below(128 / vec_bytes) * vec_bytes,
+                  piece_bytes + random.pick({0, 0, 1, 3}) * vec_bytes},
+        num_blocks(num_blocks),
         num_layers(num_layers),
         block_first(random.below(2) == 0),
-        spare(random.below(3)),
-        stride_bytes(piece_bytes + random.pick({0, 0, 1, 3}) * vec_bytes),
-        offset(random.below(128 / vec_bytes) * vec_bytes) {}
+        spare(random.below(3)) {}
 
   i64 row_pieces() const { return (block_first ? num_layers : num_blocks) + spare; }
   i64 num_pieces() const { return (block_first ? num_blocks : num_layers) * row_pieces(); }
@@ -84,7 +79,7 @@ i64 any_piece_bytes(int vec_bytes, Random& random) {
   return std::max<i64>(vec_bytes, around + (random.below(9) - 4) * vec_bytes);
 }
 
-void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random, Tally& tally) {
+void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random) {
   const int vec_bytes = kernel.vec_bytes;
   const i64 piece_bytes = any_piece_bytes(vec_bytes, random);
   const i64 num_layers = random.pick({1, 1, 2, 5});
@@ -106,24 +101,16 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   const bool same_lead = random.below(3) == 0;
   if (same_lead) lines_of.stride_bytes = ceil_div(lines_of.stride_bytes, 128) * i64(128);
   const i64 max_lead = same_lead ? lines_of.offset : 128 - vec_bytes;
-  RowBuffer src("src", src_at.num_pieces(), piece_bytes, src_at.stride_bytes, src_at.offset,
-                random);
-  RowBuffer dst("dst", dst_at.num_pieces(), piece_bytes, dst_at.stride_bytes, dst_at.offset,
-                random);
+  RowBuffer src("src", src_at.num_pieces(), piece_bytes, src_at, random);
+  RowBuffer dst("dst", dst_at.num_pieces(), piece_bytes, dst_at, random);
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < last; ++i) {
     const i64 source = pairs.at(2 * i);
     const i64 target = pairs.at(2 * i + 1);
-    if (source < 0 || target < 0) continue;
-    if (source >= src_blocks) {
-      fault.expect(kSrcSite, i, source, src_blocks);
-    } else if (target >= dst_blocks) {
-      fault.expect(kDstSite, i, target, dst_blocks);
-    } else {
-      for (i64 layer = 0; layer < num_layers; ++layer) {
-        std::memcpy(dst.expected(dst_at.piece(target, layer)), src.row(src_at.piece(source, layer)),
-                    piece_bytes);
-      }
+    if (!expect_pair(fault, i, source, target, src_blocks, dst_blocks)) continue;
+    for (i64 layer = 0; layer < num_layers; ++layer) {
+      std::memcpy(dst.expected(dst_at.piece(target, layer)), src.row(src_at.piece(source, layer)),
+                  piece_bytes);
     }
   }
   CopyBlocksParams params{};
@@ -145,11 +132,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   params.dst_site = kDstSite;
   params.fault = fault.record();
   // One or three small blocks: they go round several times, or some have nothing to do.
-  run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params, tally, true);
-  dst.check();
-  src.check();
-  pairs.check();
-  fault.check();
+  run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params, true);
+  check_all(dst, src, pairs, fault);
 }
 
 }  // namespace emulate

@@ -31,56 +31,18 @@
 struct alignas(8) uint2 {
   unsigned x, y;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
-};
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(16) longlong2 {
-  long long x, y;
-};
-struct alignas(16) ulonglong2 {
-  unsigned long long x, y;
 };
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 inline dim3 gridDim, blockDim, blockIdx, threadIdx;
-constexpr int warpSize = 32;
 
 // ---- memory ----------------------------------------------------------------------------------
-
-#define EMULATE_LOAD(name)    \
-  template <class T>          \
-  inline T name(const T* p) { \
-    return *p;                \
-  }
-EMULATE_LOAD(__ldg)
-EMULATE_LOAD(__ldcs)
-EMULATE_LOAD(__ldcg)
-EMULATE_LOAD(__ldca)
-EMULATE_LOAD(__ldcv)
-EMULATE_LOAD(__ldlu)
-#undef EMULATE_LOAD
-
-#define EMULATE_STORE(name)            \
-  template <class T>                   \
-  inline void name(T* p, const T& v) { \
-    *p = v;                            \
-  }
-EMULATE_STORE(__stcs)
-EMULATE_STORE(__stcg)
-EMULATE_STORE(__stwb)
-EMULATE_STORE(__stwt)
-#undef EMULATE_STORE
 
 namespace emulate {
 // Called at a fence of the whole system, where stores have to be seen by then.
@@ -88,12 +50,10 @@ inline std::function<void()> on_system_fence;
 }  // namespace emulate
 
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() {
   __threadfence();
   if (emulate::on_system_fence) emulate::on_system_fence();
 }
-inline void __nanosleep(unsigned) {}
 
 template <class T>
 inline T atomicCAS(T* p, T expected, T desired) {
@@ -107,18 +67,6 @@ inline T atomicExch(T* p, T value) {
 template <class T>
 inline T atomicAdd(T* p, T value) {
   return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
-}
-template <class T>
-inline T atomicSub(T* p, T value) {
-  return __atomic_fetch_sub(p, value, __ATOMIC_SEQ_CST);
-}
-template <class T>
-inline T atomicOr(T* p, T value) {
-  return __atomic_fetch_or(p, value, __ATOMIC_SEQ_CST);
-}
-template <class T>
-inline T atomicAnd(T* p, T value) {
-  return __atomic_fetch_and(p, value, __ATOMIC_SEQ_CST);
 }
 template <class T, class Choose>
 inline T emulate_atomic(T* p, Choose choose) {
@@ -140,13 +88,7 @@ inline T atomicMax(T* p, T value) {
 // ---- bits ------------------------------------------------------------------------------------
 
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
-inline int __clz(int bits) { return bits == 0 ? 32 : __builtin_clz(bits); }
-inline unsigned __umulhi(unsigned a, unsigned b) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
-}
 // The low word of high:low, shifted right by up to 31 bits.
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
@@ -154,9 +96,6 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
 }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
-}
-inline unsigned long long __cvta_generic_to_global(const void* p) {
-  return reinterpret_cast<unsigned long long>(p);
 }
 
 // ---- memory that others write (ops/system_memory.cuh) ----------------------------------------
@@ -249,7 +188,6 @@ unsigned lane();
 void block_barrier(int* sum, int value);
 
 // What ops/cluster.cuh needs. A kernel that is started without clusters is one of 1 block.
-constexpr unsigned kMaxClusterSize = 16;
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_arrive();
@@ -288,14 +226,13 @@ void launch(dim3 grid, dim3 block, Order order, void (*run)(const Params&), cons
 
 // Threads as fibers that change at barriers and warp operations. A barrier that not every thread
 // comes to, or a warp operation that a lane of its mask misses, ends the process. `cluster_size`
-// blocks, neighbours in x, run at the same time: `order` is that of all their threads.
+// blocks, neighbours in x, run at the same time, as a cluster's or all of a grid that is on the GPU
+// as a whole: `order` is that of all their threads.
 void launch_clusters(dim3 grid, dim3 block, unsigned cluster_size, Order order,
                      const std::function<void()>& thread);
 inline void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread) {
   launch_clusters(grid, block, 1, order, thread);
 }
-// All blocks of the grid at the same time, however many.
-void launch_together(dim3 grid, dim3 block, Order order, const std::function<void()>& thread);
 // For on_fresh_load: all other fibers have a turn, as if a GPU were slow with this thread.
 void let_others_run();
 
@@ -352,18 +289,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   }
   return ballot;
 }
-inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
-template <class T>
-inline unsigned __match_any_sync(unsigned mask, T value) {
-  uint64_t values[32];
-  emulate::warp_exchange(mask, emulate::to_word(value), values);
-  unsigned same = 0;
-  for (int i = 0; i < 32; ++i) {
-    if ((mask >> i & 1) && values[i] == emulate::to_word(value)) same |= 1u << i;
-  }
-  return same;
-}
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
   return emulate::shuffle(mask, value, width,
@@ -373,13 +298,4 @@ template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   return emulate::shuffle(mask, value, width,
                           [=](int self, int) { return self - static_cast<int>(delta); });
-}
-template <class T>
-inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  return emulate::shuffle(mask, value, width,
-                          [=](int self, int) { return self + static_cast<int>(delta); });
-}
-template <class T>
-inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
-  return emulate::shuffle(mask, value, width, [=](int self, int) { return self ^ bits; });
 }

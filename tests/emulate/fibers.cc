@@ -1,8 +1,5 @@
 // Barriers, warp operations and clusters of cuda_on_cpu.h: every thread of a cluster is a fiber.
 #include <sanitizer/asan_interface.h>
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
 
 #include <memory>
 #include <numeric>
@@ -12,7 +9,6 @@
 // Leaves this stack for another one. swapcontext does as much, but makes a system call each time,
 // and AddressSanitizer has it clear what it knows of 64 KB of stack: two thirds of the time of
 // kernels that talk.
-#ifdef __x86_64__
 extern "C" void emulate_switch(void** left, void* entered);
 asm(R"(
 .text
@@ -34,7 +30,6 @@ emulate_switch:
   popq %rbp
   ret
 )");
-#endif
 
 namespace emulate {
 
@@ -48,7 +43,6 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 
 // Where a stack was left.
-#ifdef __x86_64__
 struct Context {
   void* top = nullptr;
 };
@@ -60,17 +54,6 @@ void prepare(Context& context, char* stack, void (*begin)()) {
   top[kSaved] = reinterpret_cast<void*>(begin);
   context.top = top;
 }
-#else
-using Context = ucontext_t;
-void switch_context(Context& left, Context& entered) { swapcontext(&left, &entered); }
-void prepare(Context& context, char* stack, void (*begin)()) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = kStackBytes;
-  context.uc_link = nullptr;
-  makecontext(&context, begin, 0);
-}
-#endif
 
 struct Exchange {
   unsigned mask = 0;
@@ -369,19 +352,10 @@ std::vector<unsigned> turns(unsigned count, Order order) {
   return order_of_turns;
 }
 
-void launch_together(dim3 grid, dim3 block_size, Order order, const std::function<void()>& thread) {
-  gridDim = grid;
-  blockDim = block_size;
-  run_cluster(0, grid.x * grid.y * grid.z, order, thread);
-}
-
 void launch_clusters(dim3 grid, dim3 block_size, unsigned cluster_size, Order order,
                      const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block_size;
-  if (cluster_size == 0 || cluster_size > kMaxClusterSize || grid.x % cluster_size != 0) {
-    die("a grid that is not of whole clusters, or clusters that are too large");
-  }
   for (const unsigned c : turns(grid.x * grid.y * grid.z / cluster_size, order)) {
     run_cluster(c * cluster_size, cluster_size, order, thread);
   }

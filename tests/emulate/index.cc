@@ -1,15 +1,97 @@
-// The indexing kernel on exact buffers.
-// 100 row sizes to a program.
+// The indexing kernel on exact buffers, and the one that makes pairs of the indices of a table in
+// host memory. What is done with those has sweeps of its own. 100 row sizes to a program.
 #include "ops/index.cu"
 
+#include <limits>
+
 #include "sweep.h"
-#include "vocabulary.h"
 
 namespace emulate {
 
+using jitkern::IndexPairsParams;
 using jitkern::IndexParams;
 
 constexpr FaultSite kIndicesSite{4};
+constexpr i64 kUntouched = -9;
+
+// Which indices the rows of a table belong to: all of them, one range, or two.
+constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
+
+struct Vocabulary {
+  i64 start = 0;
+  i64 length = 0;
+  i64 added_start = 0;
+  i64 added_length = 0;
+  i64 added_row = 0;
+  i64 last_index = kMaxIndex;
+  i64 bound = 0;  // a few indices behind the last that is a row
+
+  // What the kernels ask in one comparison without a sign.
+  i64 row_of(i64 index) const {
+    if (index < 0) return -1;
+    if (index >= start && index - start < length) return index - start;
+    if (index >= added_start && index - added_start < added_length) {
+      return added_row + (index - added_start);
+    }
+    return -1;
+  }
+};
+
+Vocabulary any_vocabulary(i64 table_rows, Random& random) {
+  Vocabulary v;
+  if (random.below(3) == 0) {  // the whole table
+    v.length = v.bound = table_rows;
+    v.last_index = table_rows - 1;
+    return v;
+  }
+  v.length = random.below(table_rows + 1);
+  v.added_row = v.length;
+  if (random.below(3) != 0) v.added_length = random.below(table_rows - v.length + 1);
+  // Either may be in front of the other, with a gap or without.
+  const bool swapped = random.below(2) == 0;
+  const i64 first = random.below(30);
+  const i64 second = first + (swapped ? v.added_length : v.length) + random.pick({0, 1, 5});
+  v.start = swapped ? second : first;
+  v.added_start = swapped ? first : second;
+  const i64 end = std::max(v.start + v.length, v.added_start + v.added_length);
+  if (random.below(2) == 0) v.last_index = end + random.below(4) - 1;
+  v.bound = end + 3;
+  return v;
+}
+
+// Indices in and around the ranges.
+std::vector<i64> any_indices(const Vocabulary& v, i64 count, int index_bytes, Random& random) {
+  std::vector<i64> values(count);
+  const i64 below = std::max<i64>(std::min(v.bound - 1, v.last_index) + 1, 1);
+  for (i64& value : values) value = random.below(below);
+  spoil(values, v.last_index < kMaxIndex ? v.last_index + 1 : v.bound, index_bytes, random);
+  return values;
+}
+
+IndexParams index_params(RowBuffer& output, const char* weights, i64 weights_stride_bytes,
+                         const Vocabulary& v, const IntBuffer& indices, FaultWord& fault) {
+  return {output.row(0),
+          weights,
+          output.stride_bytes(),
+          weights_stride_bytes,
+          indices.data(),
+          indices.size(),
+          v.start,
+          v.length,
+          v.added_start,
+          v.added_length,
+          v.added_row,
+          v.last_index,
+          kIndicesSite,
+          fault.record()};
+}
+
+// The row of element i, -1 if none; an index that is too large may be the fault.
+i64 expect_index(const Vocabulary& v, const IntBuffer& indices, i64 i, FaultWord& fault) {
+  const i64 index = indices.at(i);
+  if (index > v.last_index) fault.expect(kIndicesSite, i, index, v.last_index + 1);
+  return v.row_of(index);
+}
 
 constexpr int num_splits(i64 row_bytes, int vec_bytes) {
   const i64 bytes = i64(INDEX_VECS_PER_SPLIT) * vec_bytes;
@@ -31,7 +113,7 @@ void kernels(Specialisations<IndexParams>& list) {
 }
 EMULATE_COLLECT(IndexParams, kernels)
 
-void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random, Tally& tally) {
+void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   const jitkern::GroupShape shape =
@@ -47,40 +129,58 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random,
   weights_at.offset = offset_of_run(kernel, run);
   if (random.below(8) == 0) weights_at.stride_bytes = 0;  // an expanded row
   const Placement output_at = any_placement(row_bytes, vec_bytes, random);
-  RowBuffer weights("weights", table_rows, row_bytes, weights_at.stride_bytes, weights_at.offset,
-                    random);
-  RowBuffer output("output", num_rows, row_bytes, output_at.stride_bytes, output_at.offset, random);
+  RowBuffer weights("weights", table_rows, row_bytes, weights_at, random);
+  RowBuffer output("output", num_rows, row_bytes, output_at, random);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
-    const i64 index = indices.at(i);
-    if (index > vocabulary.last_index) {
-      fault.expect(kIndicesSite, i, index, vocabulary.last_index + 1);
-    }
-    if (const i64 row = vocabulary.row_of(index); row >= 0) {
+    if (const i64 row = expect_index(vocabulary, indices, i, fault); row >= 0) {
       std::memcpy(output.expected(i), weights.row(row), row_bytes);
     } else {
       std::memset(output.expected(i), 0, row_bytes);
     }
   }
-  const IndexParams params{output.row(0),          weights.row(0),
-                           output_at.stride_bytes, weights_at.stride_bytes,
-                           indices.data(),         num_rows,
-                           vocabulary.start,       vocabulary.length,
-                           vocabulary.added_start, vocabulary.added_length,
-                           vocabulary.added_row,   vocabulary.last_index,
-                           kIndicesSite,           fault.record()};
+  const IndexParams params =
+      index_params(output, weights.row(0), weights.stride_bytes(), vocabulary, indices, fault);
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
-  run_kernel(kernel, {blocks}, kernel.num_threads, random, params, tally);
-  output.check();
-  weights.check();
-  indices.check();
-  fault.check();
+  run_kernel(kernel, {blocks}, kernel.num_threads, random, params);
+  check_all(output, weights, indices, fault);
+}
+
+template <class Int, i64 kRowBytes, int kVecBytes>
+void pairs_run(Random& random) {
+  using Kernel =
+      jitkern::PairsOfIndices<kRowBytes, kVecBytes, sizeof(Int), kListConfig.num_threads, 1>;
+  const i64 num_rows = random.pick({i64(1), i64(31), i64(32), i64(256), i64(257), i64(700)});
+  const Vocabulary vocabulary = any_vocabulary(random.pick({0, 1, 7, 20}), random);
+  const std::vector<i64> values = any_indices(vocabulary, num_rows, sizeof(Int), random);
+  IntBuffer indices("indices", values, sizeof(Int));
+  IntBuffer pairs("pairs", std::vector<i64>(2 * num_rows, kUntouched), sizeof(Int));
+  const Placement at = any_placement(kRowBytes, kVecBytes, random);
+  RowBuffer output("output", num_rows, kRowBytes, at, random);
+
+  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
+  for (i64 i = 0; i < num_rows; ++i) {
+    const i64 row = expect_index(vocabulary, indices, i, fault);
+    pairs.expect(2 * i, row);
+    pairs.expect(2 * i + 1, row >= 0 ? i : -1);
+    if (row < 0) std::memset(output.expected(i), 0, kRowBytes);
+  }
+  const IndexPairsParams params{
+      index_params(output, nullptr, kRowBytes, vocabulary, indices, fault), pairs.data()};
+  const unsigned blocks = ceil_div(num_rows, Kernel::kNumThreads);
+  launch_fibers({blocks}, {Kernel::kNumThreads}, any_order(random), [&] { Kernel::run(params); });
+  check_all(pairs, output, indices, fault);
 }
 
 }  // namespace emulate
 
 int main() {
   using namespace emulate;
+  rounds("pairs of indices", 300, [&](Random& random, int) {
+    pairs_run<i32, 1, 1>(random);
+    pairs_run<i64, 40, 8>(random);
+    pairs_run<i32, 656, 16>(random);
+  });
   return sweep("index", collect(SweepRows()), runs_at_every_offset<IndexParams>, one_run);
 }

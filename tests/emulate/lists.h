@@ -3,7 +3,7 @@
 
 #include "ops/sort.cuh"
 
-#include "sweep.h"
+#include "pairs.h"
 
 namespace emulate {
 
@@ -27,6 +27,16 @@ struct RegionBuffers {
     return {last_ranks.data(), starts.data(), last_entry, num_kinds, shift};
   }
 };
+
+// Another stream writes the pairs between two kernels: nothing is written outside of the lists.
+template <class Int>
+void rewrite(IntBuffer& pairs, i64 src_rows, i64 dst_rows, Random& random) {
+  auto* now = static_cast<Int*>(pairs.data());
+  for (i64 i = 0; i < pairs.size(); ++i) {
+    const i64 last = (i % 2 == 0 ? src_rows : dst_rows) - 1;
+    now[i] = static_cast<Int>(random.below(3) == 0 ? -5 : last);
+  }
+}
 
 inline void scan(const jitkern::Regions& regions, Random& random) {
   using Scan = jitkern::ScanRegions<kScanConfig.num_threads, 1>;

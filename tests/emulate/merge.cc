@@ -33,7 +33,7 @@ std::vector<MergeKernel> list_of() {
 
 // One call by threads in all orders, any of which is the first and is compared with the reference:
 // the others give the same bits.
-void one_run(const MergeKernel& kernel, Random& random, Tally& tally) {
+void one_run(const MergeKernel& kernel, Random& random) {
   MergeRun run(kernel, random);
   const unsigned blocks = ceil_div(run.num_rows(), run.params().to.rows_of_block);
   const unsigned threads = run.num_threads();
@@ -44,8 +44,6 @@ void one_run(const MergeKernel& kernel, Random& random, Tally& tally) {
     run.begin();
     kernel.launch(run.params(), blocks + idle, threads, order);
     run.end();
-    ++tally.runs;
-    tally.threads += i64(blocks + idle) * threads;
   }
 }
 
@@ -60,17 +58,9 @@ int main() {
   const std::vector<MergeKernel> list = list_of<ALL_KERNELS>();
   constexpr int kRuns = 100;
 #endif
-  install_reports();
-  Tally tally;
-  u64 number = 0;
+  int first_seed = 0;
   for (const MergeKernel& kernel : list) {
-    for (int run = 0; run < kRuns; ++run) {
-      now_running = kernel.name() + ", run " + std::to_string(run);
-      Random random(number++);
-      for (int i = 0; i < 4; ++i) random.bits();
-      one_run(kernel, random, tally);
-    }
+    rounds(kernel.name(), kRuns, [&](Random& random, int) { one_run(kernel, random); }, first_seed);
+    first_seed += kRuns;
   }
-  report("merge", list.size(), tally);
-  return 0;
 }

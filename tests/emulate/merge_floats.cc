@@ -8,8 +8,6 @@ namespace emulate {
 
 using namespace jitkern;
 
-i64 num_checked = 0;
-
 std::string hex(u32 bits) {
   char text[16];
   std::snprintf(text, sizeof(text), "0x%x", bits);
@@ -20,7 +18,6 @@ template <int kType>
 void check_rounding(float value) {
   const u32 bits = bits_as<kType>(value);
   const double expected = rounded_to(kType, value);
-  ++num_checked;
   if (std::isnan(expected) ? std::isnan(value_of_bits(kType, bits))
                            : bits == bits_of_value(kType, expected)) {
     return;
@@ -87,7 +84,6 @@ void check_divisor(u32 value, Random& random) {
   const Divisor divisor = Divisor::of(value);
   const auto check = [&](i64 n) {
     if (n < 0 || n >= i64(1) << 31) return;
-    ++num_checked;
     const u32 quotient = divisor.quotient(static_cast<u32>(n));
     if (quotient != n / value) fail(std::to_string(n) + " gives " + std::to_string(quotient));
   };
@@ -125,6 +121,4 @@ int main() {
   check_type<kFloat8E4M3>();
   check_others(random);
   check_divisors(random);
-  report("merge_floats", 4, {num_checked, 0, 0});
-  return 0;
 }

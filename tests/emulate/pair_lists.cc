@@ -12,14 +12,11 @@ namespace emulate {
 using jitkern::HostSide;
 using jitkern::kHostSource;
 using jitkern::ListParams;
-using jitkern::PairCopyParams;
 
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
 
-constexpr FaultSite kSrcSite{5};
-constexpr FaultSite kDstSite{6};
 constexpr FaultSite kSlotMapSite{7};
 
 // Where no entry was written.
@@ -64,8 +61,7 @@ Call any_call(int index_bytes, bool repeats, bool known, Random& random) {
   if (random.below(2) == 0) spoil(sources, call.src_rows, index_bytes, random);
   if (random.below(2) == 0) spoil(targets, call.dst_rows, index_bytes, random);
   for (i64 i = 0; i < call.num_pairs; ++i) {
-    call.flat.push_back(sources[i]);
-    call.flat.push_back(targets[i]);
+    call.flat.insert(call.flat.end(), {sources[i], targets[i]});
   }
   return call;
 }
@@ -118,7 +114,7 @@ void check_order(const IntBuffer& fetches, i64 num_fetches, HostSide side, int s
 }
 
 template <class Int, HostSide kSide>
-void one_run(Random& random, Tally& tally) {
+void one_run(Random& random) {
   constexpr int kIndexBytes = sizeof(Int);
   const bool searched = kSide == kHostSource && random.below(4) != 0;
   const int map_bytes = searched ? random.pick({0, 4, 8}) : 0;
@@ -144,21 +140,14 @@ void one_run(Random& random, Tally& tally) {
   for (i64 i = 0; i < call.num_pairs; ++i) {
     const i64 source = pairs.at(2 * i);
     const i64 target = pairs.at(2 * i + 1);
-    if (source < 0 || target < 0) continue;
-    if (source >= call.src_rows) {
-      fault.expect(kSrcSite, i, source, call.src_rows);
-    } else if (target >= call.dst_rows) {
-      fault.expect(kDstSite, i, target, call.dst_rows);
-    } else if (!call.valid(pairs, i)) {
+    if (!expect_pair(fault, i, source, target, call.src_rows, call.dst_rows)) continue;
+    if (!call.valid(pairs, i)) {
       fault.expect(kSlotMapSite, source, call.slot_of.at(source), call.dst_rows);
     }
   }
-  ListParams list{};
-  list.pairs = pairs.data();
-  list.num_pairs = call.num_pairs;
-  list.num_src_rows = call.src_rows;
-  list.num_dst_rows = call.dst_rows;
-  list.src_stride_bytes = list.dst_stride_bytes = kRowBytes;
+  RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
+  RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
+  ListParams list{pair_params(dst, src, pairs, fault)};
   list.table = searched ? static_cast<u32*>(table.data()) : nullptr;
   list.table_mask = static_cast<u32>(table_size - 1);
   list.last_entries = static_cast<u32*>(last_entries.data());
@@ -167,34 +156,20 @@ void one_run(Random& random, Tally& tally) {
   list.copied_rows = copied_rows.data();
   list.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
   list.slot_map_bytes = map_bytes;
-  list.src_site = kSrcSite;
-  list.dst_site = kDstSite;
   list.slot_map_site = kSlotMapSite;
-  list.fault = fault.record();
   list.regions = region_buffers.regions(list.last_entries);
   if (ordered) list.ranks = static_cast<u32*>(ranks.data());
   using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
   launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
-  if (ordered && random.below(8) == 0) {
-    // Another stream writes the pairs meanwhile: nothing is written outside of the lists.
-    scan(list.regions, random);
-    auto* now = static_cast<Int*>(pairs.data());
-    for (i64 i = 0; i < 2 * call.num_pairs; ++i) {
-      const i64 last = (i % 2 == 0 ? call.src_rows : call.dst_rows) - 1;
-      now[i] = static_cast<Int>(random.below(3) == 0 ? -5 : last);
-    }
-    launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
-    return;
-  }
+  const bool changes = ordered && random.below(8) == 0;
+  if (ordered) scan(list.regions, random);
+  if (changes) rewrite<Int>(pairs, call.src_rows, call.dst_rows, random);
   if (ordered) {
-    scan(list.regions, random);
     launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
   }
-  ++tally.runs;
-  tally.faults += fault.record()->site < FaultSite(77) && fault.record()->state != 0;
-  tally.threads += i64(blocks) * List::kNumThreads;
+  if (changes) return;
   fault.check();
   slot_map.check();
   const i64 num_fetches = last_entries.at(0) + 1;
@@ -203,8 +178,6 @@ void one_run(Random& random, Tally& tally) {
   if (ordered) check_order(fetches, num_fetches, kSide, region_buffers.shift);
 
   // Both copies, as the host launches them: the numbers of pairs are known on the device only.
-  RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
-  RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
   for (const auto& [source, slot] : call.slot_of) {
     if (slot >= call.dst_rows) continue;
     std::memcpy(dst.row(slot), src.row(source), kRowBytes);
@@ -214,44 +187,28 @@ void one_run(Random& random, Tally& tally) {
     if (!call.valid(pairs, i)) continue;
     std::memcpy(dst.expected(pairs.at(2 * i + 1)), src.row(pairs.at(2 * i)), kRowBytes);
   }
-  PairCopyParams fetch{};
-  fetch.dst = dst.row(0);
-  fetch.src = src.row(0);
-  fetch.dst_stride_bytes = fetch.src_stride_bytes = kRowBytes;
-  fetch.pairs = fetches.data();
+  PairCopyParams fetch = pair_params(dst, src, fetches, fault);
   fetch.last_pair = list.last_entries;
   fetch.last_batch = list.last_entries + 2;
-  fetch.num_src_rows = call.src_rows;
-  fetch.num_dst_rows = call.dst_rows;
-  fetch.fault = fault.record();
   using Fetch = jitkern::PairCopy<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
                                   H2D_GATHER_LARGE_IN_FLIGHT, kSide>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
-                             random, fetch, tally, true);
-  PairCopyParams copy = fetch;
-  copy.src = dst.row(0);
-  copy.pairs = copies.data();
-  copy.last_batch = nullptr;
+                             random, fetch, true);
+  PairCopyParams copy = pair_params(dst, dst, copies, fault);
   copy.last_pair = list.last_entries + 1;
-  copy.num_src_rows = call.dst_rows;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {3}, 128,
-                             random, copy, tally);
-  dst.check();
-  src.check();
-  fault.check();
+                             random, copy);
+  check_all(dst, src, fault);
 }
 
 }  // namespace emulate
 
 int main() {
   using namespace emulate;
-  install_reports();
-  Tally tally;
   rounds("pair_lists", 600, [&](Random& random, int run) {
-    run % 2 ? one_run<i32, kHostSource>(random, tally) : one_run<i64, kHostSource>(random, tally);
+    run % 2 ? one_run<i32, kHostSource>(random) : one_run<i64, kHostSource>(random);
     if (run % 3 != 0) return;
-    run % 2 ? one_run<i32, jitkern::kHostTarget>(random, tally)
-            : one_run<i64, jitkern::kHostTarget>(random, tally);
+    run % 2 ? one_run<i32, jitkern::kHostTarget>(random)
+            : one_run<i64, jitkern::kHostTarget>(random);
   });
-  report("pair_lists", 4, tally);
 }

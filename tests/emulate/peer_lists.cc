@@ -20,9 +20,6 @@ using jitkern::PeerListParams;
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
 
-constexpr FaultSite kSrcSite{5};
-constexpr FaultSite kDstSite{6};
-
 using PairOf = std::pair<i64, i64>;
 
 struct Call {
@@ -96,12 +93,7 @@ struct Rank {
         fault(random.pick({0u, 0u, 0u, 1u, 2u})) {
     for (i64 i = 0; i < call.num_pairs; ++i) {
       const auto [source, target] = call.pair(i);
-      if (source < 0 || target < 0) continue;
-      if (source >= call.src_rows) {
-        fault.expect(kSrcSite, i, source, call.src_rows);
-      } else if (target >= call.dst_rows) {
-        fault.expect(kDstSite, i, target, call.dst_rows);
-      }
+      expect_pair(fault, i, source, target, call.src_rows, call.dst_rows);
     }
     list.pairs = pairs.data();
     list.num_pairs = call.num_pairs;
@@ -134,14 +126,7 @@ struct Rank {
     const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
     launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
     scan(list.regions, random);
-    if (changes) {
-      // Another stream writes the pairs meanwhile: nothing is written outside of the lists.
-      auto* now = static_cast<Int*>(pairs.data());
-      for (i64 i = 0; i < 2 * call.num_pairs; ++i) {
-        const i64 last = (i % 2 == 0 ? call.src_rows : call.dst_rows) - 1;
-        now[i] = static_cast<Int>(random.below(3) == 0 ? -5 : last);
-      }
-    }
+    if (changes) rewrite<Int>(pairs, call.src_rows, call.dst_rows, random);
     launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
   }
 
@@ -177,7 +162,7 @@ struct Rank {
 };
 
 template <class Int, HostSide kSide>
-void one_run(Random& random, Tally& tally) {
+void one_run(Random& random) {
   constexpr int kIndexBytes = sizeof(Int);
   const Call call = any_call(kSide, kIndexBytes, random);
   const u32 num_ranks = static_cast<u32>(2 + random.below(7));
@@ -191,8 +176,6 @@ void one_run(Random& random, Tally& tally) {
         std::make_unique<Rank<Int, kSide>>(call, r, num_ranks, table_size, seed, random));
     ranks[r]->make(random, changes);
   }
-  tally.runs += num_ranks;
-  tally.threads += i64(num_ranks) * call.num_pairs;
   if (changes) return;
   const Expected expected(call, kSide, ranks[0]->regions.shift);
   std::multiset<PairOf> left = expected.fetches;
@@ -202,7 +185,6 @@ void one_run(Random& random, Tally& tally) {
     // In its regions by a hash: within what one may hold.
     if (std::abs(count - total / num_ranks) > 2 * expected.largest_region + 1)
       fail("unequal parts");
-    tally.faults += ranks[r]->fault.record()->state == 2;
   }
   if (!left.empty()) fail("nobody fetches a row");
 
@@ -230,22 +212,17 @@ void one_run(Random& random, Tally& tally) {
   for (u32 r = 0; r < num_ranks; ++r) {
     Rank<Int, kSide>& rank = *ranks[r];
     PeerCopyParams fetch{};
-    fetch.dst = dsts[to_all ? r : 0]->row(0);
-    fetch.src = src.row(0);
-    fetch.dst_stride_bytes = fetch.src_stride_bytes = kRowBytes;
-    fetch.pairs = rank.fetches.data();
+    static_cast<PairCopyParams&>(fetch) =
+        pair_params(*dsts[to_all ? r : 0], src, rank.fetches, rank.fault);
     fetch.last_pair = rank.list.last_entries;
     fetch.last_batch = rank.list.last_entries + 3;
-    fetch.num_src_rows = call.src_rows;
-    fetch.num_dst_rows = call.dst_rows;
-    fetch.fault = rank.fault.record();
     fetch.intact = &intact;
     fetch.num_shifts = 1;
     for (u32 k = 1; to_all && k < num_ranks; ++k) {
       fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks]->row(0) - fetch.dst;
     }
     run_kernel<PeerCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Copy::run}, {2}, 128,
-                               random, fetch, tally, true);
+                               random, fetch, true);
     fetch.src = fetch.dst;
     fetch.pairs = rank.copies.data();
     fetch.last_batch = nullptr;
@@ -256,7 +233,7 @@ void one_run(Random& random, Tally& tally) {
   }
   for (u32 r = 0; to_all && r < num_ranks; ++r) {  // all fetches are through by then
     run_kernel<PeerCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Copy::run}, {3}, 128,
-                               random, calls[r], tally);
+                               random, calls[r]);
   }
   for (auto& dst : dsts) dst->check();
   src.check();
@@ -267,13 +244,10 @@ void one_run(Random& random, Tally& tally) {
 
 int main() {
   using namespace emulate;
-  install_reports();
-  Tally tally;
   rounds("peer_lists", 120, [&](Random& random, int) {
-    one_run<i32, kHostSource>(random, tally);
-    one_run<i64, kHostSource>(random, tally);
-    one_run<i32, jitkern::kHostTarget>(random, tally);
-    one_run<i64, jitkern::kHostTarget>(random, tally);
+    one_run<i32, kHostSource>(random);
+    one_run<i64, kHostSource>(random);
+    one_run<i32, jitkern::kHostTarget>(random);
+    one_run<i64, jitkern::kHostTarget>(random);
   });
-  report("peer_lists", 4, tally);
 }

@@ -198,9 +198,8 @@ std::vector<PeerKernel> list_of() {
 // can be there at once.
 class Round {
  public:
-  Round(const std::vector<PeerKernel>& kernels, u32 num_ranks, Random& random, Tally& tally)
+  Round(const std::vector<PeerKernel>& kernels, u32 num_ranks, Random& random)
       : random_(random),
-        tally_(tally),
         num_ranks_(num_ranks),
         num_threads_(random.pick({1u, 3u, 4u, 4u})),
         num_blocks_(random.pick({1u, 2u, 3u})),
@@ -241,8 +240,8 @@ class Round {
     store_vector = [this](uint4* to, const uint4& value) { store(to, value); };
     on_wait_for_kernels = [this] { wait_for_kernel(); };
     on_let_kernel_start = [this] { ++here().num_let; };
-    launch_together({num_blocks_, 2 * num_ranks_}, {num_threads_}, any_order(random_),
-                    [this] { thread(); });
+    launch_clusters({num_blocks_, 2 * num_ranks_}, {num_threads_}, num_blocks_ * 2 * num_ranks_,
+                    any_order(random_), [this] { thread(); });
     on_fresh_load = nullptr, on_system_fence = nullptr, store_vector = nullptr;
     on_wait_for_kernels = nullptr, on_let_kernel_start = nullptr;
     check_end();
@@ -360,8 +359,6 @@ class Round {
     if (k > fails_at && kernels_[r][k].num_stored > 0) {
       fail("a broken workspace is used");
     }
-    ++tally_.runs;
-    tally_.threads += i64(calls_[k].num_blocks) * num_threads_;
   }
 
   // -- memory
@@ -434,7 +431,6 @@ class Round {
       if (is_broken && r != missing_) expect_failure(r);
       failures_[r]->check();
       faults_[r]->check();
-      tally_.faults += failures_[r]->record()->state == 2;
       if (is_broken) continue;
       for (u32 b = 0; b < jitkern::kMostPeerBlocks; ++b) {
         u32 epoch = first_epoch_;
@@ -458,7 +454,6 @@ class Round {
   }
 
   Random& random_;
-  Tally& tally_;
   const u32 num_ranks_, num_threads_, num_blocks_;
   const jitkern::PeerSlots slots_;
   std::vector<PeerSum> calls_;
@@ -480,8 +475,7 @@ class Round {
 
 }  // namespace emulate
 
-// With a number, as many rounds.
-int main(int argc, char** argv) {
+int main() {
   using namespace emulate;
 #ifdef SWEEP_FEW
   const std::vector<PeerKernel> list = list_of<FEW_KERNELS>();
@@ -490,16 +484,12 @@ int main(int argc, char** argv) {
   const std::vector<PeerKernel> list = list_of<ALL_KERNELS>();
   constexpr int kRounds = 60;
 #endif
-  install_reports();
-  Tally tally;
-  const int num_rounds = argc > 1 ? std::atoi(argv[1]) : kRounds;
-  rounds("peer_reduce", num_rounds, [&](Random& random, int) {
+  rounds("peer_reduce", kRounds, [&](Random& random, int) {
     const auto& kernel = list[static_cast<size_t>(random.below(static_cast<i64>(list.size())))];
     const u32 num_ranks = static_cast<u32>(kernel.num_ranks);
-    Round round(list, num_ranks, random, tally);
+    Round round(list, num_ranks, random);
     const bool all_come = random.below(4) != 0;
     round.run(random.below(round.num_calls()),
               all_come ? num_ranks : static_cast<u32>(random.below(num_ranks)));
   });
-  report("peer_reduce", list.size(), tally);
 }

@@ -13,7 +13,6 @@ namespace emulate {
 using jitkern::group_shape;
 using jitkern::IndexParams;
 using jitkern::ListParams;
-using jitkern::PairCopyParams;
 using jitkern::StoreParams;
 
 constexpr int kRuns = 300;
@@ -66,17 +65,17 @@ struct Table : RowBuffer {
 // Of `grid_y` tables, on as many threads as the host would start for rows shared out in `shape`.
 template <class Kernel>
 void run(const jitkern::GroupShape& shape, typename Kernel::Params params, Random& random,
-         Tally& tally, unsigned grid_y = 1) {
+         unsigned grid_y = 1) {
   FaultWord fault(0);
   params.fault = fault.record();
   const unsigned blocks = ceil_div(shape.num_threads(kRows), Kernel::kNumThreads);
   run_kernel<typename Kernel::Params>(
       {kRowBytes, kVecBytes, 0, 0, Kernel::kNumThreads, Kernel::run}, {blocks, grid_y},
-      Kernel::kNumThreads, random, params, tally);
+      Kernel::kNumThreads, random, params);
 }
 
 template <class Int>
-void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
+void store_and_index(IntBuffer& indices, Random& random) {
   using Store =
       jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, sizeof(Int), STORE_IN_FLIGHT>;
   using Index =
@@ -91,17 +90,17 @@ void store_and_index(IntBuffer& indices, Random& random, Tally& tally) {
               0,
               FaultSite(1),
               nullptr},
-             random, tally, 2);
+             random, 2);
   run<Index>(group_shape(kRowBytes, kVecBytes, INDEX_IN_FLIGHT),
              {c.row(0), a.row(0), kStrideBytes, kStrideBytes, indices.data(), kRows, 0, kRows - 9,
               kRows - 9, 9, kRows - 9, kRows - 1, FaultSite(1), nullptr},
-             random, tally);
+             random);
   for (Table* table : {&a, &b, &c, &d}) table->check_padding();
 }
 
 // A small call, which also writes the slot map; then a large one that reads it.
 template <class Int>
-void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally) {
+void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
   using Small = jitkern::H2DGather<kRowBytes, kSmallConfig.num_threads, 1, kVecBytes, sizeof(Int),
                                    false, false, PAIRS_SMALL_IN_FLIGHT>;
   using Large = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, sizeof(Int),
@@ -113,21 +112,16 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
 
   Table src("src", random), dst("dst", random);
   IntBuffer written_map("written_map", std::vector<i64>(kRows, -1), sizeof(Int));
-  PairCopyParams params{};
-  params.dst = dst.row(0);
-  params.src = src.row(0);
-  params.dst_stride_bytes = params.src_stride_bytes = kStrideBytes;
-  params.pairs = pairs.data();
-  params.num_pairs = params.num_src_rows = params.num_dst_rows = kRows;
+  FaultWord fault(0);
+  PairCopyParams params = pair_params(dst, src, pairs, fault);
   params.slot_map = written_map.data();
   params.slot_map_bytes = sizeof(Int);
-  run<Small>(shape(PAIRS_SMALL_IN_FLIGHT), params, random, tally);
+  run<Small>(shape(PAIRS_SMALL_IN_FLIGHT), params, random);
 
   const std::vector<i64> none(2 * kRows, -1);
   IntBuffer table("table", none, 4), last_entries("last_entries", {-1, -1, -1}, 4);
   IntBuffer fetches("fetches", none, sizeof(Int)), copies("copies", none, sizeof(Int));
   IntBuffer copied_rows("copied_rows", std::vector<i64>(kRows, -1), sizeof(Int));
-  FaultWord fault(0);
   ListParams list{params};
   list.slot_map = slot_map.data();
   list.table = static_cast<u32*>(table.data());
@@ -140,7 +134,6 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
   RegionBuffers regions(kRows * kStrideBytes, 1, random);
   list.regions = regions.regions(list.last_entries);
   if (random.below(2) == 0) list.ranks = static_cast<u32*>(ranks.data());
-  list.fault = fault.record();
   launch_fibers({1}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
   if (list.ranks != nullptr) {
     scan(list.regions, random);
@@ -148,37 +141,31 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random, Tally& tally)
   }
   params.pairs = fetches.data();
   params.last_pair = list.last_entries;
-  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);
+  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random);
   params.pairs = copies.data();
   params.last_pair = list.last_entries + 1;
   params.src = params.dst;
   params.slot_rows = copied_rows.data();
-  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random, tally);
+  run<Large>(shape(H2D_GATHER_LARGE_IN_FLIGHT), params, random);
   src.check_padding();
   dst.check_padding();
 }
 
 template <class Int>
-void all_runs(Tally& tally) {
+void all_runs() {
   IntBuffer indices("indices", std::vector<i64>(2 * kRows), sizeof(Int));
   IntBuffer slot_map("slot_map", std::vector<i64>(kRows), sizeof(Int));
   const Rewriter<Int> rewriter({&indices, &slot_map});
-  for (int run = 0; run < kRuns; ++run) {
-    now_running = "race: indices of " + std::to_string(sizeof(Int)) + ", run ";
-    now_running += std::to_string(run);
-    Random random(run);
-    store_and_index<Int>(indices, random, tally);
-    gather<Int>(indices, slot_map, random, tally);
-  }
+  rounds("race: indices of " + std::to_string(sizeof(Int)), kRuns, [&](Random& random, int) {
+    store_and_index<Int>(indices, random);
+    gather<Int>(indices, slot_map, random);
+  });
 }
 
 }  // namespace emulate
 
 int main() {
   using namespace emulate;
-  install_reports();
-  Tally tally;
-  all_runs<i32>(tally);
-  all_runs<i64>(tally);
-  report("race", 2 * 5, tally);
+  all_runs<i32>();
+  all_runs<i64>();
 }

@@ -274,9 +274,8 @@ class Content {
 // A ring of some age with its producer and content, for kernels that consume it.
 class RingRound {
  protected:
-  RingRound(u32 num_slots, u32 max_descriptors, Random& random, Tally& tally)
+  RingRound(u32 num_slots, u32 max_descriptors, Random& random)
       : random_(random),
-        tally_(tally),
         num_slots_(num_slots),
         max_(max_descriptors),
         is_copy_(random.below(2) == 0),
@@ -323,7 +322,6 @@ class RingRound {
   static constexpr u64 kOther = (7ull << 32) + 1;  // another call
 
   Random& random_;
-  Tally& tally_;
   const u32 num_slots_, max_;
   const bool is_copy_;  // what kernels read is not where the completion words are
   RingMemory ring_, host_;

@@ -32,9 +32,9 @@ enum Kind {
 
 class Round : RingRound {
  public:
-  Round(unsigned cluster_size, Random& random, Tally& tally)
+  Round(unsigned cluster_size, Random& random)
       : RingRound{random.pick({1u, 2u, 3u, 7u}),
-                  random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u}), random, tally},
+                  random.pick({1u, 3u, 16u, 17u, 32u, 33u, 80u, 80u}), random},
         cluster_size_(cluster_size) {}
 
   void serve() {
@@ -57,9 +57,6 @@ class Round : RingRound {
     launch_clusters({cluster_size_}, {kThreads}, cluster_size_, any_order(random_),
                     [&] { Serve::run(params); });
     stop_watching();
-    ++tally_.runs;
-    tally_.threads += cluster_size_ * kThreads;
-    tally_.faults += fault_.record()->state == 2;
     check_end(params.idle_ns);
   }
 
@@ -219,9 +216,6 @@ class Round : RingRound {
 
 int main() {
   using namespace emulate;
-  install_reports();
-  Tally tally;
   rounds("serve_ring", kRounds,
-         [&](Random& random, int round) { Round(1u << round % 3, random, tally).serve(); });
-  report("serve_ring", 1, tally);
+         [&](Random& random, int round) { Round(1u << round % 3, random).serve(); });
 }

@@ -32,7 +32,7 @@ void kernels(Specialisations<StoreParams>& list) {
 }
 EMULATE_COLLECT(StoreParams, kernels)
 
-void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random, Tally& tally) {
+void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   // Of K, which comes first, and of V; or there is one cache alone.
@@ -54,7 +54,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
   Placement at = any_placement(row_bytes, vec_bytes, random);
   at.offset = offset_of_run(kernel, run);
   const bool interleaved = random.below(2) == 0;
-  RowBuffer caches("caches", 2 * num_slots, row_bytes, at.stride_bytes, at.offset, random);
+  RowBuffer caches("caches", 2 * num_slots, row_bytes, at, random);
   const auto cache_row = [&](int copy, i64 slot) {
     return interleaved ? 2 * slot + copy : copy * num_slots + slot;
   };
@@ -65,8 +65,8 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
   };
   const Placement k_at = place(random.below(8) == 0);
   const Placement v_at = place(false);
-  RowBuffer k("k", num_rows, k_bytes, k_at.stride_bytes, k_at.offset, random);
-  RowBuffer v("v", num_rows, row_bytes, v_at.stride_bytes, v_at.offset, random);
+  RowBuffer k("k", num_rows, k_bytes, k_at, random);
+  RowBuffer v("v", num_rows, row_bytes, v_at, random);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
@@ -93,12 +93,8 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random,
       kIndicesSite,
       fault.record()};
   const unsigned y = two_sizes ? 1 : num_copies;
-  run_kernel(kernel, {k_blocks + blocks(row_bytes), y}, kernel.num_threads, random, params, tally);
-  caches.check();
-  k.check();
-  v.check();
-  indices.check();
-  fault.check();
+  run_kernel(kernel, {k_blocks + blocks(row_bytes), y}, kernel.num_threads, random, params);
+  check_all(caches, k, v, indices, fault);
 }
 
 }  // namespace emulate

@@ -39,7 +39,7 @@ void kernels(Specialisations<SwapParams>& list) {
 }
 EMULATE_COLLECT(SwapParams, kernels)
 
-void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random, Tally& tally) {
+void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   const bool line_aligned = kernel.variant & kLineAligned;
@@ -60,20 +60,16 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random, 
   const Placement gpu_at = any_placement(row_bytes, vec_bytes, random);
   host_at.offset = offset_of_run(kernel, run);
   if (line_aligned) host_at = on_lines(host_at);
-  RowBuffer host("host", host_rows, row_bytes, host_at.stride_bytes, host_at.offset, random);
-  RowBuffer gpu("gpu", slots, row_bytes, gpu_at.stride_bytes, gpu_at.offset, random);
+  RowBuffer host("host", host_rows, row_bytes, host_at, random);
+  RowBuffer gpu("gpu", slots, row_bytes, gpu_at, random);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
-  expect_swaps(triples, host_rows, slots, row_bytes, host, gpu, fault);
-  const SwapParams params =
-      swap_params(triples, host_rows, slots, host_at, gpu_at, host, gpu, fault);
+  expect_swaps(triples, host, gpu, fault);
+  const SwapParams params = swap_params(triples, host, gpu, fault);
   const unsigned blocks = ceil_div(shape.num_threads(count), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
-             random, params, tally, talks);
-  host.check();
-  gpu.check();
-  triples.check();
-  fault.check();
+             random, params, talks);
+  check_all(host, gpu, triples, fault);
 }
 
 }  // namespace emulate

@@ -10,7 +10,6 @@ namespace emulate {
 
 using jitkern::kExchanged;
 using jitkern::kNotListed;
-using jitkern::PairCopyParams;
 using jitkern::SwapListParams;
 
 constexpr i64 kUntouched = -9;
@@ -45,7 +44,7 @@ void check_moves(const IntBuffer& moves, i64 stride_bytes, int shift) {
 }
 
 template <i64 kRowBytes, int kVecBytes, bool kLineAligned, class Int>
-void one_run(Random& random, Tally& tally) {
+void one_run(Random& random) {
   constexpr int kIndexBytes = sizeof(Int);
   const i64 count = kRowBytes > 1000 ? random.pick({i64(1), i64(9), i64(40)})
                                      : random.pick({i64(1), i64(33), i64(257), i64(400)});
@@ -57,12 +56,12 @@ void one_run(Random& random, Tally& tally) {
   const Placement gpu_at = any_placement(kRowBytes, kVecBytes, random);
   host_at.offset = 5 * random.below(128) * kVecBytes % 128;
   if (kLineAligned) host_at = on_lines(host_at);
-  RowBuffer host("host", host_rows, kRowBytes, host_at.stride_bytes, host_at.offset, random);
-  RowBuffer gpu("gpu", slots, kRowBytes, gpu_at.stride_bytes, gpu_at.offset, random);
+  RowBuffer host("host", host_rows, kRowBytes, host_at, random);
+  RowBuffer gpu("gpu", slots, kRowBytes, gpu_at, random);
   RowBuffer staging("staging", count, kRowBytes, kRowBytes, 0, random);
   FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));
-  expect_swaps(triples, host_rows, slots, kRowBytes, host, gpu, fault);
-  SwapParams swap = swap_params(triples, host_rows, slots, host_at, gpu_at, host, gpu, fault);
+  expect_swaps(triples, host, gpu, fault);
+  SwapParams swap = swap_params(triples, host, gpu, fault);
 
   RegionBuffers region_buffers(host_rows * host_at.stride_bytes, jitkern::kNumMoveKinds, random);
   IntBuffer counters("counters", {-1, -1}, 4);
@@ -89,9 +88,6 @@ void one_run(Random& random, Tally& tally) {
     }
   }
   launch({blocks}, {Place::kNumThreads}, any_order(random), Place::run, list);
-  ++tally.runs;
-  tally.faults += fault.record()->site < FaultSite(77) && fault.record()->state != 0;
-  tally.threads += i64(blocks) * List::kNumThreads;
   fault.check();
   if (rewritten) {
     for (i64 i = 0; i < 3 * count; ++i) {
@@ -110,7 +106,7 @@ void one_run(Random& random, Tally& tally) {
   using Swap = jitkern::SwapRows<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
                                  kLineAligned, true, SWAP_LARGE_IN_FLIGHT, true>;
   run_kernel<SwapParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Swap::run},
-                         {1 + unsigned(random.below(2))}, 64, random, swap, tally, true);
+                         {1 + unsigned(random.below(2))}, 64, random, swap, true);
   for (i64 i = 0; i < count; ++i) {
     if (places.at(2 * i) < 0) continue;
     if (places.at(2 * i) != i) fail("a place of another move");
@@ -119,32 +115,22 @@ void one_run(Random& random, Tally& tally) {
   staging.check();  // holds what the slots shall, and nothing else was written
   host.check();
 
-  PairCopyParams place{};
-  place.dst = gpu.row(0);
-  place.src = staging.row(0);
-  place.dst_stride_bytes = gpu_at.stride_bytes;
-  place.src_stride_bytes = kRowBytes;
-  place.pairs = places.data();
-  place.num_pairs = place.num_src_rows = count;
-  place.num_dst_rows = slots;
-  place.fault = fault.record();
+  const PairCopyParams place = pair_params(gpu, staging, places, fault);
   using PlaceStaged = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes,
                                          kIndexBytes, true, true, SWAP_PLACE_IN_FLIGHT>;
   run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, PlaceStaged::run}, {2},
-                             64, random, place, tally);
-  gpu.check();
-  host.check();
-  fault.check();
+                             64, random, place);
+  check_all(gpu, host, fault);
 }
 
 // Rows of a part of a warp, of one, and of several, each with both index types.
 template <i64 kRowBytes, int kVecBytes, bool kLineAligned>
-void runs(Tally& tally) {
+void runs() {
   const std::string name = "swap_lists: rows of " + std::to_string(kRowBytes) +
                            " bytes, line-aligned " + std::to_string(kLineAligned);
   const auto one = [&](Random& random, int run) {
-    run % 2 ? one_run<kRowBytes, kVecBytes, kLineAligned, i32>(random, tally)
-            : one_run<kRowBytes, kVecBytes, kLineAligned, i64>(random, tally);
+    run % 2 ? one_run<kRowBytes, kVecBytes, kLineAligned, i32>(random)
+            : one_run<kRowBytes, kVecBytes, kLineAligned, i64>(random);
   };
   rounds(name, 60, one, kRowBytes * 1000);
 }
@@ -153,16 +139,13 @@ void runs(Tally& tally) {
 
 int main() {
   using namespace emulate;
-  install_reports();
-  Tally tally;
-  runs<24, 8, false>(tally);
-  runs<656, 16, false>(tally);
+  runs<24, 8, false>();
+  runs<656, 16, false>();
 #ifndef SWEEP_FEW  // what mutants are tried on
-  runs<3, 1, false>(tally);
-  runs<656, 16, true>(tally);
-  runs<1200, 16, false>(tally);
-  runs<4096, 16, false>(tally);
-  runs<4096, 16, true>(tally);
+  runs<3, 1, false>();
+  runs<656, 16, true>();
+  runs<1200, 16, false>();
+  runs<4096, 16, false>();
+  runs<4096, 16, true>();
 #endif
-  report("swap_lists", 14, tally);
 }

@@ -47,8 +47,9 @@ inline std::vector<i64> any_triples(i64 count, i64 host_rows, i64 slots, int ind
 }
 
 // Swaps the expected rows, and expects the faults.
-inline void expect_swaps(const IntBuffer& triples, i64 host_rows, i64 slots, i64 row_bytes,
-                         RowBuffer& host, RowBuffer& gpu, FaultWord& fault) {
+inline void expect_swaps(const IntBuffer& triples, RowBuffer& host, RowBuffer& gpu,
+                         FaultWord& fault) {
+  const i64 host_rows = host.num_rows(), slots = gpu.num_rows(), row_bytes = host.row_bytes();
   for (i64 i = 0; i < triples.size() / 3; ++i) {
     const i64 fetch = triples.at(3 * i);
     const i64 slot = triples.at(3 * i + 1);
@@ -68,18 +69,18 @@ inline void expect_swaps(const IntBuffer& triples, i64 host_rows, i64 slots, i64
   }
 }
 
-inline SwapParams swap_params(const IntBuffer& triples, i64 host_rows, i64 slots, Placement host_at,
-                              Placement gpu_at, RowBuffer& host, RowBuffer& gpu, FaultWord& fault) {
+inline SwapParams swap_params(const IntBuffer& triples, RowBuffer& host, RowBuffer& gpu,
+                              FaultWord& fault) {
   SwapParams params{};
   params.host = host.row(0);
   params.gpu = gpu.row(0);
-  params.host_stride_bytes = host_at.stride_bytes;
-  params.gpu_stride_bytes = gpu_at.stride_bytes;
+  params.host_stride_bytes = host.stride_bytes();
+  params.gpu_stride_bytes = gpu.stride_bytes();
   params.triples = triples.data();
   params.num_triples = triples.size() / 3;
   params.first_position = kFirstPosition;
-  params.num_host_rows = host_rows;
-  params.num_slots = slots;
+  params.num_host_rows = host.num_rows();
+  params.num_slots = gpu.num_rows();
   params.fetch_site = kFetchSite;
   params.slot_site = kSlotSite;
   params.back_site = kBackSite;

@@ -47,11 +47,4 @@ Order any_order(Random& random) {
   return random.pick({Order::kForward, Order::kReverse, Order::kShuffled});
 }
 
-void report(const char* op, size_t specialisations, const Tally& tally) {
-  std::printf(
-      "{\"op\": \"%s\", \"specialisations\": %zu, \"runs\": %lld, \"threads\": %lld, "
-      "\"faults\": %lld}\n",
-      op, specialisations, tally.runs, tally.threads, tally.faults);
-}
-
 }  // namespace emulate

@@ -32,7 +32,6 @@ struct Specialisation {
   int variant;  // what else the op is specialised on
   int num_threads;
   void (*run)(const Params&);
-  unsigned cluster_size = 1;
 };
 
 template <class Params>
@@ -83,12 +82,6 @@ constexpr bool sweeps(i64 row_bytes, int vec_bytes) {
 using SweepRows = std::integer_sequence<i64, SWEEP_ROWS>;
 #endif
 
-// Where a buffer begins behind a boundary of 128 bytes, and the bytes between its rows.
-struct Placement {
-  i64 offset;
-  i64 stride_bytes;
-};
-
 // Any that the vector width allows.
 Placement any_placement(i64 row_bytes, int vec_bytes, Random& random);
 
@@ -105,21 +98,20 @@ std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_byte
 // How many rows fill a block, miss it by one, or spread over several; few where rows are long.
 i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random);
 
+// Compares each with what is expected of it.
+template <class... Buffers>
+void check_all(Buffers&... buffers) {
+  (buffers.check(), ...);
+}
+
 inline unsigned ceil_div(i64 a, i64 b) { return static_cast<unsigned>((a + b - 1) / b); }
 
 Order any_order(Random& random);
 
-struct Tally {
-  i64 runs = 0;
-  i64 threads = 0;
-  i64 faults = 0;
-};
-// One line of JSON for the test that started this.
-void report(const char* op, size_t specialisations, const Tally& tally);
-
-// Runs `one(random)` with the numbers from 0 to `count` as seeds.
+// Runs `one(random, number)` with the numbers from 0 to `count` as seeds.
 template <class One>
 void rounds(const std::string& name, int count, const One& one, int first_seed = 0) {
+  install_reports();
   for (int number = 0; number < count; ++number) {
     now_running = name + ", round " + std::to_string(number);
     Random random(static_cast<u64>(first_seed + number));
@@ -128,21 +120,17 @@ void rounds(const std::string& name, int count, const One& one, int first_seed =
   }
 }
 
-// Runs one kernel as a grid of blocks, and counts. `talks`: its threads have warp operations or
-// barriers, as those of clusters do.
+// Runs one kernel as a grid of blocks. `talks`: its threads have warp operations or
+// barriers.
 template <class Params>
 void run_kernel(const Specialisation<Params>& kernel, dim3 grid, unsigned num_threads,
-                Random& random, const Params& params, Tally& tally, bool talks = false) {
-  ++tally.runs;
-  tally.threads += i64(grid.x) * grid.y * num_threads;
-  const bool empty = params.fault->state == 0;
+                Random& random, const Params& params, bool talks = false) {
   const Order order = any_order(random);
-  if (talks || kernel.cluster_size > 1) {
-    launch_clusters(grid, {num_threads}, kernel.cluster_size, order, [&] { kernel.run(params); });
+  if (talks) {
+    launch_fibers(grid, {num_threads}, order, [&] { kernel.run(params); });
   } else {
     launch(grid, {num_threads}, order, kernel.run, params);
   }
-  if (empty && params.fault->state != 0) ++tally.faults;
 }
 
 // Once for each place that the primary buffer can have relative to a line of 128 bytes; a sample of
@@ -157,29 +145,26 @@ int runs_at_every_offset(const Specialisation<Params>& kernel) {
   return std::max(16, (kernel.row_bytes <= 24 ? 128 : 32) / kernel.vec_bytes);
 }
 
-// Runs `one(kernel, run, random, tally)` for each specialisation `runs(kernel)` times, and says how
-// much that was.
+// Runs `one(kernel, run, random)` for each specialisation `runs(kernel)` times.
 template <class Params, class Runs, class One>
 int sweep(const char* op, const Specialisations<Params>& list, Runs runs, One one) {
   install_reports();
-  Tally tally;
+  if (list.empty()) fail("no kernels");
   for (const auto& kernel : list) {
     const int count = runs(kernel);
     for (int run = 0; run < count; ++run) {
       now_running = std::string(op) + ": rows of " + std::to_string(kernel.row_bytes) +
                     " bytes, vectors of " + std::to_string(kernel.vec_bytes) + ", indices of " +
                     std::to_string(kernel.index_bytes) + ", variant " +
-                    std::to_string(kernel.variant) + ", clusters of " +
-                    std::to_string(kernel.cluster_size) + ", run " + std::to_string(run);
+                    std::to_string(kernel.variant) + ", run " + std::to_string(run);
       Random random(static_cast<u64>(
           ((kernel.row_bytes * 32 + kernel.vec_bytes) * 16 + kernel.index_bytes + kernel.variant) *
               1024 +
           run));
       for (int i = 0; i < 4; ++i) random.bits();
-      one(kernel, run, random, tally);
+      one(kernel, run, random);
     }
   }
-  report(op, list.size(), tally);
   return 0;
 }
 

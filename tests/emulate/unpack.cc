@@ -167,7 +167,7 @@ std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat form
   return words;
 }
 
-void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Tally& tally) {
+void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
   const auto format = static_cast<DescriptorFormat>(kernel.variant);
   // 0: some are wrong; 1: few have anything to do, of them one or two for long, in different
   // chunks; 2: the first is long, and begins or ends where the source does, at a line of the
@@ -251,11 +251,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random, Ta
   }
   params.fault = fault.record();
   run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random, params,
-             tally, true);
-  dst.check();
-  src.check();
-  rows.check();
-  fault.check();
+             true);
+  check_all(dst, src, rows, fault);
 }
 
 }  // namespace emulate

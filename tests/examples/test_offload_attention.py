@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,23 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-
-PATH = Path(__file__).resolve().parents[2] / "examples" / "offload_attention.py"
+from processes import example_module
 
 SMALL = ["--layers", "3", "--tokens", "208", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 SMALL += ["--block-size", "8", "--unit-blocks", "2", "--depth", "3", "--repeats", "1"]
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("offload_attention", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "offload_attention", module)  # where dataclasses look
-    spec.loader.exec_module(module)
+def example() -> Iterator[ModuleType]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # which wait for each other where others use the cores
-    yield module
+    with example_module("offload_attention.py") as module:
+        yield module
     torch.set_num_threads(threads)
 
 
@@ -106,21 +99,3 @@ def test_the_plot(example: ModuleType, device: torch.device, tmp_path: Path) -> 
     image = tmp_path / "timeline.png"
     run(example, device, tmp_path, "--chunk", "24", "--plot", str(image))
     assert image.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        (["--tokens", "209"], "--tokens are whole blocks"),
-        (["--heads", "5"], "--heads a multiple of --kv-heads"),
-        (["--budget", "0.05"], "no room for a block in all layers"),
-        (["--chunk", "20"], "--chunk: 20, expected whole blocks, 32 tokens at most"),
-        (["--chunk", "40"], "--chunk: 40, expected whole blocks, 32 tokens at most"),
-    ],
-)
-def test_wrong_arguments(
-    example: ModuleType, capsys: pytest.CaptureFixture[str], wrong: list[str], text: str
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main([*SMALL, "--device", "cpu", *wrong])
-    assert text in capsys.readouterr().err

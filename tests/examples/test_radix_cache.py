@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -22,19 +20,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from processes import example_module
 from torch import Tensor
-
-PATH = Path(__file__).resolve().parents[2] / "examples" / "radix_cache.py"
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("radix_cache", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "radix_cache", module)  # where dataclasses look
-        spec.loader.exec_module(module)
+    with example_module("radix_cache.py") as module:
         yield module
 
 
@@ -215,9 +207,6 @@ class Machine(RuleBasedStateMachine):
         assert self.reference.protected <= cached.keys()
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-
-
 @pytest.mark.parametrize(
     ("page_size", "dtype"), [(1, torch.int32), (3, torch.int64), (16, torch.int32)], ids=str
 )
@@ -240,13 +229,12 @@ def test_it_is_a_dict_of_all_prefixes(
 # -- the day ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [16])
 def test_a_day_is_served(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], page_size: int
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a cache so small that much of it is evicted and computed again."""
     file = tmp_path / "result.json"
-    args = ["--page-size", str(page_size), "--requests", "600", "--cache-tokens", "60000"]
+    args = ["--page-size", "16", "--requests", "600", "--cache-tokens", "60000"]
     assert example.main([*args, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert 0.3 < result["hit_rate"] < 1
@@ -288,22 +276,6 @@ def tensor(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
-def test_a_conversation_goes_on(example: ModuleType) -> None:
-    tree = example.RadixCache(1)
-    assert tree.match_prefix(tensor(1, 2, 3))[1] is tree.root
-    assert tree.insert(tensor(1, 2, 3), tensor(10, 11, 12)) == 0
-    slots, node = tree.match_prefix(tensor(1, 2, 3, 4))
-    assert slots.tolist() == [10, 11, 12] and node.key.tolist() == [1, 2, 3]
-    assert tree.insert(tensor(1, 2, 3, 4, 5), tensor(10, 11, 12, 13, 14)) == 3
-    assert tree.match_prefix(tensor(1, 2, 3, 4, 5, 6))[0].tolist() == [10, 11, 12, 13, 14]
-    tree.lock(node)
-    assert sorted(tree.evict(100).tolist()) == [13, 14]
-    tree.unlock(node)
-    assert sorted(tree.evict(100).tolist()) == [10, 11, 12]
-    with pytest.raises(ValueError, match=r"^lock: node: was evicted, expected a node of the tree$"):
-        tree.lock(node)
-
-
 def test_both_halves_of_a_locked_node_are_locked(example: ModuleType) -> None:
     tree = example.RadixCache(3)
     tree.insert(torch.arange(9), torch.arange(10, 19))
@@ -332,30 +304,3 @@ def test_slots_may_be_on_a_gpu(example: ModuleType, device: torch.device) -> Non
     assert slots.dtype == torch.int32 and slots.device.type == device.type
     assert slots.tolist() == [0, 1]
     assert tree.evict(4).tolist() == [2, 3, 0, 1]
-
-
-FOUR = torch.arange(4)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda t: t.insert(FOUR, FOUR[:3]), "insert: slots: 3 items, expected 4, one for each"),
-        (lambda t: t.insert(FOUR, FOUR.int()), "insert: slots: int32 on cpu, expected int64 on"),
-        (lambda t: t.insert(FOUR.int(), FOUR), "insert: tokens: int32 on cpu, expected int64 on"),
-        (lambda t: t.match_prefix(FOUR.to("meta")), "match_prefix: tokens: int64 on meta, expect"),
-        (lambda t: t.match_prefix(FOUR.view(2, 2)), "match_prefix: tokens: shape [2, 2], expected"),
-        (lambda t: t.match_prefix(FOUR[::2]), "match_prefix: tokens: not contiguous, expected a "),
-        (lambda t: t.evict(-1), "evict: num_tokens: -1, expected at least 0"),
-        (lambda t: type(t)(0), "RadixCache: page_size: 0, expected at least 1"),
-    ],
-)
-def test_wrong_arguments_change_nothing(example: ModuleType, call: Any, text: str) -> None:
-    tree = example.RadixCache(2)
-    tree.insert(FOUR, FOUR)
-    before = [(node.key.tolist(), node.slots.tolist()) for node in tree.nodes()]
-    with pytest.raises((TypeError, ValueError)) as raised:
-        call(tree)
-    assert str(raised.value).startswith(text)
-    assert before == [(node.key.tolist(), node.slots.tolist()) for node in tree.nodes()]
-    check_invariants(tree)

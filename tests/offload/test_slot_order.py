@@ -19,7 +19,7 @@ from needs import needs_cxx
 from paths import TESTS, python_path
 from proved import HOST, unproved
 from slot_mutants import MUTANTS, Mutant
-from threads.program import Builder, forget_old
+from threads.program import Builder
 
 from jitkern.compilers.sources import CSRC
 from jitkern.host.module import module
@@ -41,6 +41,7 @@ class Library(Builder):
     """Builds a part of the host module as a library that Python loads."""
 
     def link(self, target: Path) -> Path:
+        self._compile_header()
         sources = sorted(path for pattern in SOURCES for path in self.csrc.glob(pattern))
         objects = [str(self._object(path)) for path in sources]
         libraries = [f"-L{self.library}", "-ltvm_ffi", "-ldl", "-pthread"]
@@ -57,10 +58,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(request: pytest.FixtureRequest) -> Path:
-    store = Path(request.config.cache.mkdir("slot_order"))
-    forget_old(store)
-    return store
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("objects")
 
 
 def run(

@@ -1,5 +1,3 @@
-#include "fake_gpu.h"
-
 #include <linux/futex.h>
 #include <semaphore.h>
 #include <sys/syscall.h>
@@ -17,7 +15,7 @@
 #include <thread>
 #include <utility>
 
-#include "fake_kernel.h"
+#include "fake_gpu.h"
 
 namespace {
 

@@ -1,6 +1,4 @@
 // The kernel of the fake GPU: what csrc/ops/pairs.cuh does.
-#include "fake_kernel.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,13 +19,12 @@ struct HostPair {
   i64 src_row, dst_row;
 };
 
+i64 item(const void* items, int item_bytes, i64 i) {
+  return item_bytes == 4 ? static_cast<const int32_t*>(items)[i]
+                         : static_cast<const int64_t*>(items)[i];
+}
 HostPair read_pair(const PairCopyParams& p, int index_bytes, i64 i) {
-  if (index_bytes == 4) {
-    const auto* pair = static_cast<const int32_t*>(p.pairs) + 2 * i;
-    return {pair[0], pair[1]};
-  }
-  const auto* pair = static_cast<const int64_t*>(p.pairs) + 2 * i;
-  return {pair[0], pair[1]};
+  return {item(p.pairs, index_bytes, 2 * i), item(p.pairs, index_bytes, 2 * i + 1)};
 }
 
 // Rows [lowest, highest] of a table are memory of the GPU.
@@ -66,11 +63,7 @@ void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
     std::memcpy(p.dst + pair.dst_row * p.dst_stride_bytes,
                 p.src + pair.src_row * p.src_stride_bytes, static_cast<size_t>(f.row_bytes));
     if (p.slot_map == nullptr) continue;
-    i64 row = pair.src_row;
-    if (p.slot_rows != nullptr) {
-      row = f.index_bytes == 4 ? i64(static_cast<const int32_t*>(p.slot_rows)[i])
-                               : i64(static_cast<const int64_t*>(p.slot_rows)[i]);
-    }
+    const i64 row = p.slot_rows == nullptr ? pair.src_row : item(p.slot_rows, f.index_bytes, i);
     if (row < 0) continue;
     char* const entry = static_cast<char*>(p.slot_map) + row * p.slot_map_bytes;
     require_memory(entry, p.slot_map_bytes, "slot map");

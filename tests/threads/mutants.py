@@ -19,7 +19,6 @@ ARRIVED = (
 class Mutant:
     """``old``, which is once in ``file``, becomes ``new``."""
 
-    mistake: str
     case: str
     file: str
     old: str
@@ -35,82 +34,47 @@ class Mutant:
 
 
 MUTANTS = (
+    # A chunk is filled before the GPU is done with it, or taken from the call before.
+    Mutant("chunks", BY_CPU, "if (!is_done(chunks_[number].done)) return false;"),
+    Mutant("in_a_row", BY_CPU, "if (!is_done(chunk.done)) return false;"),
+    Mutant("first_use", "host/staging.cc", "wait_for(copies, start);"),
+    # Rows are placed, or taken, before they have arrived, or before the stream comes to the call.
+    Mutant("in_a_row", BY_CPU, "wait_for(staging_.places, chunk.copied);"),
+    Mutant("in_order", "host/staging.cc", "wait_for(staging_.places, staging_.start);"),
     Mutant(
-        *("a chunk is filled before the GPU is done with it", "chunks", BY_CPU),
-        "if (!is_done(chunks_[number].done)) return false;",
+        *("ways", BY_CPU, f"{ARRIVED}\n    record(chunk.done, staging_.copies);"),
+        f"record(chunk.done, staging_.copies);\n    {ARRIVED}",
     ),
+    # The stream does not wait for the last rows.
+    Mutant("ways", BY_CPU, "wait_for(scope_.stream(), staging_.end);"),
+    # A part counts as done before it is copied.
     Mutant(
-        *("rows are placed before they have arrived", "in_a_row", BY_CPU),
-        "wait_for(staging_.places, chunk.copied);",
-    ),
-    Mutant(
-        *("the stream does not wait for the last rows", "ways", BY_CPU),
-        "wait_for(scope_.stream(), staging_.end);",
-    ),
-    Mutant(
-        *("rows are placed before the stream comes to the call", "in_order", "host/staging.cc"),
-        "wait_for(staging_.places, staging_.start);",
-    ),
-    Mutant(
-        *("a part counts as done before it is copied", "ways", BY_CPU),
-        f"{MOVE}\n    work.num_left.fetch_sub(1);",
+        *("ways", BY_CPU, f"{MOVE}\n    work.num_left.fetch_sub(1);"),
         f"work.num_left.fetch_sub(1);\n    {MOVE}",
         flags=TSAN,
     ),
+    # Pairs that SMs read are overwritten.
+    Mutant("uploads", "ops/common.h", "staging.uploads.mark(scope.stream());"),
+    # A row that another thread wrote is believed.
     Mutant(
-        *("pairs that SMs read are overwritten", "uploads", "ops/common.h"),
-        "staging.uploads.mark(scope.stream());",
-    ),
-    Mutant(
-        *("the same where the CPU takes part", "uploads", BY_CPU),
-        "staging_.uploads.mark(scope_.stream());",
-    ),
-    Mutant(
-        *("a row that another thread wrote is believed", "rewritten_late", BY_CPU),
-        "const bool inside = pair.is_inside(p);",
+        *("rewritten_late", BY_CPU, "const bool inside = pair.is_inside(p);"),
         "const bool inside = !pair.is_padding();",
     ),
+    # Blocks are queued before all pairs are checked.
+    Mutant("out_of_range", BY_CPU, "if (num_pairs > kBlockPairs) check_pairs();"),
+    # What a failed call queued is forgotten.
+    Mutant("failing", "host/staging.cc", "if (!has_begun_) return;", "return;"),
+    # Calls of two devices wait for each other.
     Mutant(
-        *("the same in the copy that SMs read", "rewritten_late", BY_CPU),
-        "const bool inside = pair.is_inside(args.params);",
-        "const bool inside = !pair.is_padding();",
-    ),
-    Mutant(
-        *("blocks are queued before all pairs are checked", "out_of_range", BY_CPU),
-        "if (num_pairs > kBlockPairs) check_pairs();",
-    ),
-    Mutant(
-        *("a chunk is taken from the call before", "in_a_row", BY_CPU),
-        "if (!is_done(chunk.done)) return false;",
-    ),
-    Mutant(
-        *("rows are taken before they have arrived", "ways", BY_CPU),
-        f"{ARRIVED}\n    record(chunk.done, staging_.copies);",
-        f"record(chunk.done, staging_.copies);\n    {ARRIVED}",
-    ),
-    Mutant(
-        *("chunks are used before their last owner is done", "first_use", "host/staging.cc"),
-        "wait_for(copies, start);",
-    ),
-    Mutant(
-        *("what a failed call queued is forgotten", "failing", "host/staging.cc"),
-        "if (!has_begun_) return;",
-        "return;",
-    ),
-    Mutant(
-        *("calls of two devices wait for each other", "apart", "host/workers.cc"),
-        "pool_ = take_pool();",
+        *("apart", "host/workers.cc", "pool_ = take_pool();"),
         "static auto* const only = new ThreadPool(); while (only->work != nullptr) sched_yield(); "
         "pool_ = only;",
     ),
+    # Threads do not sleep.
     Mutant(
-        *("threads do not sleep", "asleep", "host/workers.cc"),
-        "if (waited_ns_ < kSpinNs) return pause_core();",
+        *("asleep", "host/workers.cc", "if (waited_ns_ < kSpinNs) return pause_core();"),
         "return pause_core();",
     ),
-    Mutant(
-        *("a capture is not refused", "captured", "ops/common.cc"),
-        "if (status != 0)",
-        "if (false)",
-    ),
+    # A capture is not refused.
+    Mutant("captured", "ops/common.cc", "if (status != 0)", "if (false)"),
 )

@@ -1,7 +1,7 @@
 """Compiles the programs of this directory with sources of the host module, and runs them.
 
-Objects are kept in a folder, under names that are digests of all that goes in. What most sources
-include is compiled once, as it is for the host module.
+Objects are kept in a folder, under names that are digests of all that goes in, so that a mutant
+compiles one source. What most sources include is compiled once, as it is for the host module.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from jitkern.compilers.sources import CSRC, include_dirs
@@ -32,7 +28,6 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
-PLAIN = ("-O1",)
 TSAN = ("-O1", "-g1", "-fsanitize=thread", "-Wno-tsan")
 ASAN = (
     *("-O1", "-g1", "-fsanitize=address,undefined"),
@@ -61,7 +56,7 @@ CPU_OPS = Program(
 STAGING = Program(
     "staging",
     ("host/[!u]*.cc", "ops/pairs*.cc", "ops/*2[dh]_*.cc", "ops/sort.cc", "ops/common.cc"),
-    ("staging.cc", "trouble.cc", "calls.cc"),
+    ("staging.cc",),
     {"libcuda.so.1": ("fake_gpu.cc", "fake_kernel.cc")},
     instead=("host/cpu_copy.cc", "plain_copy.cc"),
 )
@@ -71,38 +66,17 @@ def cxx() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
 
 
-@cache
-def _compiler_version() -> str:
-    return subprocess.run([*cxx(), "--version"], capture_output=True, text=True, check=True).stdout
-
-
-def forget_old(store: Path, age_s: float = 7 * 24 * 3600) -> None:
-    """Delete what was compiled longer ago, as sources change and digests with them."""
-    for path in store.iterdir():
-        if path.suffix == ".lock" or path.stat().st_mtime > time.time() - age_s:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Two workers of pytest-xdist do not compile the same at the same time."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:20]
 
 
 class Builder:
     """Builds into ``store``, from ``csrc``, by ``flags``."""
 
     def __init__(self, store: Path, flags: Sequence[str], csrc: Path = CSRC) -> None:
-        from tvm_ffi import __version__, libinfo
+        from tvm_ffi import libinfo
 
         self.store, self.flags, self.csrc = store, flags, csrc
-        self.version = __version__
         self.library = Path(libinfo.find_libtvm_ffi()).parent
         folders = [*include_dirs(csrc), HERE]
         tvm_ffi = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
@@ -110,13 +84,16 @@ class Builder:
         headers = [*csrc.rglob("*.h"), *HERE.glob("*.h")]
         texts = [path.read_text() for path in sorted(headers, key=lambda path: path.name)]
         self.precompiled = csrc / "host" / "precompiled.h"
-        self.common = [_compiler_version(), self.version, *flags, *texts]
+        self.common = [*flags, *texts]
+        name = f"precompiled-{_digest(*flags, self.precompiled.read_text())}"
+        self.header = store / name / self.precompiled.name
 
     def build(self, program: Program) -> Path:
         """Return the program, compiled as far as it is not there."""
         self.store.mkdir(parents=True, exist_ok=True)
-        name = hashlib.sha256(" ".join(self.flags).encode()).hexdigest()[:8]
-        with _locked(self.store / f"{name}.lock"):
+        with (self.store / f"{_digest(*self.flags)}.lock").open("w") as lock:
+            # Two workers of pytest-xdist do not compile the same at the same time.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             return self._build(program)
 
     def run(self, program: Program, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -141,10 +118,10 @@ class Builder:
             name: [HERE / source for source in names] for name, names in program.libraries.items()
         }
         files = sorted({*sources, *own, *(path for paths in libraries.values() for path in paths)})
+        self._compile_header()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = dict(zip(files, pool.map(self._object, files), strict=True))
-        key = " ".join([program.name, *(path.name for path in objects.values())])
-        folder = self.store / hashlib.sha256(key.encode()).hexdigest()[:20]
+        folder = self.store / _digest(program.name, *(path.name for path in objects.values()))
         target = folder / program.name  # linked last
         if target.exists():
             return target
@@ -152,42 +129,32 @@ class Builder:
         for name, paths in libraries.items():
             options = ["-shared", f"-Wl,-soname,{name}", "-o", str(folder / name)]
             self._run(*options, *(str(objects[path]) for path in paths))
-        made = folder / "made"
         self._run(
             *(str(objects[path]) for path in sorted({*sources, *own})),
             *("-Wl,--no-as-needed", *(str(folder / name) for name in libraries)),
             *(f"-L{self.library}", f"-Wl,-rpath,{self.library}", "-Wl,-rpath,$ORIGIN"),
-            *("-ltvm_ffi", "-ldl", "-pthread", "-o", str(made)),
+            *("-ltvm_ffi", "-ldl", "-pthread", "-o", str(target)),
         )
-        return made.replace(target)
+        return target
 
     def _object(self, source: Path) -> Path:
         name = source.relative_to(self.csrc if source.is_relative_to(self.csrc) else HERE)
-        key = json.dumps([*self.common, str(name), source.read_text()])
-        target = self.store / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:20]}.o"
+        target = (
+            self.store / f"{source.stem}-{_digest(*self.common, str(name), source.read_text())}.o"
+        )
         if not target.exists():
-            made = target.with_suffix(f".{os.getpid()}")
-            before = ("-include", str(self._header()))
-            self._run("-fPIC", *self.includes, *before, "-c", str(source), "-o", str(made))
-            made.replace(target)
+            options = ("-fPIC", *self.includes, "-include", str(self.header))
+            self._run(*options, "-c", str(source), "-o", str(target))
         return target
 
-    def _header(self) -> Path:
-        """Return the header that comes first in every source: GCC and Clang find it compiled."""
-        text = self.precompiled.read_text()
-        key = json.dumps([_compiler_version(), self.version, self.flags, text])
-        name = hashlib.sha256(key.encode()).hexdigest()[:20]
-        header = self.store / f"precompiled-{name}" / self.precompiled.name
-        compiled = header.with_suffix(".h.gch")
-        with _locked(self.store / f"precompiled-{name}.lock"):
-            if not compiled.exists():
-                header.parent.mkdir(exist_ok=True)
-                header.write_text(text)
-                made = compiled.with_suffix(f".{os.getpid()}")
-                options = ("-fPIC", *self.includes, "-x", "c++-header")
-                self._run(*options, str(header), "-o", str(made))
-                made.replace(compiled)
-        return header
+    def _compile_header(self) -> None:
+        """What comes first in every source: GCC and Clang find it compiled beside it."""
+        compiled = self.header.with_suffix(".h.gch")
+        if not compiled.exists():
+            self.header.parent.mkdir(exist_ok=True)
+            self.header.write_text(self.precompiled.read_text())
+            options = ("-fPIC", *self.includes, "-x", "c++-header")
+            self._run(*options, str(self.header), "-o", str(compiled))
 
     def _run(self, *arguments: str) -> None:
         command = [*cxx(), "-std=c++17", *self.flags, *arguments]

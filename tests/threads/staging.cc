@@ -1,21 +1,22 @@
-// Rows that go through the CPU, on a GPU that is late: all ways that they may take, and what the
-// caller may do meanwhile. `staging` runs every case, `staging NAME...` these.
+// Rows that go through the CPU, on a GPU that is late: all ways that they may take, what the caller
+// and other threads may do meanwhile, and a driver that fails. `staging` runs every case, `staging
+// NAME...` these.
 // A case that takes longer than STAGING_LIMIT_S hangs.
+#include <sched.h>
 #include <signal.h>
-#include <unistd.h>
+#include <time.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <thread>
 
-#include "calls.h"
+#include "tables.h"
 
 namespace calls {
 
 namespace {
 
 constexpr i64 kMegabyte = i64(1) << 20;
+constexpr i64 kFar = i64(1) << 40;
 
 struct Taken {
   bool is_gather;
@@ -26,6 +27,22 @@ const Taken kWays[] = {{true, "sm", true},    {true, "cpu", true},   {true, "cpu
                        {true, "both", true},  {true, "auto", true},  {true, "auto", false},
                        {false, "sm", true},   {false, "cpu", true},  {false, "cpu", false},
                        {false, "auto", true}, {false, "auto", false}};
+// One of each kind.
+const Taken kFew[] = {{true, "sm", true},
+                      {true, "cpu", false},
+                      {true, "both", true},
+                      {false, "sm", true},
+                      {false, "cpu", false}};
+
+Shape shape_of(const Taken& way, i64 row_bytes, i64 num_pairs, int device = 0) {
+  Shape shape;
+  shape.is_gather = way.is_gather;
+  shape.is_pinned = way.is_pinned;
+  shape.row_bytes = row_bytes;
+  shape.num_pairs = num_pairs;
+  shape.device = device;
+  return shape;
+}
 
 std::string text(const Taken& way, const Shape& shape, int num_threads) {
   return std::string(way.is_gather ? "gather" : "scatter") + " " + way.method +
@@ -110,27 +127,10 @@ void turns() {
 void in_order() {
   const CUstream stream = fake::make_stream(0);
   for (const Taken& way : kWays) {
-    Shape shape;
-    shape.is_gather = way.is_gather;
-    shape.is_pinned = way.is_pinned;
-    Tables tables(shape, stream);
+    Tables tables(shape_of(way, 656, 1000), stream);
     tables.fill_late();
     tables.run(way.method, 3);
-    tables.check(text(way, shape, 3));
-  }
-}
-
-// More pairs than are copied at a time.
-void blocks() {
-  fake::delay_at_random(100);
-  const CUstream stream = fake::make_stream(0);
-  for (const Taken& way : kWays) {
-    if (way.method == std::string("auto") || (kIsSlow && !way.is_pinned)) continue;
-    Shape shape;
-    shape.row_bytes = 3;
-    shape.num_pairs = kIsSlow ? 530'000 : 1'100'000;
-    shape.index_bytes = way.is_pinned ? 4 : 8;
-    call(way, shape, 3, stream);
+    tables.check(text(way, tables.shape, 3));
   }
 }
 
@@ -220,13 +220,307 @@ void first_use() {
   later.join();
 }
 
-}  // namespace
+// Another thread writes pairs during the calls: other rows, padding, and what is out of range.
+void rewritten() {
+  const CUstream stream = fake::make_stream(0);
+  i64 passed = 0, refused = 0;
+  for (const Taken& way : kFew) {
+    for (const int index_bytes : {4, 8}) {
+      Shape shape = shape_of(way, 656, 1500);
+      shape.index_bytes = index_bytes;
+      Tables tables(shape, stream);
+      std::atomic<bool> done{false};
+      std::thread writer([&] {
+        for (i64 round = 0; !done; ++round) {
+          for (i64 i = round % 7; i < shape.num_pairs; i += 7) {
+            const i64 src_row = tables.pair_item(2 * i), dst_row = tables.pair_item(2 * i + 1);
+            const i64 far = index_bytes == 4 ? INT32_MAX : kFar;
+            const i64 kind = (round + i) % 40;
+            // The destinations that threads may see at a time are distinct.
+            tables.set_pair_item(2 * i, kind == 0 ? -1 : (src_row + 1) % tables.num_src_rows);
+            if (round % 3 != 0 || kind > 1) continue;
+            tables.set_pair_item(2 * i, kind == 0 ? tables.num_src_rows : far);
+            tables.set_pair_item(2 * i + 1, kind == 0 ? tables.num_dst_rows : far);
+            tables.set_pair_item(2 * i, src_row);
+            tables.set_pair_item(2 * i + 1, dst_row);
+          }
+        }
+      });
+      for (int round = 0; round < 12; ++round) {
+        const std::string error = tables.try_run(way.method, 3);
+        ++(error.empty() ? passed : refused);
+        require(error.empty() || error.rfind("IndexError", 0) == 0, error);
+        require(error.find("earlier") == std::string::npos, error);
+      }
+      done = true;
+      writer.join();
+      tables.check_rows(way.method);
+    }
+  }
+  require(passed > 0, "some calls pass");
+}
 
-const std::vector<Case> kCallCases = {
-    {"ways", ways},         {"chunks", chunks},           {"turns", turns},
-    {"blocks", blocks},     {"overwritten", overwritten}, {"in_a_row", in_a_row},
-    {"in_order", in_order}, {"uploads", uploads},         {"first_use", first_use},
+// Another thread writes pairs of the second block once all were checked.
+void rewritten_late() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kFew) {
+    for (const int index_bytes : {4, 8}) {
+      if (kIsSlow && index_bytes == 4) continue;
+      // In the second block of an upload: of 1,048,576 pairs for the SMs, of 524,288 otherwise.
+      const bool is_sm = way.method == std::string("sm");
+      const i64 first = is_sm ? 1'060'000 : 530'000;
+      Shape shape = shape_of(way, 3, is_sm ? 1'200'000 : 600'000);
+      shape.index_bytes = index_bytes;
+      Tables tables(shape, stream);
+      const i64 far = index_bytes == 4 ? INT32_MAX : INT64_MAX;
+      fake::before_next(is_sm ? fake::kCopy : fake::kRecord, [&] {
+        for (i64 i = first; i < shape.num_pairs; i += 100) {
+          tables.spoil_pair(i, tables.num_src_rows + i % 3, 0);
+          tables.spoil_pair(i + 1, 0, tables.num_dst_rows);
+          tables.spoil_pair(i + 2, far, far);
+          tables.spoil_pair(i + 3, -5, far);
+        }
+      });
+      tables.run(way.method, 3);
+      tables.check(way.method);
+    }
+  }
+}
+
+// Calls of several threads at once, on one device and on two.
+void at_once() {
+  fake::delay_at_random(100);
+  for (const bool two_devices : {false, true}) {
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 3; ++number) {
+      threads.emplace_back([=] {
+        const int device = two_devices ? number : 0;
+        const CUstream stream = fake::make_stream(device);
+        for (int round = 0; round < (kIsSlow ? 5 : 10); ++round) {
+          const Taken& way = kFew[(round + number) % 5];
+          Shape shape = shape_of(way, 6560, 100 + 300 * (round % 3), device);
+          Tables tables(shape, stream);
+          tables.run(way.method, 1 + round % 3);
+          tables.check(way.method);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// A call that waits for its stream holds up no other device's.
+void apart() {
+  const CUstream busy = fake::make_stream(0);
+  const CUstream free = fake::make_stream(1);
+  const auto held = fake::hold(busy);
+  const i64 launches = fake::num_launches(fake::kPlaces);
+  std::thread waiting([busy] {
+    Tables tables(shape_of({true, "cpu", false}, 65600, 30 * kMegabyte / 65600), busy);
+    tables.run("cpu", 3);
+    tables.check("the one that waits");
+  });
+  while (fake::num_launches(fake::kPlaces) < launches + 6) usleep(1000);  // all chunks are in use
+  for (const Taken& way : kFew) {
+    Tables tables(shape_of(way, 656, 1000, 1), free);
+    tables.run(way.method, 3);
+    tables.check(way.method);
+  }
+  require(!held->is_set(), "the other stream is still busy");
+  held->set();
+  waiting.join();
+}
+
+// IndexError says which row, and nothing was queued.
+void out_of_range() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kFew) {
+    for (const i64 num_pairs : {1, 5000, 1'100'000}) {
+      if (kIsSlow && num_pairs > 5000) continue;
+      Tables tables(shape_of(way, 3, num_pairs), stream);
+      const std::string op = way.is_gather ? "h2d_gather" : "d2h_scatter";
+      for (const i64 i : {num_pairs - 1, num_pairs / 2}) {
+        for (const int member : {0, 1}) {
+          const i64 rows = member == 0 ? tables.num_src_rows : tables.num_dst_rows;
+          for (const i64 row : {rows, kFar, i64(INT64_MAX)}) {
+            if (num_pairs > 5000 && row != rows) continue;
+            const i64 was[] = {tables.pair_item(2 * i), tables.pair_item(2 * i + 1)};
+            tables.set_pair_item(2 * i + 1 - member, 0);
+            tables.set_pair_item(2 * i + member, row);
+            const i64 queued = fake::num_queued();
+            const std::string error = tables.try_run(way.method, 3);
+            const std::string wanted = "IndexError: " + op + ": pairs[..., " +
+                                       std::to_string(member) + "]: index " + std::to_string(row) +
+                                       " at position " + std::to_string(i) + ", expected below " +
+                                       std::to_string(rows) + "; nothing was written";
+            require(error == wanted, error + "; not: " + wanted);
+            require(fake::num_queued() == queued, "something was queued");
+            tables.set_pair_item(2 * i, was[0]);
+            tables.set_pair_item(2 * i + 1, was[1]);
+          }
+        }
+      }
+      tables.check_untouched(way.method);
+      tables.run(way.method, 3);
+      tables.check("the call after");
+    }
+  }
+}
+
+// A call in which the driver fails says so; what it had queued is over before its memory goes, and
+// does no harm to the next call.
+void failing_calls(const Taken& way, fake::Kind kind, i64 row_bytes, i64 num_pairs) {
+  const CUstream stream = fake::make_stream(0);
+  const std::string what = std::string(way.is_gather ? "gather " : "scatter ") + way.method +
+                           ", failing call of kind " + std::to_string(kind) + " number ";
+  for (i64 number = 1;; ++number) {
+    auto failed = std::make_unique<Tables>(shape_of(way, row_bytes, num_pairs), stream);
+    const i64 calls = fake::num_calls(kind);
+    fake::fail(kind, number);
+    const std::string error = failed->try_run(way.method, 3);
+    fake::fail(kind, 0);
+    const bool any = fake::num_calls(kind) - calls >= number;
+    require(any == (error.rfind("RuntimeError", 0) == 0), what + std::to_string(number) + error);
+    failed.reset();
+    for (const bool is_gather : {way.is_gather, !way.is_gather}) {
+      Tables next(shape_of({is_gather, "cpu", false}, 6560, 300), stream);
+      next.run("cpu", 3);
+      next.check(what + std::to_string(number) + ", the next call");
+    }
+    if (!any) return require(number > 1 || kind == fake::kAllocation, what + ": there are some");
+    // Of queries there are as many as it takes.
+    if (number == 5 && (kIsSlow || kind == fake::kQuery)) return;
+  }
+}
+
+void failing() {
+  fake::delay_at_random(500);
+  for (const Taken& way : kFew) {
+    for (const fake::Kind kind : {fake::kCopy, fake::kLaunch, fake::kRecord, fake::kWait}) {
+      if (way.method == std::string("sm") && kind == fake::kWait) continue;
+      if (kIsSlow && (kind != fake::kRecord || way.method != std::string("cpu"))) continue;
+      failing_calls(way, kind, 70000, 4 * kMegabyte / 70000);
+    }
+    if (way.method != std::string("sm")) failing_calls(way, fake::kQuery, 70000, 60);
+  }
+}
+
+// The GPU's memory ends in the second block.
+void no_memory() {
+  fake::delay_at_random(1000);
+  fake::delay(fake::kPlaces, 20000);
+  failing_calls({true, "both", true}, fake::kAllocation, 16, 600'000);
+}
+
+void captured() {
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kFew) {
+    Tables tables(shape_of(way, 656, 1000), stream);
+    const i64 queued = fake::num_queued();
+    fake::set_capturing(true);
+    const std::string error = tables.try_run(way.method, 3);
+    fake::set_capturing(false);
+    require(error.find("ValueError") == 0 && error.find(": pairs: ") != std::string::npos, error);
+    require(fake::num_queued() == queued, "something was queued");
+    tables.check_untouched(way.method);
+  }
+}
+
+i64 clock_ms(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
+// Threads that wait for a busy stream sleep.
+void asleep() {
+  if (kIsSlow) return;  // ThreadSanitizer takes time of its own
+  constexpr i64 kBusyMs = 300;
+  const CUstream stream = fake::make_stream(0);
+  for (const Taken& way : kFew) {
+    if (way.method == std::string("sm")) continue;
+    Tables tables(shape_of(way, 656, 40 * kMegabyte / 656), stream);
+    i64 cpu_ms[2];
+    for (const bool busy : {false, true}) {
+      tables.run(way.method, 3);  // memory is touched, chunks are there
+      fake::synchronize_all();
+      const i64 began_ms = clock_ms(CLOCK_MONOTONIC);
+      const i64 cpu_began_ms = clock_ms(CLOCK_PROCESS_CPUTIME_ID);
+      if (busy) fake::run_on(stream, [] { usleep(1000 * kBusyMs); });
+      tables.run(way.method, 3);
+      cpu_ms[busy] = clock_ms(CLOCK_PROCESS_CPUTIME_ID) - cpu_began_ms;
+      const i64 took_ms = clock_ms(CLOCK_MONOTONIC) - began_ms;
+      require(!busy || took_ms >= kBusyMs, "the call waits for the stream");
+    }
+    require(cpu_ms[1] < cpu_ms[0] + kBusyMs / 5,
+            std::string(way.method) + ": " + std::to_string(cpu_ms[1]) + " ms of CPU time, " +
+                std::to_string(cpu_ms[0]) + " where the stream is free");
+  }
+}
+
+// A fault that several threads see at once is raised by one of them.
+void one_fault() {
+  jitkern::Device& device = jitkern::Device::get(0);
+  constexpr int kNumThreads = 8;
+  const i64 num_rounds = kIsSlow ? 200 : 2000;
+  std::atomic<i64> come{0}, raised{0}, wrong{0};
+  // Waits for all; the last one to come does `first`.
+  const auto meet = [&](i64 meeting, const std::function<void()>& first) {
+    if (come.fetch_add(1) == (meeting + 1) * (kNumThreads + 1) - 2) {
+      first();
+      ++come;
+    }
+    while (come < (meeting + 1) * (kNumThreads + 1)) sched_yield();
+  };
+  std::vector<std::thread> threads;
+  for (int number = 0; number < kNumThreads; ++number) {
+    threads.emplace_back([&] {
+      for (i64 round = 0; round < num_rounds; ++round) {
+        meet(2 * round, [&] {
+          require(raised == round && device.fault->state == 0, "each fault is raised once");
+          *device.fault = {2, jitkern::FaultSite{}, round, 900, 900};
+        });
+        try {
+          jitkern::check_pending_fault(device);
+        } catch (const tvm::ffi::Error& error) {
+          ++raised;
+          const std::string at = "index 900 at position " + std::to_string(round) + ",";
+          if (error.message().find(at) == std::string::npos) ++wrong;
+        }
+        meet(2 * round + 1, [] {});
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  require(raised == num_rounds && wrong == 0, "each fault is raised once, as what it is");
+}
+
+struct Case {
+  const char* name;
+  void (*run)();
 };
+const Case kCases[] = {
+    {"ways", ways},
+    {"chunks", chunks},
+    {"turns", turns},
+    {"overwritten", overwritten},
+    {"in_a_row", in_a_row},
+    {"in_order", in_order},
+    {"uploads", uploads},
+    {"first_use", first_use},
+    {"rewritten", rewritten},
+    {"rewritten_late", rewritten_late},
+    {"at_once", at_once},
+    {"apart", apart},
+    {"out_of_range", out_of_range},
+    {"failing", failing},
+    {"no_memory", no_memory},
+    {"captured", captured},
+    {"asleep", asleep},
+    {"one_fault", one_fault},
+};
+
+}  // namespace
 
 }  // namespace calls
 
@@ -250,21 +544,19 @@ int main(int count, char** names) {
   const char* const limit = std::getenv("STAGING_LIMIT_S");  // of a case
   const unsigned limit_s = limit == nullptr ? 120 : static_cast<unsigned>(std::atoi(limit));
   bool any = false;
-  for (const auto* cases : {&calls::kCallCases, &calls::kTroubleCases}) {
-    for (const calls::Case& one : *cases) {
-      bool wanted = count == 1;
-      for (int i = 1; i < count; ++i) wanted |= names[i] == std::string(one.name);
-      if (!wanted) continue;
-      any = true;
-      calls::running_case = one.name;
-      alarm(limit_s);
-      one.run();
-      fake::synchronize_all();
-      calls::require(fake::num_faults() == 0, "the GPU was given rows out of range");
-      fake::delay_at_random(0);
-      for (int role = 0; role < fake::kNumRoles; ++role) fake::delay(fake::Role(role), 0);
-      std::printf("%s passed\n", one.name);
-    }
+  for (const calls::Case& one : calls::kCases) {
+    bool wanted = count == 1;
+    for (int i = 1; i < count; ++i) wanted |= names[i] == std::string(one.name);
+    if (!wanted) continue;
+    any = true;
+    calls::running_case = one.name;
+    alarm(limit_s);
+    one.run();
+    fake::synchronize_all();
+    calls::require(fake::num_faults() == 0, "the GPU was given rows out of range");
+    fake::delay_at_random(0);
+    for (int role = 0; role < fake::kNumRoles; ++role) fake::delay(fake::Role(role), 0);
+    std::printf("%s passed\n", one.name);
   }
   std::fflush(stdout);
   _exit(any ? 0 : 2);  // the threads of streams are never over

@@ -1,0 +1,378 @@
+// Calls of h2d_gather and d2h_scatter with pairs on the host, and what has to come of them.
+#pragma once
+
+#include <sanitizer/asan_interface.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tuple.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "fake_gpu.h"
+
+using tvm::ffi::Array;
+using tvm::ffi::Bytes;
+using tvm::ffi::Function;
+using tvm::ffi::String;
+using tvm::ffi::Tuple;
+
+#define EXPORTED(name)                                                           \
+  extern "C" int __tvm_ffi_##name(void*, const TVMFFIAny*, int32_t, TVMFFIAny*); \
+  static Function name() { return Function::FromExternC(nullptr, __tvm_ffi_##name, nullptr); }
+EXPORTED(set_resolver)
+EXPORTED(h2d_gather)
+EXPORTED(d2h_scatter)
+#undef EXPORTED
+
+namespace calls {
+
+using fake::CUstream;
+using jitkern::i64;
+
+// Under ThreadSanitizer, which needs no more of a kind than one.
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kIsSlow = true;
+#else
+constexpr bool kIsSlow = false;
+#endif
+
+inline std::string running_case;
+
+// Ends the program, naming the case, unless it is so.
+inline void require(bool so, const std::string& what) {
+  if (so) return;
+  std::fprintf(stderr, "FAILED: %s: %s\n", running_case.c_str(), what.c_str());
+  std::abort();
+}
+
+constexpr i64 kGuardBytes = 256;
+constexpr char kGuard = '\xEE';
+
+inline i64 mixed(i64 a, i64 b) {
+  uint64_t x = static_cast<uint64_t>(a) * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(b);
+  x = (x ^ (x >> 31)) * 0xBF58476D1CE4E5B9u;
+  return static_cast<i64>((x ^ (x >> 27)) >> 1);
+}
+
+// Number i of a list that has each of [0, count) once.
+inline i64 shuffled(i64 i, i64 count, i64 seed) {
+  i64 step = mixed(seed, count) % count | 1;
+  while (std::gcd(step, count) != 1) ++step;
+  return static_cast<i64>((static_cast<unsigned __int128>(step) * i + seed) % count);
+}
+
+inline CUstream current_stream(int device) {
+  return static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device));
+}
+
+// Bytes between guards, which are looked at when it goes.
+class Memory {
+ public:
+  enum Kind { kPageable, kPinned, kDevice };
+  Memory(i64 bytes, Kind kind, int device = 0) : bytes_(bytes), kind_(kind) {
+    base_ = static_cast<char*>(std::malloc(static_cast<size_t>(bytes + 2 * kGuardBytes + 64)));
+    data_ = base_ + kGuardBytes;
+    data_ += -reinterpret_cast<uintptr_t>(data_) % 64;
+    std::memset(data_ - kGuardBytes, kGuard, kGuardBytes);
+    std::memset(data_ + bytes, kGuard, kGuardBytes);
+    ASAN_POISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
+    ASAN_POISON_MEMORY_REGION(data_ + bytes, kGuardBytes);
+    if (kind == kPageable) return;
+    fake::know(data_, bytes,
+               kind == kPinned ? jitkern::kMemoryTypeHost : jitkern::kMemoryTypeDevice, device);
+  }
+  ~Memory() {
+    if (kind_ != kPageable) fake::forget(data_);
+    ASAN_UNPOISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
+    ASAN_UNPOISON_MEMORY_REGION(data_ + bytes_, kGuardBytes);
+    for (i64 i = 0; i < kGuardBytes; ++i) {
+      const bool same = data_[i - kGuardBytes] == kGuard && data_[bytes_ + i] == kGuard;
+      require(same, "bytes around a table are as they were");
+    }
+    std::memset(data_, 0xDD, static_cast<size_t>(bytes_));
+    std::free(base_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  char* data() const { return data_; }
+  i64 bytes() const { return bytes_; }
+
+ private:
+  char* base_;
+  char* data_;
+  i64 bytes_;
+  Kind kind_;
+};
+
+// A caching allocator's memory: its last owner may have work queued that writes it, and the next
+// one gets it once the stream has come to where it was freed.
+struct Allocation {
+  Memory memory;
+  int64_t bytes;
+  CUstream stream;
+  DLManagedTensorVersioned managed;
+
+  Allocation(int64_t bytes, DLDevice device)
+      : memory(bytes, Memory::kDevice, device.device_id),
+        bytes(bytes),
+        stream(current_stream(device.device_id)),
+        managed{} {
+    char* const data = memory.data();
+    fake::run_on(stream, [=] { std::memset(data, 0xCC, static_cast<size_t>(bytes)); });
+    managed.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
+    managed.manager_ctx = this;
+    managed.deleter = [](DLManagedTensorVersioned* tensor) {
+      auto* allocation = static_cast<Allocation*>(tensor->manager_ctx);
+      fake::run_on(allocation->stream, [allocation] { delete allocation; });
+    };
+    managed.dl_tensor = {data, device, 1, {kDLUInt, 8, 1}, &this->bytes, nullptr, 0};
+  }
+};
+
+inline int allocate(DLTensor* wanted, DLManagedTensorVersioned** out, void* context,
+                    void (*set_error)(void*, const char*, const char*)) {
+  if (fake::fails(fake::kAllocation)) {
+    set_error(context, "RuntimeError", "out of the fake GPU's memory");
+    return -1;
+  }
+  require(wanted->ndim == 1 && wanted->dtype.bits == 8, "memory in bytes is asked for");
+  *out = &(new Allocation(wanted->shape[0], wanted->device))->managed;
+  return 0;
+}
+
+using Resolved = Tuple<Bytes, Array<String>, Array<int64_t>>;
+
+inline Resolved resolve(String op, Array<String> names, Array<int64_t> values, int64_t) {
+  require(names.size() == 5 && values.size() == 5, "pair copies are asked for");
+  std::string image;
+  for (const int64_t value : values) image += std::to_string(value) + " ";
+  image += op == "h2d_gather" ? "0" : "1";
+  const int64_t large = values[4];
+  return Resolved(Bytes(image), Array<String>{op},
+                  Array<int64_t>{large ? 1024 : 256, 0, large ? 8 : 1, 1});
+}
+
+inline void write_item(char* items, int item_bytes, i64 i, i64 value) {
+  const auto narrow = static_cast<int32_t>(value);
+  std::memcpy(items + i * item_bytes, item_bytes == 4 ? static_cast<const void*>(&narrow) : &value,
+              static_cast<size_t>(item_bytes));
+}
+
+// Has the module find the fake GPU's kernels and memory. To be called once.
+inline void set_up() {
+  TVMFFIEnvSetDLPackManagedTensorAllocator(allocate, 1, nullptr);
+  set_resolver()(Function::FromTyped(resolve));
+}
+
+// The stream that this thread's calls on its device go to.
+inline void use_stream(CUstream stream) {
+  TVMFFIEnvSetStream(kDLCUDA, fake::device_of(stream), stream, nullptr);
+}
+
+struct Shape {
+  bool is_gather = true;
+  i64 row_bytes = 656;
+  i64 num_pairs = 1000;
+  int index_bytes = 8;
+  int slot_bytes = 0;  // of an entry of the slot map; 0: there is none
+  bool is_pinned = false;
+  i64 gap_bytes = 0;  // between rows
+  int device = 0;
+};
+
+// Tables, pairs of random rows with padding between them, and what is in them after a copy.
+class Tables {
+ public:
+  Tables(const Shape& shape, CUstream stream)
+      : shape(shape),
+        stream(stream),
+        num_src_rows(shape.num_pairs + 5),
+        num_dst_rows(shape.num_pairs + 3),
+        stride_(shape.row_bytes + shape.gap_bytes),
+        pairs_(2 * shape.num_pairs * shape.index_bytes, Memory::kPageable) {
+    const auto host = shape.is_pinned ? Memory::kPinned : Memory::kPageable;
+    const auto src_kind = shape.is_gather ? host : Memory::kDevice;
+    const auto dst_kind = shape.is_gather ? Memory::kDevice : host;
+    src_ = new Memory(num_src_rows * stride_, src_kind, shape.device);
+    dst_ = new Memory(num_dst_rows * stride_, dst_kind, shape.device);
+    slots_ = new Memory(num_src_rows * shape.slot_bytes, Memory::kDevice, shape.device);
+    fill(*src_, num_src_rows, 1);
+    fill(*dst_, num_dst_rows, 2);
+    std::memset(slots_->data(), 0xFF, static_cast<size_t>(slots_->bytes()));
+    before_.assign(dst_->data(), dst_->data() + dst_->bytes());
+    expected_ = before_;
+    expected_slots_.assign(static_cast<size_t>(slots_->bytes()), '\xFF');
+    for (i64 i = 0; i < shape.num_pairs; ++i) {
+      // Of a row that is copied twice either place may be in the slot map.
+      const i64 some_row = mixed(i, shape.num_pairs) % num_src_rows;
+      const i64 src_row = shape.slot_bytes == 0 ? some_row : shuffled(i, num_src_rows, 5);
+      const i64 dst_row = shuffled(i, num_dst_rows, 3);
+      const i64 kind = mixed(i, 7) % 16;
+      const i64 lowest = shape.index_bytes == 4 ? INT32_MIN : INT64_MIN;
+      const i64 padding = i % 3 != 0 ? -1 : lowest;
+      write_item(pairs_.data(), shape.index_bytes, 2 * i, kind < 2 ? padding : src_row);
+      write_item(pairs_.data(), shape.index_bytes, 2 * i + 1,
+                 kind == 0 || kind == 2 ? padding : dst_row);
+      if (kind < 3) continue;
+      std::memcpy(row_of(expected_.data(), dst_row), row_of(src_->data(), src_row),
+                  static_cast<size_t>(shape.row_bytes));
+      if (shape.slot_bytes > 0)
+        write_item(expected_slots_.data(), shape.slot_bytes, src_row, dst_row);
+    }
+  }
+  // Behind all that is queued on the stream.
+  ~Tables() {
+    Memory* const host = shape.is_gather ? src_ : dst_;
+    Memory* const device = shape.is_gather ? dst_ : src_;
+    Memory* const slots = slots_;
+    fake::run_on(stream, [=] {
+      delete device;
+      delete slots;
+    });
+    if (shape.is_pinned) fake::synchronize(stream);  // SMs may read or write it until then
+    delete host;
+  }
+  // The call. What it throws is a tvm::ffi::Error.
+  void run(const std::string& method, int num_threads) {
+    const DLDevice host{kDLCPU, 0};
+    const DLDevice gpu{kDLCUDA, shape.device};
+    const auto int_type = [](int bytes) { return DLDataType{kDLInt, uint8_t(8 * bytes), 1}; };
+    int64_t src_shape[] = {num_src_rows, shape.row_bytes};
+    int64_t dst_shape[] = {num_dst_rows, shape.row_bytes};
+    int64_t pairs_shape[] = {shape.num_pairs, 2};
+    int64_t strides[] = {stride_, 1};
+    const DLDataType bytes{kDLUInt, 8, 1};
+    DLTensor src{src_->data(), shape.is_gather ? host : gpu, 2, bytes, src_shape, strides, 0};
+    DLTensor dst{dst_->data(), shape.is_gather ? gpu : host, 2, bytes, dst_shape, strides, 0};
+    DLTensor pairs{pairs_.data(), host, 2, int_type(shape.index_bytes), pairs_shape, nullptr, 0};
+    DLTensor slots{slots_->data(), gpu, 1, int_type(shape.slot_bytes), src_shape, nullptr, 0};
+    use_stream(stream);
+    if (!shape.is_gather) {
+      d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), String(method), num_threads);
+    } else {
+      const tvm::ffi::AnyView slot_map =
+          shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
+      h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
+                   String(method), num_threads);
+    }
+  }
+  // The same; the kind of the error and its text, "": none.
+  std::string try_run(const std::string& method, int num_threads) {
+    try {
+      run(method, num_threads);
+      return "";
+    } catch (const tvm::ffi::Error& error) {
+      return error.kind() + ": " + error.message();
+    }
+  }
+  // Waits for the call's stream, no other; all has to be as expected.
+  void check(const std::string& what) {
+    fake::synchronize(stream);
+    check_now(what);
+  }
+  // Without waiting: a scatter by the CPU is over.
+  void check_now(const std::string& what) {
+    require(fake::num_faults() == 0, what + ": the GPU was given rows out of range");
+    const char* const found = dst_->data();
+    for (i64 row = 0; row < num_dst_rows; ++row) {
+      const i64 at = row * stride_;
+      if (std::memcmp(found + at, &expected_[at], static_cast<size_t>(stride_)) == 0) continue;
+      const bool old = std::memcmp(found + at, &before_[at], static_cast<size_t>(stride_)) == 0;
+      require(false,
+              what + ": row " + std::to_string(row) + (old ? " was not written" : " is wrong"));
+    }
+    const bool same_slots =
+        expected_slots_.empty() ||
+        std::memcmp(slots_->data(), expected_slots_.data(), expected_slots_.size()) == 0;
+    require(same_slots, what + ": the slot map");
+  }
+  // Nothing was written.
+  void check_untouched(const std::string& what) {
+    fake::synchronize_all();
+    require(std::memcmp(dst_->data(), before_.data(), before_.size()) == 0, what + ": was written");
+  }
+  // Each row of the target is as it was, or a row of the source.
+  void check_rows(const std::string& what) {
+    fake::synchronize(stream);
+    require(fake::num_faults() == 0, what + ": the GPU was given rows out of range");
+    for (i64 row = 0; row < num_dst_rows; ++row) {
+      const char* const found = row_of(dst_->data(), row);
+      const auto is = [&](const char* wanted) {
+        return std::memcmp(found, wanted, static_cast<size_t>(shape.row_bytes)) == 0;
+      };
+      bool is_known = is(row_of(before_.data(), row));
+      for (i64 i = 0; i < num_src_rows && !is_known; ++i) is_known = is(row_of(src_->data(), i));
+      require(is_known, what + ": row " + std::to_string(row) + " is none of the source");
+    }
+  }
+  i64 pair_item(i64 i) const {
+    if (shape.index_bytes == 4) return reinterpret_cast<const int32_t*>(pairs_.data())[i];
+    return reinterpret_cast<const int64_t*>(pairs_.data())[i];
+  }
+  // Atomic, as another thread's.
+  void set_pair_item(i64 i, i64 value) {
+    if (shape.index_bytes == 4) {
+      __atomic_store_n(reinterpret_cast<int32_t*>(pairs_.data()) + i, static_cast<int32_t>(value),
+                       __ATOMIC_RELAXED);
+    } else {
+      __atomic_store_n(reinterpret_cast<int64_t*>(pairs_.data()) + i, static_cast<int64_t>(value),
+                       __ATOMIC_RELAXED);
+    }
+  }
+  // Of a pair that the call has not come to: its row stays as it is.
+  void spoil_pair(i64 i, i64 src_row, i64 dst_row) {
+    if (const i64 row = pair_item(2 * i + 1); row >= 0) {
+      std::memcpy(&expected_[row * stride_], &before_[row * stride_], static_cast<size_t>(stride_));
+    }
+    set_pair_item(2 * i, src_row);
+    set_pair_item(2 * i + 1, dst_row);
+  }
+  // Now the device's table is something else; once the stream comes to it, it is as it was.
+  void fill_late() {
+    Memory* const table = shape.is_gather ? dst_ : src_;
+    const std::vector<char> rows(table->data(), table->data() + table->bytes());
+    std::memset(table->data(), 0x33, rows.size());
+    fake::run_on(stream, [=] {
+      usleep(10'000);
+      std::memcpy(table->data(), rows.data(), rows.size());
+    });
+  }
+  void scribble_pairs() { std::memset(pairs_.data(), 0x11, static_cast<size_t>(pairs_.bytes())); }
+  void scribble_source() { std::memset(src_->data(), 0x22, static_cast<size_t>(src_->bytes())); }
+
+  const Shape shape;
+  const CUstream stream;
+  const i64 num_src_rows;
+  const i64 num_dst_rows;
+
+ private:
+  void fill(Memory& table, i64 num_rows, i64 seed) {
+    std::memset(table.data(), 0x77, static_cast<size_t>(table.bytes()));
+    std::vector<i64> words(static_cast<size_t>(shape.row_bytes / 8 + 1));
+    for (i64 row = 0; row < num_rows; ++row) {
+      for (size_t k = 0; k < words.size(); ++k) words[k] = mixed(row + 1, seed + 4 * i64(k));
+      std::memcpy(row_of(table.data(), row), words.data(), static_cast<size_t>(shape.row_bytes));
+    }
+  }
+  char* row_of(char* table, i64 row) const { return table + row * stride_; }
+
+  const i64 stride_;
+  Memory* src_;
+  Memory* dst_;
+  Memory* slots_;
+  Memory pairs_;
+  std::vector<char> before_;
+  std::vector<char> expected_;
+  std::vector<char> expected_slots_;
+};
+
+}  // namespace calls
