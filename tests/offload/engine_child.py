@@ -48,7 +48,7 @@ def engine_of(parts: int, is_block_first: bool) -> OffloadEngine:
     made._block_dim, made._views = 0 if is_block_first else 1, {}
     made._cpu = part(PINNED, *shape, *tail)
     made._gpu = part(DEVICE, parts, LAYERS, SLOTS, *tail)
-    made._how = {"method": "engine", "num_sms": None}
+    made._method = "engine"
     return made
 
 

@@ -370,7 +370,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"device": "gpu"}, ValueError, "device: gpu, expected cpu"),
     ({"device": "cuda:77"}, ValueError, "device: cuda:77, expected cpu"),
-    ({"device": 1.0}, TypeError, "device: float, expected a torch.device, a str or an int"),
+    ({"device": 1.0}, ValueError, "device: 1.0, expected cpu"),
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
     ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
     ({"max_slots": "8"}, TypeError, "max_slots: str, expected an int"),

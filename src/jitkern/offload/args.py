@@ -90,18 +90,14 @@ def device_arg(call: str, device: Any) -> torch.device:
     """Return a device of this machine; a GPU has its number."""
     import torch
 
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
-        what = type(device).__name__
-        raise TypeError(f"{call}: device: {what}, expected a torch.device, a str or an int")
-    try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError:
-        found = torch.device("meta")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found.type == "cpu":
-        return torch.device("cpu")
-    if found.type == "cuda" and (found.index or 0) < count:
-        number = torch.cuda.current_device() if found.index is None else found.index
-        return torch.device("cuda", number)
-    expected = "cpu" if count == 0 else f"cpu or cuda:0 to cuda:{count - 1}"
-    raise ValueError(f"{call}: device: {device!s}, expected {expected}")
+    known = ["cpu", *(f"cuda:{number}" for number in range(count))]
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{call}: device: {device}, expected {' or '.join(known)}") from None
+    if found.type == "cuda" and found.index is None and count > 0:
+        found = torch.device("cuda", torch.cuda.current_device())
+    if str(found) not in known:
+        raise ValueError(f"{call}: device: {found}, expected {' or '.join(known)}")
+    return found

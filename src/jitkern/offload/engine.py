@@ -60,7 +60,7 @@ class OffloadEngine:
         ...]``, where a block is contiguous over all layers, K before V.
     pool : PinnedPool, optional
         Gives the memory of the CPU cache, its next part; by default the engine makes a pool.
-    method, num_sms
+    method
         As of :func:`jitkern.copy_blocks`.
 
     Attributes
@@ -107,7 +107,6 @@ class OffloadEngine:
         layout: Literal["layer_first", "block_first"] = "layer_first",
         pool: PinnedPool | None = None,
         method: Literal["auto", "sm", "engine"] = "auto",
-        num_sms: int | None = None,
     ) -> None:
         import torch
 
@@ -120,10 +119,7 @@ class OffloadEngine:
         self.device: torch.device = device_arg(_CALL, device)
         self.kind: str = choice_arg(_CALL, "kind", kind, tuple(_PARTS))
         self.layout: str = choice_arg(_CALL, "layout", layout, _LAYOUTS)
-        self._how: dict[str, Any] = {
-            "method": choice_arg(_CALL, "method", method, _METHODS),
-            "num_sms": None if num_sms is None else count_arg(_CALL, "num_sms", num_sms),
-        }
+        self._method: str = choice_arg(_CALL, "method", method, _METHODS)
         optional_arg(_CALL, "pool", pool, PinnedPool)
         on_gpu = self.device.type == "cuda"
         if pool is not None and on_gpu and not pool.stats.is_registered:
@@ -309,7 +305,7 @@ class OffloadEngine:
             gpu = self._flat(call, tensor, layer)
         pairs = self._pairs(call, to_gpu, slots, blocks, gpu.shape[1])
         if pairs is not None:
-            self._copy(to_gpu, pairs, gpu, cpu, self._how)
+            self._copy(to_gpu, pairs, gpu, cpu, self._method)
 
     def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
@@ -326,7 +322,6 @@ class OffloadEngine:
         num_bytes = self._gpu.nbytes
         step = max(1, _STEP_BYTES * count // num_bytes)
         what = "loading" if to_gpu else "storing"
-        how = {**self._how, "method": "engine"}
         stream = torch.cuda.current_stream(self.device) if on_gpu else None
         before: Any = None
         with memory.display(num_bytes, progress, _CALL, _SHOWN_BYTES) as shown:
@@ -335,7 +330,7 @@ class OffloadEngine:
                     end = min(begin + step, count)
                     pairs = torch.arange(begin, end, device="cpu").unsqueeze(1).repeat(1, 2)
                     pairs[:, 0 if to_gpu else 1] += first
-                    self._copy(to_gpu, pairs, *self._sides(None, None), how)
+                    self._copy(to_gpu, pairs, *self._sides(None, None), "engine")
                     if before is not None:
                         before.synchronize()
                     shown(what, begin / count)
@@ -351,12 +346,12 @@ class OffloadEngine:
         pairs: torch.Tensor,
         gpu: torch.Tensor,
         cpu: torch.Tensor,
-        how: dict[str, Any],
+        method: Any,
     ) -> None:
         if to_gpu:
-            copy_blocks(cpu, gpu, pairs, src_block_dim=self._block_dim, **how)
+            copy_blocks(cpu, gpu, pairs, src_block_dim=self._block_dim, method=method)
         else:
-            copy_blocks(gpu, cpu, pairs, dst_block_dim=self._block_dim, **how)
+            copy_blocks(gpu, cpu, pairs, dst_block_dim=self._block_dim, method=method)
 
     def _sides(
         self, layer: int | None, num_tokens: int | None
@@ -407,9 +402,12 @@ class OffloadEngine:
         on_gpu = any(getattr(side, "is_cuda", False) for side in (slots, blocks))
 
         def numbers(name: str, side: Any, bound: int) -> Any:
-            if on_gpu:
-                return _gpu_numbers(call, name, side, self.device)
-            return _numbers(call, name, side, bound)
+            if not on_gpu:
+                return _numbers(call, name, side, bound)
+            where = getattr(side, "device", "numbers on the host")
+            if where != self.device:
+                raise ValueError(f"{call}: {name}: {where}, expected a tensor on {self.device}")
+            return side
 
         theirs = numbers("blocks", blocks, self.num_cpu_blocks)
         count = len(theirs)
@@ -433,18 +431,6 @@ class OffloadEngine:
         return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
 
 
-def _gpu_numbers(call: str, name: str, numbers: Any, device: torch.device) -> torch.Tensor:
-    where = getattr(numbers, "device", "numbers on the host")
-    if where != device:
-        raise ValueError(f"{call}: {name}: {where}, expected a tensor on {device}")
-    if not str(numbers.dtype).endswith(("int32", "int64")):
-        raise TypeError(f"{call}: {name}: {numbers.dtype}, expected int32 or int64")
-    if numbers.dim() != 1:
-        raise ValueError(f"{call}: {name}: shape {list(numbers.shape)}, expected one dimension")
-    checked: torch.Tensor = numbers
-    return checked
-
-
 def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:
     """Return numbers on the host, each below `bound` and once."""
     given = values.tolist() if hasattr(values, "tolist") else values
@@ -463,7 +449,6 @@ def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:
         text = f"{numbers[at]} at position {at}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}")
     if len(set(numbers)) < len(numbers):
-        at = next(i for i, number in enumerate(numbers) if number in numbers[:i])
-        text = f"{numbers[at]} at positions {numbers.index(numbers[at])} and {at}"
-        raise ValueError(f"{call}: {name}: {text}, expected each number once")
+        twice = next(number for i, number in enumerate(numbers) if number in numbers[:i])
+        raise ValueError(f"{call}: {name}: {twice} twice, expected each number once")
     return numbers

@@ -39,7 +39,7 @@ class Streams:
     begins one, ``start(first, last)`` begins a run whose iterations go from one access to another.
     """
 
-    def __init__(self, device: torch.device, is_timed: bool) -> None:
+    def __init__(self, device: torch.device, is_timed: bool, all_timed: bool) -> None:
         import torch
 
         self.all: Sequence[Any] = [None] * 3
@@ -54,7 +54,8 @@ class Streams:
         self._ordinal: int | None = device.index
         self._set_stream: Any = torch.cuda.set_stream
         handles = [0 if stream is None else stream.cuda_stream for stream in self.all]
-        self._connect(-1 if device.index is None else device.index, handles, is_timed)
+        ordinal = -1 if device.index is None else device.index
+        self._connect(ordinal, handles, is_timed, all_timed)
 
     def _connect(self, *how: object) -> None:
         made: Any = host.module()["make_slot_streams"](*how)
@@ -180,7 +181,8 @@ class SlotPipeline:
     monitor : OverlapMonitor, optional
         Gets the times of iterations.
     max_slots : int, optional
-        Lets the pipeline take more slots if they save time, up to so many, and give them back.
+        Lets the pipeline take more slots if they save time, up to so many, and give them back. All
+        iterations are then timed.
 
     Attributes
     ----------
@@ -225,7 +227,7 @@ class SlotPipeline:
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
         self._left = _EVERY  # iterations until times are read
-        self._streams = Streams(self.device, monitor is not None)
+        self._streams = Streams(self.device, monitor is not None, max_slots is not None)
         self.load_stream, self.compute_stream, self.store_stream = self._streams.all
         self._free = deque[Slot]()  # the slot used longest ago first
         self._all: list[Slot] = []  # by index

@@ -31,7 +31,7 @@ _RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
 _WAIT_S = 10.0
-_SERVE = "DescriptorRing.serve"
+_PUSH, _SERVE = "DescriptorRing.push", "DescriptorRing.serve"
 
 
 class DescriptorRing:
@@ -95,8 +95,8 @@ class DescriptorRing:
         self._memory.register()
         self._bytes: torch.Tensor = self._memory.tensor
         made = module["make_ring"](self._bytes, num_slots, most)
-        self._push, self._try_push, self._reserve, self._publish = made[:4]
-        self._await_free, self._await_done, self._consume, self._next = made[4:]
+        self._push, self._reserve, self._publish = made[:3]
+        self._await_free, self._await_done, self._consume, self._next = made[3:]
         if self.device.type == "cuda":
             state = _zeros_on(self.device, module["ring_state_bytes"](num_slots, most))
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
@@ -142,11 +142,15 @@ class DescriptorRing:
         RuntimeError
             This thread has a slot reserved; the ring is closed.
         """
-        return self._pushed("DescriptorRing.push", self._push, descriptors, timeout_s)
+        ticket = self._try_push(descriptors)
+        if ticket >= 0:
+            return ticket
+        return self._await(_PUSH, lambda: self._try_push(descriptors), timeout_s)
 
     def try_push(self, descriptors: Any) -> int | None:
         """Push as :meth:`push`, at once; return None if the slot is still being read."""
-        ticket = self._pushed("DescriptorRing.try_push", self._try_push, descriptors, None)
+        ticket = self._try_push(descriptors)
+        self._refuse_own(_PUSH, ticket)
         return ticket if ticket >= 0 else None
 
     def reserve(
@@ -167,7 +171,7 @@ class DescriptorRing:
         call, count = "DescriptorRing.reserve", self.max_descriptors
         if num_descriptors is not None:
             count = count_arg(call, "num_descriptors", num_descriptors, count)
-        ticket = self._await(call, self._reserve, count, None, timeout_s)
+        ticket = self._await(call, lambda: self._reserve(count), timeout_s)
         self._reserved_by = threading.get_ident()
         index = ticket % self.num_slots
         begin = self._first + index * self._slot_bytes
@@ -215,8 +219,6 @@ class DescriptorRing:
         self._next()  # raises once it is closed
         if self.device.type == "cpu":
             raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU")
-        if self._server is not None and self._server.is_running:
-            raise RuntimeError(f"{_SERVE}: the ring has a server; end that one first")
         _require_writable(_SERVE, dst, src)
         sms = count_arg(_SERVE, "num_sms", num_sms, _most_sms(self.device))
         idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
@@ -270,42 +272,34 @@ class DescriptorRing:
             name_unreadable(error, "unpack", dst=dst, src=src)
         dispatch.wrote(dst)
 
-    def _pushed(
-        self, call: str, push: Callable[[Any], int], descriptors: Any, timeout_s: float | None
-    ) -> int:
+    def _try_push(self, descriptors: Any) -> int:
         if type(descriptors) is not self._is_tensor:
-            descriptors = _tensor_of(call, descriptors)
+            descriptors = _tensor_of(descriptors)
         try:
-            ticket = push(descriptors)
+            ticket: int = self._push(descriptors)
         except RuntimeError as error:
-            name_unreadable(error, call, descriptors=descriptors)
-        return ticket if ticket >= 0 else self._await(call, push, descriptors, ticket, timeout_s)
+            name_unreadable(error, _PUSH, descriptors=descriptors)
+        return ticket
 
-    def _await(
-        self, call: str, attempt: Callable[[Any], int], given: Any, found: Any, timeout_s: Any
-    ) -> int:
-        """Return the ticket once the slot is free; `found` is the result of the first attempt.
-
-        Without a timeout there is no other.
-        """
-        deadline = time.monotonic()
-        if timeout_s is not None:
-            deadline += number_arg(call, "timeout_s", timeout_s)
-        ticket: int = attempt(given) if found is None else found
-        while ticket < 0:
-            if ticket == _RESERVED and self._reserved_by == threading.get_ident():
-                text = "this thread has a slot reserved; publish() or cancel() it first"
-                raise RuntimeError(f"{call}: {text}")
+    def _await(self, call: str, attempt: Callable[[], int], timeout_s: Any) -> int:
+        """Return the ticket once the slot is free."""
+        deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
+        while True:
+            ticket = attempt()
+            if ticket >= 0:
+                return ticket
+            self._refuse_own(call, ticket)
             if time.monotonic() >= deadline:
-                if timeout_s is None:
-                    return ticket
                 raise TimeoutError(self._full_text(call, ticket == _RESERVED, timeout_s))
             if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
-            ticket = attempt(given)
-        return ticket
+
+    def _refuse_own(self, call: str, ticket: int) -> None:
+        if ticket == _RESERVED and self._reserved_by == threading.get_ident():
+            text = "this thread has a slot reserved; publish() or cancel() it first"
+            raise RuntimeError(f"{call}: {text}")
 
     def _full_text(self, call: str, is_reserved: bool, timeout_s: float) -> str:
         ticket = self.num_pushed
@@ -335,7 +329,7 @@ class DescriptorRing:
             raise RuntimeError(f"DescriptorRing: {why}")
 
         self._is_open = False
-        self._push = self._try_push = self._reserve = self._publish = refuse
+        self._push = self._reserve = self._publish = refuse
         self._await_free = self._await_done = self._consume = self._next = refuse
         _open.discard(self)
 
@@ -374,7 +368,7 @@ def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
     dispatch.refuse_watchers(call)
 
 
-def _tensor_of(call: str, given: Any) -> torch.Tensor:
+def _tensor_of(given: Any) -> torch.Tensor:
     """Return an array, such as NumPy's, as a tensor."""
     import torch
 
@@ -382,7 +376,16 @@ def _tensor_of(call: str, given: Any) -> torch.Tensor:
         return torch.as_tensor(given, device="cpu")  # whatever torch's default
     except (TypeError, ValueError, RuntimeError):
         text = f"{type(given).__name__}, expected a tensor or an array of int64"
-        raise TypeError(f"{call}: descriptors: {text}") from None
+        raise TypeError(f"{_PUSH}: descriptors: {text}") from None
+
+
+def _field(dtype: str, column: int, doc: str) -> property:
+    def field(self: RingSlot) -> torch.Tensor:
+        import torch
+
+        return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
+
+    return property(field, doc=doc)
 
 
 class RingSlot:
@@ -400,35 +403,12 @@ class RingSlot:
         self._bytes: torch.Tensor | None = bytes_  # a row for each descriptor
         self._finish = finish
 
-    @property
-    def src_off(self) -> torch.Tensor:
-        """Offset of the first row in the source, in bytes: int64."""
-        return self._field("int64", 0)
-
-    @property
-    def dst_off(self) -> torch.Tensor:
-        """Where the first row begins in the destination: int64."""
-        return self._field("int64", 1)
-
-    @property
-    def len(self) -> torch.Tensor:
-        """Bytes of a row: uint32."""
-        return self._field("uint32", 4)
-
-    @property
-    def count(self) -> torch.Tensor:
-        """How many rows: uint32."""
-        return self._field("uint32", 5)
-
-    @property
-    def src_stride(self) -> torch.Tensor:
-        """From one row to the next in the source, in bytes: int64."""
-        return self._field("int64", 4)
-
-    @property
-    def dst_stride(self) -> torch.Tensor:
-        """The same in the destination: int64."""
-        return self._field("int64", 5)
+    src_off = _field("int64", 0, "Offset of the first row in the source, in bytes: int64.")
+    dst_off = _field("int64", 1, "Where the first row begins in the destination: int64.")
+    len = _field("uint32", 4, "Bytes of a row: uint32.")
+    count = _field("uint32", 5, "How many rows: uint32.")
+    src_stride = _field("int64", 4, "From one row to the next in the source, in bytes: int64.")
+    dst_stride = _field("int64", 5, "The same in the destination: int64.")
 
     def publish(self, num_descriptors: int | None = None) -> int:
         """Push the slot, or its first descriptors alone; return the ticket."""
@@ -470,11 +450,6 @@ class RingSlot:
         if self._bytes is None:
             raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
         return self._bytes
-
-    def _field(self, dtype: str, column: int) -> torch.Tensor:
-        import torch
-
-        return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
 
 
 # By device: a second one would take more SMs from the kernels that compute.

@@ -26,6 +26,7 @@ using tvm::ffi::Function;
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
 
+constexpr const char* kPush = "DescriptorRing.push";
 constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
@@ -45,20 +46,19 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
 }
 
 // Which value is wrong.
-[[noreturn]] void refuse(const char* op, const i64* from, i64 count, i64 columns, i64 row_stride,
-                         i64 stride) {
+[[noreturn]] void refuse(const i64* from, i64 count, i64 columns, i64 row_stride, i64 stride) {
   for (i64 i = 0; i < count; ++i) {
     for (i64 c = 0; c < columns; ++c) {
       const i64 value = from[i * row_stride + c * stride];
       if (value >= 0 && (!kIsShort[c] || value >> 32 == 0)) continue;
       raise_value_error(
-          op, "descriptors",
+          kPush, "descriptors",
           kFields[c] + (" " + std::to_string(value)) + " of descriptor " + std::to_string(i),
           kIsShort[c] ? "0 to 4294967295" : "0 or more");
     }
   }
   // Another thread has written them meanwhile.
-  raise_value_error(op, "descriptors", "values that change", "memory that nobody writes");
+  raise_value_error(kPush, "descriptors", "values that change", "memory that nobody writes");
 }
 
 class DescriptorRing {
@@ -70,8 +70,8 @@ class DescriptorRing {
         consumed_(consumer_.header().num_slots) {}
 
   // The ticket, or why there is none.
-  i64 push(const char* op, AnyView rows) {
-    const Tensor t(op, "descriptors", rows);
+  i64 push(AnyView rows) {
+    const Tensor t(kPush, "descriptors", rows);
     const DLTensor& dl = *t.dl;
     if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
     if (dl.dtype.code != kDLInt || dl.dtype.bits != 64 || dl.dtype.lanes != 1) {
@@ -97,7 +97,7 @@ class DescriptorRing {
     if (to == nullptr) return kFull;
     const u64 wrong = is_long ? convert<6>(to, from, count, row_stride, stride)
                               : convert<3>(to, from, count, row_stride, stride);
-    if (wrong != 0) refuse(op, from, count, columns, row_stride, stride);
+    if (wrong != 0) refuse(from, count, columns, row_stride, stride);
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }
 
@@ -209,15 +209,13 @@ Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
   return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
 }
 
-// A ring in memory that is zero: push, try_push, reserve, publish, await_free, await_done, consume
+// A ring in memory that is zero: push, reserve, publish, await_free, await_done, consume
 // and next of it.
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
   return {
-      Function::FromTyped([made](AnyView rows) { return made->push("DescriptorRing.push", rows); }),
-      Function::FromTyped(
-          [made](AnyView rows) { return made->push("DescriptorRing.try_push", rows); }),
+      Function::FromTyped([made](AnyView rows) { return made->push(rows); }),
       Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
       Function::FromTyped([made](int64_t count) { made->publish(count); }),
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),

@@ -25,9 +25,9 @@ using tvm::ffi::Function;
 // the CPU, `ordinal` -1, there are no streams, and `next` only takes times.
 class SlotStreams {
  public:
-  SlotStreams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed)
+  SlotStreams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
       : device_(ordinal < 0 ? nullptr : &Device::get(static_cast<int>(ordinal))) {
-    if (is_timed) times_ = std::make_unique<SlotTimes>(device_ != nullptr);
+    if (is_timed) times_ = std::make_unique<SlotTimes>(device_ != nullptr, all_timed);
     if (device_ == nullptr) return;
     const ContextScope scope(*device_);
     const RelaxedCapture relaxed;
@@ -202,8 +202,9 @@ class SlotStreams {
 };
 
 // next, enter, start, fork, leave, add_slot, harvest and counts of streams, given by access.
-Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed) {
-  const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed);
+Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
+                                  bool all_timed) {
+  const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
   return {
       Function::FromTyped([made](int64_t access, int64_t slot) {
         made->next(static_cast<int>(access), static_cast<size_t>(slot));
