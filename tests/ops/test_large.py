@@ -106,3 +106,20 @@ def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
         assert torch.equal(torch.stack([cache[row] for row in rows]), new)
         written = sum(int(part.count_nonzero()) for part in cache.view(-1).split(GIB))
         assert written == new.numel()  # and nothing else, anywhere
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.usefixtures("free_gpu")
+def test_more_than_2_32_vectors_in_one_launch() -> None:
+    """4.4e9 one-byte rows: flat vector numbers go beyond 32 bits."""
+    count = 2**32 + 2**27
+    table = torch.arange(251, dtype=torch.uint8, device="cuda").view(251, 1)
+    indices = torch.empty(count, dtype=torch.int32, device="cuda")
+    for start in range(0, count, GIB):
+        part = indices[start : start + GIB]
+        part.copy_(torch.arange(start, start + len(part), device="cuda") % 251)
+    result = indexing(table, indices)
+    for start in range(0, count, GIB):
+        part = slice(start, start + GIB)
+        assert torch.equal(result[part, 0].int(), indices[part])

@@ -8,6 +8,7 @@ from buffers import random_bytes
 from test_memcpy_2d import all_sides
 
 from jitkern import memcpy_2d_async
+from jitkern.offload import PinnedPool
 
 
 @pytest.mark.cuda
@@ -67,3 +68,16 @@ def test_between_two_gpus() -> None:
     pinned = random_bytes(64).pin_memory()
     with pytest.raises(ValueError, match="stream: a stream of cuda:0, expected one of cuda:1"):
         memcpy_2d_async(dst, pinned, 8, 8, 8, 8, "h2d", torch.cuda.Stream(0))
+
+
+@pytest.mark.cuda
+def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
+    with PinnedPool(5 << 30, progress=False) as pool:
+        rows = pool.tensor((5 << 30,), torch.uint8)
+        pitch = (2 << 30) + 4096
+        for row in range(2):
+            rows[row * pitch : row * pitch + 100] = row + 1
+        got = torch.zeros(2, 100, dtype=torch.uint8, device="cuda")
+        memcpy_2d_async(got, rows, 100, pitch, 100, 2, "h2d")
+        torch.cuda.synchronize()
+        assert got[0].eq(1).all() and got[1].eq(2).all()
