@@ -24,7 +24,7 @@ from launch_fake import (
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.jit import launch
+from jitkern.jit import device
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
@@ -61,11 +61,6 @@ def check_store_is_launched_in_its_shape() -> None:
     for v, grid in ((longer, "500,2,1"), ((None, None), "500,1,1"), (shorter, "504,1,1")):
         jitkern.store_cache(cache, v[0], slots, rows, v[1])
         assert f"grid {grid}" in log(), grid
-
-
-def check_each_kernel_is_loaded_once() -> None:
-    assert "module" in store_call(7)
-    assert "module" not in store_call(7)
 
 
 def check_indexing_takes_its_splits_from_python() -> None:
@@ -187,7 +182,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
 
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
-    launch.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
+    device.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
     report_checks({**globals(), **vars(launch_users)}, log)
 
 

@@ -72,10 +72,10 @@ def main() -> None:
     report["seconds"] = time.perf_counter() - start
     done = stats()
     report |= {
-        "compiles": done.compiles.count,
+        "compiles": done.compiles,
         "attempts": attempts,
-        "cached": done.cached.count,
-        "waits": done.waits.count,
+        "cached": done.cached,
+        "waits": done.waits,
         "warnings": caught,
     }
     print(json.dumps(report))

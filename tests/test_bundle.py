@@ -58,7 +58,7 @@ def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("harm", [Path.unlink, Path.touch, lambda file: file.chmod(0o666)])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.chmod(0o666)])
 @pytest.mark.parametrize("name", ["store.cubin", META_NAME])
 def test_a_chosen_entry_that_cannot_be_exported_is_an_error(
     cache: Cache, file: Path, harm: Callable[[Path], None], name: str
@@ -66,8 +66,6 @@ def test_a_chosen_entry_that_cannot_be_exported_is_an_error(
     """It was left out in silence: the machine that got the bundle lacked a kernel."""
     path = next(e.path for e in cache.entries() if str(e.key).startswith("store") and of_8_0(e))
     assert path is not None
-    if harm is Path.touch:
-        (path / name).write_bytes(b"")
     harm(path / name)
     says = f"^{cache.root}: nothing exported, an entry is damaged or not trusted: {path}"
     with pytest.raises(CacheError, match=says):
@@ -127,10 +125,7 @@ def repack(file: Path, change: dict[str, str], kind: bytes = tarfile.REGTYPE) ->
     file.write_bytes(packed(members))
 
 
-NAMES = ["../../evil", "/etc/evil", "a/b/../evil", "a/b/c/d", "evil", "a/.hidden/x", "a/b/", "a//x"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "a/b/\x1b[2Jx"])
+@pytest.mark.parametrize("name", ["../../evil", "/etc/evil", "a/b/../x", "evil", "a/b/\x1b[2Jx"])
 def test_names_cannot_leave(cache: Cache, tmp_path: Path, file: Path, name: str) -> None:
     export_bundle(cache, file)
     repack(file, {"notes.txt": name})

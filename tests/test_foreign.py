@@ -1,41 +1,115 @@
-"""Input that somebody else has written: of another type, endless, huge. Never fatal."""
+"""Records that somebody else has written: refused with one clear error, and never fatal."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jitkern.fs import parse_json, read_regular
-from jitkern.host.module import fits
+from jitkern.fs import digest, read_regular, sha256
 from jitkern.jit.record import replay
 
+TEXT = {"record": 2, "text": "int x;\n"}
+PLACE = "./src/a.cu"
+DIGEST = sha256(b"int x;\n")
+LINE: dict[str, Any] = {
+    "record": 2,
+    "function": "load_jit",
+    "args": ["a"],
+    "options": {"device_files": [PLACE]},
+    "arch": "9.0",
+    "files": {PLACE: DIGEST},
+}
 
-@pytest.mark.parametrize("version", ["0.1.\N{SUPERSCRIPT TWO}", f"0.1.{'9' * 5000}", "0.1.-1", ""])
-def test_a_version_that_is_no_number(version: str) -> None:
-    assert not fits(version, "0.1.15")
+
+def written(file: Path, *lines: object) -> Path:
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file.chmod(0o644)
+    return file
 
 
-def test_fifos_and_devices_are_no_recordings(tmp_path: Path) -> None:
+OUTSIDE = "expected a place such as ./src/scale.cu"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (5, ""),
+        ({}, "record: None, expected 2"),
+        ({**LINE, "record": 1}, "record: 1, expected 2"),
+        ({**LINE, "function": "exec"}, "expected load_jit or load_aot"),
+        ({**LINE, "args": []}, ""),
+        ({**LINE, "args": [5]}, "expected load_jit or load_aot, and strings"),
+        ({**LINE, "options": 5}, ""),
+        ({**LINE, "options": {"cpp_files": "a.cc"}}, OUTSIDE),
+        ({**LINE, "options": {"cpp_files": ["/etc/passwd"]}}, OUTSIDE),
+        ({**LINE, "options": {"extra_include_paths": ["./../x"]}}, OUTSIDE),
+        ({**LINE, "options": {"extra_include_paths": ["jitkern:../x"]}}, OUTSIDE),
+        ({**LINE, "files": [PLACE]}, ""),
+        ({**LINE, "files": {PLACE: 5}}, "the record has no text for ./src/a.cu"),
+        ({**LINE, "files": {"/etc/cron.d/x": DIGEST}}, OUTSIDE),
+        ({**LINE, "files": {"./../x": DIGEST}}, OUTSIDE),
+        ({**LINE, "files": {"./a//x": DIGEST}}, OUTSIDE),
+        ({**LINE, "files": {"./a\x1b": DIGEST}}, OUTSIDE),
+        ({**LINE, "files": {"jitkern:perf/copy.cu": DIGEST}}, OUTSIDE),
+        ({"record": 2, "text": 5}, ""),
+        ({"record": 2, "text": "\ud800"}, "'utf-8' codec"),
+    ],
+)
+def test_lines_that_are_no_specialisation(tmp_path: Path, line: object, says: str) -> None:
+    file = written(tmp_path / "used.jsonl", TEXT, LINE, line)
+    with pytest.raises(ValueError, match="not a recorded specialisation") as error:
+        replay(file)
+    message = str(error.value)
+    assert message.startswith(f"{file}:3: not a recorded specialisation: ")
+    assert says in message and message.isprintable() and len(message) < 500
+
+
+def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
+    file = written(tmp_path / "used.jsonl", TEXT, LINE)
+    file.chmod(0o666)
+    with pytest.raises(ValueError, match="lets others write it") as error:
+        replay(file)
+    assert str(error.value) == (
+        f"{file}: its mode, 0666, lets others write it; if you trust them, replay it with: "
+        f"jitkern warm --trust --replay {file}"
+    )
+    assert [one.used.args for one in replay(file, trust=True)] == [("a",)]
+
+
+def test_files_that_are_no_record(tmp_path: Path) -> None:
+    for lines in ([], [TEXT]):
+        with pytest.raises(ValueError, match=r"jsonl: nothing is recorded in it; record a run wit"):
+            replay(written(tmp_path / "used.jsonl", *lines))
     os.mkfifo(tmp_path / "fifo")
     for file in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
             replay(file)
 
 
+def test_a_record_lays_out_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    line = {**LINE, "files": {PLACE: DIGEST, "./src": DIGEST}}  # a file and a directory
+    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    with pytest.raises(OSError, match="src"):
+        one.unpack(tmp_path / "laid")
+    line = {**LINE, "options": {**LINE["options"], "extra_include_paths": ["./.", "./more/inc"]}}
+    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    tree = tmp_path / "laid" / digest(one.files)
+    assert one.unpack(tmp_path / "laid").options == {
+        "device_files": [str(tree / "src/a.cu")],
+        "extra_include_paths": [str(tree), str(tree / "more/inc")],
+    }
+    assert sorted(path.name for path in tree.rglob("*")) == ["a.cu", "inc", "more", "src"]
+
+
 def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(11))
     with pytest.raises(OSError, match="11 bytes, expected at most 10"):
         read_regular(tmp_path / "file", 10)
-    assert read_regular(tmp_path / "file", 11) == bytes(11)
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(OSError, match="a symbolic link, which is not followed here"):
         read_regular(tmp_path / "link", 11)
     assert read_regular(tmp_path / "link", 11, follow=True) == bytes(11)
-
-
-def test_plain_json_is_what_json_says() -> None:
-    value = {"a": [1, 2.5, None, True, "é\ud800"], "b": {"c": {}}}
-    assert parse_json(json.dumps(value).encode()) == value

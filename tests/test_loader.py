@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from jitkern.cache import get
 from jitkern.cache.bundle import export_bundle
 from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
-from jitkern.compilers.find import find_nvrtc
+from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
+from jitkern.jit import device
 from jitkern.jit.loader import load_aot, load_jit
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -53,6 +53,25 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     assert module.name == "tiny_4"
 
 
+def test_what_makes_another_kernel(folder: Path) -> None:
+    """No failing test told when flags, or the arch, were left out of the key."""
+    keys = {str(tiny(**how).key(SM_90)) for how in ({}, {"extra_cuda_cflags": ["-DX"]})}
+    keys |= {str(tiny(5).key(SM_90)), str(tiny().key(Arch(8, 0)))}
+    (folder / "half.cuh").write_text("__device__ inline int half(int n) { return n / 3; }\n")
+    keys.add(str(tiny().key(SM_90)))
+    assert len(keys) == 5
+
+
+def test_another_compiler_is_another_variant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No failing test told when its version was left out."""
+    variants = set()
+    for version in ("13.4", "13.5"):
+        tool = Tool(("libnvrtc.so",), "nvrtc", version)
+        monkeypatch.setattr(device, "find_nvrtc", lambda tool=tool: tool)
+        variants.add(device.DeviceImage(tiny(), SM_90).variant)
+    assert variants == {"nvrtc-13.4", "nvrtc-13.5"}
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     "compiler",
@@ -74,11 +93,9 @@ def test_a_kernel_may_have_the_name_of_its_file(
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("NVCC_PREPEND_FLAGS", "-DFROM_OUTSIDE"),
         ("NVCC_APPEND_FLAGS", "-include planted/outside.h"),
         ("CPATH", "planted"),
         ("INCLUDES", "-Iplanted"),  # which nvcc.profile adds to
-        ("PTXAS_FLAGS", "--no-such-flag"),
     ],
 )
 def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(
@@ -113,10 +130,10 @@ def test_places_in_order(
     monkeypatch.setattr(get, "SHIPPED", shared)
     settings.cache_clear()
     get._caches.cache_clear()
-    before = stats().shipped.count
+    before = stats().shipped
     assert tiny().lookup(SM_90).source == "shipped"
     assert tiny().image(SM_90) == image
-    assert stats().shipped.count == before + 2
+    assert stats().shipped == before + 2
     get._caches.cache_clear()
 
 
@@ -142,7 +159,7 @@ assert len(import_bundle(user_cache(), Path(sys.argv[1]))) == 2
 m = load_jit("tiny", "4", device_files=[sys.argv[2]], device_wrappers=[("tiny", "Tiny<4>")])
 for arch in sys.argv[3:]:
     print(hashlib.sha256(m.image(device.Arch.parse(arch))).hexdigest())
-assert stats().compiles.count == 0
+assert stats().compiles == 0
 """
     env = {"JITKERN_CACHE_DIR": str(tmp_path / "elsewhere"), "PATH": "/nonexistent"}
     done = fresh_python(code, str(bundle), str(folder / "tiny.cu"), *images, env=env)
@@ -160,23 +177,6 @@ def test_a_kernel_that_does_not_compile(folder: Path) -> None:
     with pytest.raises(CompileError) as again:
         tiny().image(SM_90)
     assert str(again.value) == str(caught.value)
-
-
-@needs_nvrtc
-def test_threads_of_one_module(folder: Path) -> None:
-    before = compiles()
-    module = tiny(6)
-    images: list[bytes] = []
-    threads = [
-        threading.Thread(target=lambda: images.append(module.image(SM_90))) for _ in range(32)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(images) == 32
-    assert len(set(images)) == 1
-    assert compiles() - before == 1
 
 
 WARM = """
@@ -263,9 +263,6 @@ def test_a_name_means_one_file(folder: Path) -> None:
     how = {"device_wrappers": [("tiny", "Tiny<4>")]}
     own = CSRC / "perf" / "copy.cu"
     assert load_jit("x", device_files=["jitkern:perf/copy.cu"], **how).files == (own,)
-    for name in ("perf/copy.cu", "./perf/copy.cu"):
-        with pytest.raises(FileNotFoundError, match=r"; jitkern's own is jitkern:perf/copy.cu$"):
-            load_jit("x", device_files=[name], **how)
     (folder / "perf").mkdir()
     mine = folder / "perf" / "copy.cu"
     mine.write_text("")
@@ -291,16 +288,10 @@ def test_a_name_means_one_file(folder: Path) -> None:
         ),
         (lambda: load_aot("x"), ValueError, "load_aot: cpp_files, cuda_files: all empty, expected"),
         (
-            lambda: load_jit("x", cpp_files=["scale.cc"], cpp_wrappers=[("a b", "scale<4>")]),
-            ValueError,
-            "load_jit: cpp_wrappers: name 'a b', expected a C identifier",
-        ),
-        (
             lambda: load_aot("x", cpp_files=["scale.cc"], extra_ldflags=["-g", '-DX="a']),
             ValueError,
             "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in",
         ),
-        (lambda: tiny().image("9.0"), TypeError, r"image: arch: '9\.0', expected an Arch"),
         (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected one"),
         (lambda: Arch.parse(90), TypeError, "arch: 90, expected a str"),
     ],
@@ -313,9 +304,9 @@ def test_wrong_arguments(
 
 
 PAIR = "expected (name, class) or (name, class, params)"
-ONE_OF_TWO = (
-    "cpp_files, cpp_wrappers: one without the other along with device_files; expected a function "
-    "for kernels on the CPU, or neither"
+NO_FUNCTION = (
+    "cpp_wrappers: empty, expected the functions for kernels on the CPU along with cpp_files or "
+    "flags for them"
 )
 
 
@@ -346,8 +337,7 @@ ONE_OF_TWO = (
             "cpp_wrappers: 'tny', expected the name of a kernel: tiny",
             [("tny", "scale")],
         ),
-        (ValueError, ONE_OF_TWO, ["scale.cc"]),
-        (ValueError, "extra_cflags, extra_ldflags: given without cpp_files", ["-g"]),
+        (ValueError, NO_FUNCTION, []),
         (ValueError, "cuda_files: given along with device_files", ["single.cu"]),
     ],
 )
@@ -355,7 +345,7 @@ def test_mistakes_in_the_arguments_are_named(
     folder: Path, error: type[Exception], message: str, wrong: Any
 ) -> None:
     given: dict[str, Any] = {"device_files": ["tiny.cu"], "device_wrappers": [("tiny", "Tiny<4>")]}
-    name = "cpp_files" if message == ONE_OF_TWO else re.split(r"[:\[,]", message)[0]
+    name = re.split(r"[:\[]", message)[0]
     if name == "cpp_wrappers":
         given["cpp_files"] = ["scale.cc"]
     with pytest.raises(error) as caught:

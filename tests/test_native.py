@@ -156,6 +156,14 @@ def test_which_variables_are_part_of_the_key(
         assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
 
 
+def test_every_flag_and_wrapper_is_part_of_the_key(folder: Path) -> None:
+    """No test failed when flags were left out of it."""
+    put("own.cc", OWN_CC)
+    options: list[dict[str, Any]] = [{}, {"extra_cflags": ["-DX"]}, {"extra_ldflags": ["-lm"]}]
+    options += [{"extra_cuda_cflags": ["-DX"]}, {"extra_cflags": ["-DX", "-DY"]}]
+    assert len({key(**one) for one in options}) == len(options)
+
+
 def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that was built with others was loaded."""
     seen = set()
@@ -235,30 +243,6 @@ def test_an_archive_that_is_built_again_is_noticed(folder: Path, ldflags: list[s
         put("libs/libown.a", text)
         keys += [key(extra_ldflags=given)] * 2
     assert len(set(keys)) == 2
-
-
-def test_which_words_of_the_linker_name_files(folder: Path) -> None:
-    for name in ("a.o", "libb.a", "now", "exports.map", "libs/libd.a", "libs/libe.so", "more.txt"):
-        put(name, "")
-    given = ["a.o", "gone.o", "-z", "now", "-Wl,--version-script=exports.map,-rpath,libs", "-lm"]
-    given += ["-L=/usr/lib", "-Llibs", "-ld", "-le", "libs/libe.so", "@more.txt", "-pthread"]
-    paths: dict[str, list[str]] = {}
-    flags = native._with_absolute_paths(given, paths)
-    assert flags == [
-        f"{folder}/a.o",
-        "gone.o",
-        *("-z", "now"),
-        f"-Wl,--version-script={folder}/exports.map,-rpath,libs",
-        "-lm",
-        "-L=/usr/lib",
-        f"-L{folder}/libs",
-        *("-ld", "-le"),
-        f"{folder}/libs/libe.so",
-        f"@{folder}/more.txt",
-        "-pthread",
-    ]
-    names = ["a.o", "exports.map", "libs/libd.a", "more.txt"]
-    assert sorted(native._archives(flags, paths)) == [f"{folder}/{name}" for name in names]
 
 
 @needs_cxx

@@ -9,7 +9,7 @@ from headers import load
 from needs import needs_nvcc, needs_nvrtc
 from tiny import SM_90
 
-from jitkern.arch import SUPPORTED_ARCHS, Arch
+from jitkern.arch import Arch
 from jitkern.compilers import nvcc, nvrtc
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import include_closure
@@ -32,23 +32,13 @@ def compile_kernel(source: str = KERNEL, **changes: object) -> nvrtc.Image:
     return nvrtc.compile(source, **{**settings, **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("arch", SUPPORTED_ARCHS, ids=str)
-def test_cubin_of_an_op(arch: Arch) -> None:
+def test_cubin_of_an_op() -> None:
     closure = include_closure(STORE)
-    image = compile_kernel(closure.source, headers=closure.headers, arch=arch)
+    image = compile_kernel(closure.source, headers=closure.headers)
     assert image.kind == "cubin"
     assert image.data.startswith(b"\x7fELF")
     assert b".text.store\0" in image.data
     assert image.log == ""
-
-
-def test_minimal_gives_the_same_code() -> None:
-    closure = include_closure(STORE)
-    full, minimal = (
-        compile_kernel(closure.source, headers=closure.headers, minimal=minimal).data
-        for minimal in (False, True)
-    )
-    assert full == minimal
 
 
 def test_headers_come_from_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +99,8 @@ def test_library_that_does_not_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "passed"),
     [
-        (["-O3", "-O", "2", "--optimize", "3", "-g", "--extended-lambda"], []),
-        (["-Xcompiler", "-fPIC", "-Xcompiler=-Wall", "-ccbin", "g++", "--threads", "4"], []),
-        (["-Xptxas", "-v,-warn-spills"], ["-Xptxas=-v", "-Xptxas=-warn-spills"]),
-        (["--ptxas-options=-v"], ["-Xptxas=-v"]),
+        (["-O3", "-g", "--extended-lambda", "-Xcompiler", "-fPIC", "-Xcompiler=-Wall"], []),
+        (["-Xptxas", "-v"], ["-Xptxas=-v"]),
         (["-std", "c++20"], ["-std=c++20"]),
         (["--expt-relaxed-constexpr"], ["-default-device"]),
         (["--use_fast_math", "-lineinfo", "-DX=1"], ["--use_fast_math", "-lineinfo", "-DX=1"]),
@@ -131,32 +119,20 @@ def test_options_compile(tmp_path: Path, empty_cache: Path) -> None:
     assert "Used" in module.lookup(SM_90).entry.meta["log"]
 
 
-@pytest.mark.parametrize(
-    ("given", "advice"),
-    [
-        ("-gencode=arch=compute_90,code=sm_90", "the arch is that of "),
-        ("-rdc=true", "device_files "),
-    ],
-)
-def test_options_without_a_meaning(
-    given: str, advice: str, tmp_path: Path, empty_cache: Path
-) -> None:
+def test_an_option_that_nvrtc_does_not_know(tmp_path: Path, empty_cache: Path) -> None:
     with pytest.raises(CompileError) as caught:
-        load(tmp_path, extra_cuda_cflags=["-lineinfo", given]).image(SM_90)
-    said = f"own.instance.cu: extra_cuda_cflags: {given!r}: {advice}"
-    assert caught.value.message.startswith(said)
-    assert caught.value.command == f"-lineinfo {given}"
+        load(tmp_path, extra_cuda_cflags=["-gencode=arch=compute_90,code=sm_90"]).image(SM_90)
+    assert "leave it out, or set JITKERN_COMPILER=nvcc" in caught.value.message
 
 
 # ------------------------------------------------------------------------------------------- nvcc
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", [Arch(8, 0), Arch(9, 0)], ids=str)
-def test_nvcc_compiles_the_same_closure(arch: Arch) -> None:
+def test_nvcc_compiles_the_same_closure() -> None:
     closure = include_closure(STORE)
     image = nvcc.compile_with_nvcc(
-        closure.source, name="store.cu", headers=closure.headers, arch=arch
+        closure.source, name="store.cu", headers=closure.headers, arch=SM_90
     )
     assert image.kind == "cubin"
     assert b".text.store\0" in image.data

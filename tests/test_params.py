@@ -17,7 +17,7 @@ from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.env import settings
 from jitkern.errors import CompileError
 from jitkern.jit.loader import load_device, load_jit
-from jitkern.jit.params import checks, parse_params, read_params
+from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import replay
 
 MEMBERS = """
@@ -43,39 +43,31 @@ def members(declared: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown", "nbytes"),
+    ("text", "shown"),
     [
-        ("float* x", "float32* x", 8),
-        ("const  float32 *x", "float32* x", 8),
-        ("strided const __half* x", "float16* x", 8),
-        ("void*x", "void* x", 8),
-        ("float8_e4m3fn* x", "float8_e4m3fn* x", 8),
-        ("long  long x", "int64 x", 8),
-        ("unsigned x", "uint32 x", 4),
-        ("int16_t x", "int16 x", 2),
-        ("bool x", "bool x", 1),
+        ("float* x", "float32* x"),
+        ("strided const __half* x", "float16* x"),
+        ("void*x", "void* x"),
+        ("float8_e4m3fn  *x", "float8_e4m3fn* x"),
+        ("long  long x", "int64 x"),
+        ("unsigned x", "uint32 x"),
+        ("int16_t x", "int16 x"),
     ],
 )
-def test_a_declaration(text: str, shown: str, nbytes: int) -> None:
+def test_a_declaration(text: str, shown: str) -> None:
     (param,) = parse_params("k", text)
-    size = re.search(r"sizeof\(Params\) == (\d+)", "".join(checks("k", (param,))))
     assert (str(param), param.is_strided) == (shown, "strided" in text)
-    assert size is not None and int(size[1]) == nbytes
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", r"'', expected TYPE NAME or TYPE\* NAME, such as float\* data, int64 count"),
-        ("float* x,", "'', expected TYPE NAME or .*"),
-        ("float", "'float', expected TYPE NAME or .*"),
         ("float** x", r"'float\*\* x', expected TYPE NAME or .*"),
         ("float x[4]", r"'float x\[4\]', expected TYPE NAME or .*"),
-        ("float33 x", r"'float33 x', expected a dtype of torch \(float32, .* or void"),
+        ("int y, float33 x", r"'float33 x', expected a dtype of torch \(float32, .* or void"),
         ("half x", r"'half x', expected a number of 1 to 8 bytes, or a pointer: TYPE\* NAME"),
-        ("void x", "'void x', expected a number of 1 to 8 bytes, .*"),
         ("strided int x", "'strided int x', expected strided in front of a pointer only"),
-        ("int x, float x", "'float x', expected another name: it is there twice"),
     ],
 )
 def test_what_is_no_declaration_is_quoted(text: str, message: str) -> None:
@@ -93,10 +85,10 @@ def test_the_compiler_finds_the_struct_as_declared(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        ("float* data", "double* data", "float64* data"),
-        ("double factor", "float factor", "float32 factor"),
-        ("bool flag", "int8 flag", "int8 flag"),
-        (", strided bfloat16 *raw", "", "Params has more members than float32* data"),
+        ("float* data", "double* data", "taken as float64* data, but Params has another type"),
+        ("double factor", "float factor", "taken as float32 factor, but Params has another type"),
+        ("bool flag, int8 small", "int8 small, bool flag", "taken as float32* data, float32* vec"),
+        (", strided bfloat16 *raw", "", "error: "),  # the compiler's own words
         ("int64 count", "int64 counts", 'has no member "counts"'),
     ],
 )
@@ -105,8 +97,7 @@ def test_a_struct_that_is_not_as_declared_does_not_compile(
 ) -> None:
     with pytest.raises(CompileError) as caught:
         members(DECLARED.replace(right, wrong)).image(SM_90)
-    named = f"taken as {message}, but Params has another type or order"
-    assert (message if "members" in message or "member " in message else named) in str(caught.value)
+    assert message in str(caught.value)
 
 
 # -- read in the source ----------------------------------------------------------------------------
@@ -116,7 +107,6 @@ def test_a_struct_that_is_not_as_declared_does_not_compile(
     ("members", "expected"),
     [
         ("float* a; double b; long long c;", "float32* a, float64 b, int64 c"),
-        ("const float *a, *b; int c, d;", "float32* a, float32* b, int32 c, int32 d"),
         ("float* __restrict__ a; float const* b;", "float32* a, float32* b"),
         ("__half* a; const __nv_bfloat16* b; bool* c;", "float16* a, bfloat16* b, bool* c"),
         ("unsigned* a; char* b; uint4* c; T* d; float** e;", "void* {a,b,c,d,e}"),
@@ -126,7 +116,7 @@ def test_a_struct_that_is_not_as_declared_does_not_compile(
         # What is left to the compiler.
         *((members, "") for members in ("", "float a[4];", "half a;", "float& a;", "MEMBERS")),
         *((members, "") for members in ("static constexpr int kSize = 3; int a;", "Pair<int> a;")),
-        *((members, "") for members in ("void (*a)(int);", "\n#if X\nint a;\n#endif\n")),
+        *((members, "") for members in ("void (*a)(int);", "int a, b;", "\n#if X\nint a;\n")),
     ],
 )
 def test_members_that_are_plainly_written_are_read(members: str, expected: str) -> None:

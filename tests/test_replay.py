@@ -111,27 +111,8 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     assert compiles() == compiled
 
 
-def link(inside: str, target: str) -> Callable[[Path], None]:
-    """A layout in which `inside` is a link to what was there, `target`."""
-
-    def make(root: Path) -> None:
-        (root / target).parent.mkdir(exist_ok=True)
-        shutil.move(root / inside, root / target)
-        (root / inside).symlink_to(root / target)
-
-    return make
-
-
 @needs_nvrtc
 @needs_cxx
-@pytest.mark.parametrize(
-    "arrange",
-    [
-        link("more", "store/more-1.2"),
-        link("src/scale.cc", "store/scale-1.cc"),
-    ],
-    ids=["include directory", "source"],
-)
 def test_what_is_found_by_a_link(
     *,
     capsys: Capture,
@@ -140,9 +121,13 @@ def test_what_is_found_by_a_link(
     app: App,
     elsewhere: Callable[[], Path],
     monkeypatch: pytest.MonkeyPatch,
-    arrange: Callable[[Path], None],
 ) -> None:
-    arrange(app.root)
+    """An include directory, and a source."""
+    (app.root / "store").mkdir()
+    for name in ("more", "src/scale.cc"):
+        kept = app.root / "store" / Path(name).name
+        shutil.move(app.root / name, kept)
+        (app.root / name).symlink_to(kept)
     record = tmp_path / "run.jsonl"
     use(CACHE_DIR=tmp_path / "cache", RECORD=record)
     app.kernel()

@@ -65,21 +65,6 @@ def test_values_without_a_literal_are_refused(value: float) -> None:
         make_cpp_args(value)
 
 
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((0, 1, False), ValueError, r"num_threads: 0, expected 1\.\.1024"),
-        ((1025, 1, False), ValueError, r"num_threads: 1025, expected 1\.\.1024"),
-        ((32, 0, False), ValueError, "max_occupancy: 0, expected 1 or more"),
-        ((32.0, 1, False), TypeError, r"num_threads: float 32\.0, expected int"),
-        ((32, 1, 1), TypeError, "use_pdl: int 1, expected bool"),
-    ],
-)
-def test_bad_config(args: tuple[int, int, bool], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"KernelConfig: {message}"):
-        KernelConfig(*args)
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_compiler_reads_the_same_values(tmp_path: Path) -> None:
     values = (True, 656, -(1 << 63), (1 << 64) - 1, -7, 0.1, -1e300)

@@ -11,7 +11,6 @@ from needs import needs_nvrtc
 
 from jitkern.arch import Arch
 from jitkern.compilers import find
-from jitkern.compilers.nvrtc import load_nvrtc
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
@@ -77,7 +76,7 @@ def nvrtc(lib: Path, version: str = "13.5") -> Path:
     ("text", "sm"),
     [
         *((text, "sm_90") for text in ("9.0", "9", "90", "compute_90", " 9.0 ")),
-        *(("9.0a", "sm_90a"), ("100f", "sm_100f"), ("12.1a", "sm_121a"), ("12", "sm_120")),
+        *(("9.0a", "sm_90a"), ("100f", "sm_100f"), ("12", "sm_120")),
     ],
 )
 def test_arch_spellings(text: str, sm: str) -> None:
@@ -86,9 +85,7 @@ def test_arch_spellings(text: str, sm: str) -> None:
     assert Arch.parse(arch.sm) == Arch.parse(str(arch)) == arch
 
 
-@pytest.mark.parametrize(
-    "text", ["99", "0.9", "", "hopper", "8.0a", "9.0f", "sm90", "9.00", "-9.0"]
-)
+@pytest.mark.parametrize("text", ["99", "", "hopper", "8.0a", "9.0f", "9.00", "-9.0"])
 def test_unknown_arch_lists_the_known(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected one of 7\.5, 8\.0, .*, 12\.1 ") as caught:
         Arch.parse(text)
@@ -98,10 +95,8 @@ def test_unknown_arch_lists_the_known(text: str) -> None:
 # ------------------------------------------------------------------------------------------ NVRTC
 
 
-@pytest.mark.parametrize("where", ["PATH", "/usr/local/cuda"])
-def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path], where: str) -> None:
-    home = toolkit(machine() / ("opt/cuda" if where == "PATH" else "usr-local-cuda"))
-    machine(**({"PATH": home / "bin"} if where == "PATH" else {}))
+def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path]) -> None:
+    home = toolkit(machine() / "usr-local-cuda")
     with pytest.raises(ToolchainError) as raised:
         find.find_nvrtc()
     assert str(raised.value) == (
@@ -115,7 +110,6 @@ def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path], where: str) ->
     [
         ("site/nvidia/cu13/lib", "13.5"),
         ("site/nvidia/cuda_nvrtc/lib", "12.9"),
-        ("usr-local-cuda/lib64", "12.4"),
         ("usr-local-cuda/targets/x86_64-linux/lib", "13.0"),
         ("opt/cuda/lib64", "13.2"),  # beside the nvcc on PATH
         ("lib", "13.1"),  # sys.prefix/lib: conda
@@ -145,22 +139,6 @@ def test_where_a_user_may_not_enter(
         find.find_nvrtc()
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
         find.find_nvcc()
-    assert find.given_id(["a.h"], [Path("/locked")]) == find.given_id(["a.h"], [])
-
-
-@needs_nvrtc
-def test_real_nvrtc_version_is_the_librarys_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two releases in one directory: the library itself is asked."""
-    found = find.find_nvrtc()
-    assert load_nvrtc(found.path).version == found.version
-    library = tmp_path / found.path.name
-    library.symlink_to(found.path)
-    for builtins in ("libnvrtc-builtins.so.12.9", "libnvrtc-builtins.so.13.1"):
-        (tmp_path / builtins).touch()
-    monkeypatch.setattr(Path, "resolve", lambda path: path)
-    assert find._nvrtc(library).version == found.version
 
 
 @needs_nvrtc
@@ -223,12 +201,6 @@ def test_cxx_from_the_environment(machine: Callable[..., Path]) -> None:
     assert (found.command, found.id) == ((str(path), "-m64"), "clang-18.1.3")
 
 
-def test_ninja_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a dependency."""
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert find.find_ninja().version >= "1.10"
-
-
 def test_a_relative_path_is_relative_to_this_directory(
     machine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +227,7 @@ def test_a_relative_path_is_relative_to_this_directory(
         (find.find_nvcc, {"CUDA_HOME": "/no"}, r"CUDA_HOME: /no holds no CUDA toolkit"),
         (find.find_cxx, {}, r"a C\+\+ compiler was not found; install g\+\+"),
         (find.find_cxx, {"CXX": "/no/c++"}, r"CXX: '/no/c\+\+' was not found; install g\+\+"),
+        (find.find_cxx, {"CXX": "g++ 'x"}, r"CXX: .*: No closing quotation; install g"),
         (find.find_cxx, {"CXX": "/bin/false"}, r"/bin/false --version does not work; install g"),
     ],
 )

@@ -42,10 +42,7 @@ def mount() -> Iterator[Callable[..., Path]]:
 def assert_degrades(report: dict[str, Any]) -> None:
     assert report["compiles"] == 1
     (warning,) = report["warnings"]
-    assert "keeps what it compiles in" in warning
-    private = Path(warning.partition("keeps what it compiles in ")[2].partition(" until")[0])
-    assert private.parent == Path(tempfile.gettempdir())
-    assert not private.exists()  # it ended with the process
+    assert warning.endswith("; what this process compiles is kept in memory until it ends")
 
 
 @needs_nvrtc
@@ -65,15 +62,10 @@ def test_a_read_only_cache_works_warm_and_cold(
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("what", ["below a file", "proc"])
-def test_a_place_that_is_no_directory(
-    children: Children, sources: Path, cache_dir: Path, what: str
-) -> None:
+def test_a_place_that_is_no_directory(children: Children, sources: Path, cache_dir: Path) -> None:
     cache_dir.write_text("not a directory")
-    # /proc is there, and nothing can be made in it.
-    place = cache_dir / "x" if what == "below a file" else Path("/proc/nowhere")
-    report = children.run(sources / "tiny.cu", env={"JITKERN_CACHE_DIR": str(place)})
-    assert_degrades(report)
+    place = {"JITKERN_CACHE_DIR": str(cache_dir / "x")}
+    assert_degrades(children.run(sources / "tiny.cu", env=place))
     assert cache_dir.read_text() == "not a directory"
 
 
@@ -95,23 +87,16 @@ def open_folder() -> Iterator[Path]:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_directory_of_somebody_else(children: Children, open_folder: Path, mode: int) -> None:
-    write_sources(open_folder / "sources")
+def test_a_directory_of_somebody_else(children: Children, open_folder: Path) -> None:
+    file = write_sources(open_folder / "sources") / "tiny.cu"
     cache_dir = open_folder / "cache"
-    children.run(open_folder / "sources" / "tiny.cu", env={"JITKERN_CACHE_DIR": str(cache_dir)})
-    if mode == 0o755:
-        subprocess.run(
-            ["chmod", "-R", "a+rX", str(cache_dir)], check=True
-        )  # as docs/security.md says
-    file = open_folder / "sources" / "tiny.cu"
-    strange: dict[str, Any] = {"become": 54321, "env": {"JITKERN_CACHE_DIR": str(cache_dir)}}
-    warm = children.run(file, **strange)
-    if mode == 0o755:
-        assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
-        assert_degrades(children.run(file, n=5, **strange))
-    else:
-        assert_degrades(warm)
+    env = {"JITKERN_CACHE_DIR": str(cache_dir)}
+    children.run(file, env=env)
+    assert_degrades(children.run(file, become=54321, env=env))
+    subprocess.run(["chmod", "-R", "a+rX", str(cache_dir)], check=True)  # as docs/security.md says
+    warm = children.run(file, become=54321, env=env)
+    assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
+    assert_degrades(children.run(file, n=5, become=54321, env=env))
     assert sound(cache_dir)
 
 
@@ -127,17 +112,12 @@ def test_no_home_directory(children: Children, open_folder: Path) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("free_kb", [0, 8])
 def test_a_full_disk_leaves_nothing_damaged(
-    children: Children,
-    sources: Path,
-    cache_dir: Path,
-    mount: Callable[..., Path],
-    free_kb: int,
+    children: Children, sources: Path, cache_dir: Path, mount: Callable[..., Path]
 ) -> None:
     mount(cache_dir, "size=64k")
     filler = cache_dir / "filler"
-    filler.write_bytes(bytes((64 - free_kb) * 1024))
+    filler.write_bytes(bytes(56 * 1024))
     report = children.run(sources / "tiny.cu", n=SLOW)  # an image of 9 KB
     assert report["elf"]
     assert_degrades(report)

@@ -10,7 +10,6 @@ from tiny import SM_90, tiny
 
 import jitkern
 from jitkern.cache.store import Cache
-from jitkern.env import settings
 from jitkern.errors import ToolchainError
 from jitkern.host import module as host
 from jitkern.jit import device as jit_device
@@ -89,21 +88,6 @@ def test_ptx_is_for_drivers_as_new_as_its_compiler(
         with monkeypatch.context() as patch:
             without_compiler(patch, driver)
             assert taken() == expected
-
-
-def test_one_that_loads_in_a_later_cache_goes_before_one_that_does_not(
-    variants: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = Cache(tmp_path / "shared")
-    publish(shared, "nvrtc-13.2", 3e9)
-    monkeypatch.setenv("JITKERN_CACHE_PATH", str(shared.root))
-    settings.cache_clear()
-    with monkeypatch.context() as patch:
-        without_compiler(patch, (12, 4))
-        assert taken() == OLD
-        variants.clear()
-        assert taken() == "nvrtc-13.2"  # rather than none
-    settings.cache_clear()
 
 
 @needs_cxx

@@ -11,7 +11,10 @@ import pytest
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.stats import stats
+from jitkern.compilers.sources import Closure
+from jitkern.env import settings
 from jitkern.jit.loader import DeviceModule, load_jit
+from jitkern.jit.record import Specialisation, record
 
 SM_90 = Arch(9, 0)
 
@@ -74,4 +77,16 @@ def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
 
 
 def compiles() -> int:
-    return stats().compiles.count
+    return stats().compiles
+
+
+def put(file: Path, name: str, *headers: Path) -> None:
+    """Record a library `name` of headers that lie beside the record."""
+    texts = [header.read_bytes() for header in headers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JITKERN_RECORD", str(file))
+        settings.cache_clear()
+        options = {"cpp_files": [str(header) for header in headers]}
+        closure = Closure("", {}, tuple(headers), (), tuple(texts))
+        record(Specialisation("load_jit", (name,), options, ""), closure)
+    settings.cache_clear()

@@ -1,15 +1,12 @@
 """From a key to what it stands for: found in a cache, else built once per node and published.
 
-Caches are searched in this order: JITKERN_CACHE_PATH, JITKERN_CACHE_DIR, this process's private
-one, what the wheel ships, the wheel of prebuilt kernels. JITKERN_CACHE_DIR is the one written.
+Caches are searched in this order: JITKERN_CACHE_PATH, JITKERN_CACHE_DIR, what the wheel ships, the
+wheel of prebuilt kernels. JITKERN_CACHE_DIR is the one written.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -24,12 +21,11 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, render_meta
-from jitkern.cache.stats import LookupEvent, Source
+from jitkern.cache.stats import Source
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError
 from jitkern.env import FREEZE_MODES, FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
-from jitkern.fs import ForkLocal, make_scratch_folder
 
 T = TypeVar("T")
 
@@ -113,10 +109,7 @@ class Searched(NamedTuple):
 
 def caches() -> Iterator[Searched]:
     """Yield the caches of this process in the order they are searched in."""
-    *first, shipped = _caches(settings())
-    yield from first
-    yield from (Searched("private", "cached", cache) for cache in _private.value)
-    yield shipped
+    yield from _caches(settings())
     yield from _kernels()  # nobody looks for the wheel if another cache has what is wanted
 
 
@@ -163,30 +156,15 @@ def shipped_cache() -> Cache:
     return _caches(settings())[-1].cache
 
 
-# The temporary cache of this process, if it has one. Anew in a forked child: the parent removes its
-# folder when it ends, which may be before that.
-_private: ForkLocal[list[Cache]] = ForkLocal(list)
-_guard = ForkLocal(threading.Lock)
+# What this process has built and could not publish, by key. The caches are as good to a child.
+_unpublished: dict[str, Entry] = {}
 
 
-def _private_cache(reason: CacheError) -> Cache | None:
-    """Return the temporary cache after one warning that says why; None if it cannot be made."""
+def _warn_of_unwritable(reason: CacheError) -> None:
+    """Say why what is compiled lives in memory, once."""
     if user_cache().root == _NOWHERE:
         reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
-    kept = "nothing compiled by this process is kept"
-    with _guard.value, suppress(OSError):
-        if not _private.value:
-            root = make_scratch_folder("cache")
-            atexit.register(_remove, root, os.getpid())
-            _private.value.append(Cache(root, home=root))
-        kept = f"this process keeps what it compiles in {_private.value[0].root} until it ends"
-    user_cache().warn(f"{reason}; {kept}")
-    return next(iter(_private.value), None)
-
-
-def _remove(root: Path, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:
-        shutil.rmtree(root, ignore_errors=True)
+    user_cache().warn(f"{reason}; what this process compiles is kept in memory until it ends")
 
 
 # -- finding and building --------------------------------------------------------------------------
@@ -243,10 +221,19 @@ class Buildable(ABC, Generic[T]):
         return ""
 
 
+def build(wanted: Buildable[Any]) -> BuildOutput:
+    """Build it; its notes tell how long that took, and when it was."""
+    start = time.perf_counter()
+    built = wanted.build()
+    build_ms = round((time.perf_counter() - start) * 1e3, 3)
+    times = {"build_ms": build_ms, "built_unix_s": round(time.time(), 3)}
+    return built._replace(notes={**built.notes, **times})
+
+
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
     """Return what is wanted if a cache has it; nothing is built."""
     found = _find(wanted, time.perf_counter())
-    return found if found is None else _counted(wanted, found)
+    return found if found is None else _told(wanted, found)
 
 
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
@@ -264,28 +251,15 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
             _obey_freeze(wanted)
             found = _find_or_build_alone(wanted, start, began_unix_s)
     except Exception as error:
-        _tell(wanted, "failed", wanted.variant, time.perf_counter() - start, error)
+        ms = (time.perf_counter() - start) * 1e3
+        stats.tell(wanted.key, "failed", ms, wanted.variant, error=error)
         raise
-    return _counted(wanted, found)
+    return _told(wanted, found)
 
 
-def _counted(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
-    stats.count("compiles" if found.source == "compiled" else found.source, found.ms)
-    stats.log_lookup(found.entry, found.source, found.path, found.ms)
-    _tell(wanted, found.source, found.entry.variant, found.ms / 1e3)
+def _told(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
+    stats.tell(wanted.key, found.source, found.ms, found.entry.variant, found.path)
     return found
-
-
-def _tell(
-    wanted: Buildable[T],
-    source: Source | Literal["failed"],
-    variant: str,
-    seconds: float,
-    error: Exception | None = None,
-) -> None:
-    key = wanted.key
-    what = (key.op, key.args, key.arch, key.route, source, seconds, str(key), variant, error)
-    stats.tell(LookupEvent(*what))
 
 
 def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
@@ -297,27 +271,30 @@ def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
     if not wanted.has_compiler or is_frozen():
         ranks += [LOADS, MAY_LOAD]
     for rank in ranks:
-        for _, source, cache in caches():
-            entry = _look_up(
-                cache, wanted, min(rank, SHIPPED_WILL_DO) if source == "shipped" else rank
-            )
-            if entry is None:
-                continue
+        for source, entry in _entries(wanted, rank):
             with suppress(CompileError):  # made with newer system libraries, or evicted just now
                 loaded = wanted.load(entry)
                 return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
     return None
 
 
-def _look_up(cache: Cache, wanted: Buildable[T], least: int) -> Entry | None:
-    try:
-        return cache.lookup(wanted.key, wanted.rank, least)
-    except UntrustedError as error:
-        if cache is user_cache():
-            _private_cache(error)  # says where this process writes instead
-        else:
-            cache.warn(f"this cache is not searched: {error}")
-        return None
+def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]:
+    """Yield the entry of each cache that has one of this rank or a higher one."""
+    kept = _unpublished.get(str(wanted.key))
+    if kept is not None and wanted.rank(kept.meta) >= least:
+        yield "cached", kept
+    for _, source, cache in caches():
+        of_cache = min(least, SHIPPED_WILL_DO) if source == "shipped" else least
+        try:
+            entry = cache.lookup(wanted.key, wanted.rank, of_cache)
+        except UntrustedError as error:
+            if cache is user_cache():
+                _warn_of_unwritable(error)
+            else:
+                cache.warn(f"this cache is not searched: {error}")
+            continue
+        if entry is not None:
+            yield source, entry
 
 
 def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
@@ -326,7 +303,7 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
     with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there) as wait:
         if wait.waited_ms > 1.0:
-            stats.count("waits", wait.waited_ms)
+            stats.count("waits")
         # Looked up again under the lock: another rank may have published between the two.
         found = _find(wanted, start)
         if found is not None:
@@ -334,29 +311,25 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
         failure = cache.failure(wanted.key)
         known = failure.recent(wanted.variant, began_unix_s)
         if known is not None:
-            stats.count("failures")
             raise known
         try:
-            entry = _publish(wanted.key, wanted.build())
+            entry = _publish(wanted.key, build(wanted))
             loaded = wanted.load(entry)
         except CompileError as error:
-            stats.count("failures")
             failure.write(error, wanted.variant)
             raise
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
 def _publish(key: Key, built: BuildOutput) -> Entry:
-    """Publish what was built: for all, else for this process, else it is in memory only."""
+    """Publish what was built: for all, else it is in memory only."""
     what = (key, built.variant, built.files, built.notes)
     try:
         return user_cache().publish(*what)
     except CacheError as error:
-        private = _private_cache(error)
-    if private is not None:
-        with suppress(CacheError):
-            return private.publish(*what)
-    return Entry(None, built.files, render_meta(*what))
+        _warn_of_unwritable(error)
+    entry = _unpublished[str(key)] = Entry(None, built.files, render_meta(*what))
+    return entry
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitkern.cache.entry import is_time
+from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.fs import make_folders, parse_json, read_regular, write_whole
+from jitkern.fs import make_folders, parse_json, read_regular, scratch_folder, write_whole
 
 _POLL_S = 0.01
 _FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries again is slower
@@ -76,6 +76,20 @@ def build_lock(
             lock.release()
 
 
+@contextmanager
+def build_folder(folder: Path | None) -> Iterator[Path]:
+    """Yield `folder` to build in, locked; a temporary one for None, or if it cannot be locked."""
+    if folder is not None:
+        path = folder.resolve() / "jitkern.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with build_lock(path, timeout_s=settings().lock_timeout_s, done=lambda: False) as lock:
+            if lock.held:
+                yield path.parent
+                return
+    with scratch_folder("build") as scratch:
+        yield scratch
+
+
 def read_holder(path: Path) -> str:
     """Return who says to hold the lock file `path`; empty if nobody does."""
     try:
@@ -104,20 +118,16 @@ class FailureNote:
 
     def recent(self, variant: str, since_unix_s: float) -> CompileError | None:
         """Return the failure of a build with the same `variant`, since 10 s before that time."""
-        names = ("message", "command", "log", "source", "variant")
         try:
             note = parse_json(read_regular(self.path, _MAX_FAILURE_BYTES))
-            texts, at_unix_s = [note[name] for name in names], note["at_unix_s"]
+            at_unix_s, noted_variant = float(note["at_unix_s"]), note["variant"]
+            texts = {name: str(note[name]) for name in ("command", "log", "source")}
+            error = CompileError(str(note["message"]), **texts)
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        if not all(isinstance(text, str) for text in texts) or not is_time(at_unix_s):
-            return None
-        message, command, log, source, noted_variant = texts
         # One of the future does not count: a clock was wrong.
         is_fresh = since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S
-        if noted_variant != variant or not is_fresh:
-            return None
-        return CompileError(message, command=command, log=log, source=source or None)
+        return error if noted_variant == variant and is_fresh else None
 
     def forget(self) -> None:
         """Remove the note: the key has been built."""

@@ -1,14 +1,17 @@
-"""Counts and times of what the loader did in this process, and who is told of it."""
+"""Counts of what the loader did in this process, and who is told of it."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from jitkern.cache.entry import Key
 from jitkern.env import settings
+from jitkern.errors import CompileError
 from jitkern.fs import ForkLocal
 
 Source = Literal["memo", "cached", "shipped", "compiled"]
@@ -17,16 +20,8 @@ _log = logging.getLogger("jitkern")
 
 
 @dataclass(frozen=True)
-class Tally:
-    """How often something happened, and the milliseconds it took in all."""
-
-    count: int = 0
-    total_ms: float = 0.0
-
-
-@dataclass(frozen=True)
 class Stats:
-    """What :func:`jitkern.stats` returns.
+    """What :func:`jitkern.stats` returns: how often each of these happened.
 
     Attributes
     ----------
@@ -40,13 +35,13 @@ class Stats:
         Waits for another thread or process that was compiling the same kernel.
     """
 
-    memo: Tally = Tally()
-    cached: Tally = Tally()
-    shipped: Tally = Tally()
+    memo: int = 0
+    cached: int = 0
+    shipped: int = 0
     misses: int = 0
-    compiles: Tally = Tally()
+    compiles: int = 0
     failures: int = 0
-    waits: Tally = Tally()
+    waits: int = 0
 
 
 class LookupEvent(NamedTuple):
@@ -83,29 +78,26 @@ Callback = Callable[[LookupEvent], object]
 
 _guard = ForkLocal(threading.Lock)
 _callbacks: dict[object, Callback] = {}
-_tallies: dict[str, Tally] = {}
+_counts: Counter[str] = Counter()
 
 
-def count(what: str, ms: float = 0.0) -> None:
+def count(what: str) -> None:
     """Add one occurrence of `what`, an attribute of Stats."""
     with _guard.value:
-        so_far = _tallies.get(what, Tally())
-        _tallies[what] = Tally(so_far.count + 1, so_far.total_ms + ms)
+        _counts[what] += 1
 
 
 def stats() -> Stats:
-    """Return counts and times of this process so far.
+    """Return how often what has happened in this process so far.
 
     Examples
     --------
     >>> import jitkern
-    >>> jitkern.stats().compiles.count
+    >>> jitkern.stats().compiles
     0
     """
     with _guard.value:
-        now: dict[str, Any] = dict(_tallies)
-    counts = {name: now.pop(name, Tally()).count for name in ("misses", "failures")}
-    return Stats(**now, **counts)
+        return Stats(**_counts)
 
 
 def on_compile(callback: Callback) -> Callable[[], None]:
@@ -130,11 +122,6 @@ def on_compile(callback: Callback) -> Callable[[], None]:
     >>> stop = jitkern.on_compile(lambda event: print(event.name, event.source, event.seconds))
     >>> stop()
     """
-    if not callable(callback):
-        raise TypeError(
-            f"on_compile: callback: {type(callback).__name__}, "
-            "expected a function that takes a LookupEvent"
-        )
     registration = object()
     _callbacks[registration] = callback
 
@@ -144,23 +131,27 @@ def on_compile(callback: Callback) -> Callable[[], None]:
     return remove
 
 
-def tell(event: LookupEvent) -> None:
-    """Call what :func:`on_compile` has registered."""
+def tell(
+    key: Key,
+    source: Source | Literal["failed"],
+    ms: float,
+    variant: str,
+    where: object = None,
+    error: Exception | None = None,
+) -> None:
+    """Count one look-up, log it if JITKERN_LOG=1, and call what :func:`on_compile` registered."""
+    if source != "failed" or isinstance(error, CompileError):
+        count({"compiled": "compiles", "failed": "failures"}.get(source, source))
+    if settings().log and source != "failed":
+        if not _log.hasHandlers():  # the user asked for lines and configured no logging
+            _log.addHandler(logging.StreamHandler())
+        if not _log.isEnabledFor(logging.INFO):
+            _log.setLevel(logging.INFO)
+        place = f" ({where})" if where else ""
+        _log.info("jitkern: %s/%s: %s, %.2f ms%s", key, variant, source, ms, place)
+    event = (key.op, key.args, key.arch, key.route, source, ms / 1e3, str(key), variant, error)
     for callback in list(_callbacks.values()):
         try:
-            callback(event)
+            callback(LookupEvent(*event))
         except Exception:
             _log.exception("jitkern: on_compile: %r failed; the look-up goes on", callback)
-
-
-def log_lookup(key: object, source: Source, where: object, ms: float) -> None:
-    """Log one look-up if JITKERN_LOG=1 asks for it."""
-    if not settings().log:
-        return
-    if not _log.hasHandlers():  # the user asked for lines and configured no logging
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        _log.addHandler(handler)
-    if not _log.isEnabledFor(logging.INFO):
-        _log.setLevel(logging.INFO)
-    _log.info("jitkern: %s: %s, %.2f ms%s", key, source, ms, f" ({where})" if where else "")

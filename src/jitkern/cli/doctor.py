@@ -51,10 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; return 1 if the ops cannot run here."""
-    from jitkern.compilers.cxx import quiet
 
     checks = []
-    with quiet(), ui.console(stderr=True).status("looking") as status:
+    with ui.console(stderr=True).status("looking") as status:
         for check in diagnose():
             checks.append(check)
             status.update(f"looked at {check.what}")
@@ -228,7 +227,6 @@ _CACHES = {
     "JITKERN_CACHE_PATH": "read-only cache",
     "shipped": "shipped cache",
     "jitkern-kernels": "shipped kernels",
-    "private": "private cache",
 }
 
 

@@ -155,12 +155,10 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from jitkern.compilers.cxx import quiet
-
     out = console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     bar = Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
-    with quiet(), bar:
+    with bar:
         task = bar.add_task("starting")
 
         def advance(what: str, done: int, steps: int) -> None:

@@ -12,9 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jitkern.arch import Arch
@@ -54,7 +52,6 @@ def build(
     ldflags: Sequence[str] = (),
     include_paths: Sequence[Path] = (),
     precompiled: Path | None = None,
-    root: Path | None = None,
     unset: Collection[str] = (),
     arch: Arch | None = None,
 ) -> Path:
@@ -66,9 +63,8 @@ def build(
     plain names, and holds no path of this machine.
 
     `cflags`, `cuda_cflags` and `ldflags` follow the default flags; each may hold several words,
-    quoted as in a shell. Every C++ source begins with the header `precompiled`. Paths below `root`
-    are written relative to `directory`: a copy of it all is up to date. The compilers do not see
-    the environment variables in `unset`.
+    quoted as in a shell. Every C++ source begins with the header `precompiled`. The compilers do
+    not see the environment variables in `unset`.
 
     Raises CompileError (with the command and the whole log), ToolchainError if ninja or a compiler
     is missing, ValueError for a source of an unknown kind.
@@ -78,18 +74,14 @@ def build(
         if source.suffix not in suffixes:
             raise ValueError(f"build: sources: {source}, expected {' or '.join(suffixes)}")
 
-    def spelled(path: Path) -> str:
-        path = path.resolve()
-        is_inside = root is not None and path.is_relative_to(root)
-        return os.path.relpath(path, directory.resolve()) if is_inside else str(path)
-
     from tvm_ffi import libinfo
 
     compiler = find_cxx().command
-    directories = list(map(spelled, (*include_paths, *tvm_ffi_include_dirs())))
+    directories = [str(path.resolve()) for path in (*include_paths, *tvm_ffi_include_dirs())]
     includes = [f"-I{path}" for path in directories]
     # Checkouts and machines share the library, so __FILE__ holds no path of this one.
-    folders = dict.fromkeys([*directories, *(spelled(source.parent) for source in sources)])
+    sources = [source.resolve() for source in sources]
+    folders = dict.fromkeys([*directories, *(str(source.parent) for source in sources)])
     maps = [f"-fmacro-prefix-map={folder}/=" for folder in folders]
     flags = with_defaults([*CFLAGS, *maps], words(cflags, "extra_cflags"))
     cxx = [*compiler, *flags, *includes]
@@ -112,7 +104,7 @@ def build(
     needs: list[str] = []
     if precompiled is not None:
         # GCC and Clang look for precompiled.h.gch. One that cannot use it reads precompiled.h.
-        write_text(directory / "precompiled.h", f'#include "{spelled(precompiled)}"\n')
+        write_text(directory / "precompiled.h", f'#include "{precompiled.resolve()}"\n')
         needs = ["precompiled.h.gch"]
         lines.append(ninja_rule("header", [*cxx, "-x", "c++-header", *tail]))
         lines.append(ninja_build(needs[0], "header", ["precompiled.h"]))
@@ -120,7 +112,7 @@ def build(
     lines += [ninja_rule("cxx", [*cxx, *tail]), ninja_rule("nvcc", [*nvcc, *tail])]
     objects = []
     for source in sources:
-        path, is_cuda = spelled(source), source.suffix == ".cu"
+        path, is_cuda = str(source), source.suffix == ".cu"
         objects.append(f"{slug(source.stem)}-{digest(path)[:8]}.o")
         rule = "nvcc" if is_cuda else "cxx"
         lines.append(ninja_build(objects[-1], rule, [path], [] if is_cuda else needs))
@@ -194,26 +186,26 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
     """
     ninja = find_ninja().command
     environment = {key: v for key, v in process_environment().items() if key not in unset}
-    with _status(name):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
-            cwd=directory,
-            # Temporary files of compilers that are killed stay in the build's directory.
-            env={**environment, "TMPDIR": str(directory.resolve())},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+    _log.info("jitkern: building %s", name)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
+        cwd=directory,
+        # Temporary files of compilers that are killed stay in the build's directory.
+        env={**environment, "TMPDIR": str(directory.resolve())},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
+        process.terminate()
         try:
-            output, _ = process.communicate()
-        except BaseException:
-            # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            raise
+            process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
     log = output.decode("utf-8", "replace")
     if process.returncode < 0 or log.rstrip().endswith(_INTERRUPTED):
         # A Ctrl-C reaches ninja too. It is no fault of the source, and not to be kept as one.
@@ -224,38 +216,3 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
         command = failed[1] if failed else shlex.join(ninja)
         raise CompileError(f"{name}: build failed", command=command, log=log)
     return log
-
-
-# -- progress --------------------------------------------------------------------------------------
-
-_last_line = threading.Lock()  # held by whoever shows something in the terminal's last line
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Show no status of builds in the body, which has a display of its own on the terminal."""
-    is_ours = _last_line.acquire(blocking=False)
-    try:
-        yield
-    finally:
-        if is_ours:
-            _last_line.release()
-
-
-@contextmanager
-def _status(name: str) -> Iterator[None]:
-    """Show on a terminal that `name` is built; elsewhere log it. One build at a time is shown."""
-    text = f"jitkern: building {name}"
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    if not is_terminal or not _last_line.acquire(blocking=False):
-        _log.info("%s", text)
-        yield
-        return
-    try:
-        from rich.console import Console
-        from rich.markup import escape
-
-        with Console(stderr=True).status(escape(text)):
-            yield
-    finally:
-        _last_line.release()

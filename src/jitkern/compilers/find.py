@@ -59,7 +59,10 @@ def find_cxx() -> Tool:
     """Find the C++ compiler: ``CXX`` (with arguments if any), else c++, g++, clang++ on PATH."""
     now = settings()
     for name in ("c++", "g++", "clang++") if now.cxx is None else (now.cxx,):
-        program, *arguments = shlex.split(name)
+        try:
+            program, *arguments = shlex.split(name)
+        except ValueError as error:
+            raise ToolchainError(f"CXX: {name!r}: {error}; {_CXX_HINT}") from None
         found = _on_path(program, now.path)
         if found is not None:
             break
@@ -330,7 +333,7 @@ def find_headers(
     wanted = _wanted(missing)
     if not wanted:
         return CudaHeaders()
-    given = _present(given)
+    given = tuple(given)
     if library is None:
         return CudaHeaders(given)
     has_bundle = _release(library) >= FIRST_BUNDLED
@@ -344,20 +347,16 @@ def find_headers(
 
 def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
     """Name the state of the directories that the caller has named, for a key."""
-    return _state(_present(given)) if _wanted(missing) else ""
+    return _state(given) if _wanted(missing) else ""
 
 
 def header_hint(name: str, library: Tool) -> str:
     """Say what to do about a header that NVRTC did not find; empty if nothing is known."""
     if _BUNDLED.fullmatch(name) or name.startswith(("cuda", "curand", "device_")):
-        install = ""
-        if _release(library) < (13,):
-            install = f"pip install {_HEADERS_12}, "
-        elif _release(library) < FIRST_BUNDLED:
-            install = 'pip install "nvidia-cuda-nvrtc>=13.3", which brings it, '
+        pip = _HEADERS_12 if _release(library) < (13,) else '"nvidia-cuda-nvrtc>=13.3"'
         return (
-            f"{name} is CUDA's own and was found neither in pip packages nor in a toolkit; "
-            f"{install}set CUDA_HOME, or name its directory in extra_include_paths"
+            f"{name} is CUDA's own and was found neither in pip packages nor in a toolkit; pip "
+            f"install {pip}, set CUDA_HOME, or name its directory in extra_include_paths"
         )
     if _STD.fullmatch(name):
         return "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/std/...>"
@@ -366,10 +365,6 @@ def header_hint(name: str, library: Tool) -> str:
 
 def _wanted(missing: Iterable[str]) -> list[str]:
     return [name for name in missing if name not in _STANDINS and not _STD.fullmatch(name)]
-
-
-def _present(given: Sequence[Path]) -> tuple[Path, ...]:
-    return tuple(dict.fromkeys(filter(os.path.isdir, given)))
 
 
 def _has(directories: Iterable[Path], name: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jitkern.errors import CompileError
+from jitkern.fs import scratch_folder, slug
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -22,25 +23,29 @@ def platform_abi() -> tuple[str, ...]:
     return (platform.machine(), " ".join(platform.libc_ver()))
 
 
-def load_library(name: str, file: Path | None, *, cuda: bool = False) -> Module:
+def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Module:
     """Load a library of a verified entry through tvm-ffi; CompileError if it does not load.
 
-    `cuda`: it needs libcudart, which is loaded from the toolkit unless the process has it.
+    One that no cache could keep is given as its bytes. `cuda`: it needs libcudart, which is loaded
+    from the toolkit unless the process has it.
     """
+    if isinstance(library, bytes):
+        with scratch_folder("library") as folder:
+            file = folder / f"{slug(name)}.so"
+            file.write_bytes(library)
+            return load_library(name, file, cuda=cuda)
     try:
-        if file is None:
-            raise OSError(f"no disk could keep {name}.so: set JITKERN_CACHE_DIR or TMPDIR")
         try:
-            return _load(file)
+            return _load(library)
         except _LOAD_ERRORS as error:
             if not cuda or "libcudart" not in str(error):
                 raise
         _load_cudart()
-        return _load(file)
+        return _load(library)
     except _LOAD_ERRORS as error:
         raise CompileError(
             f"{name}: the library was built but does not load",
-            command=f"dlopen {file}",
+            command=f"dlopen {library}",
             log=str(error),
         ) from error
 

@@ -13,9 +13,8 @@ import os
 import re
 import shlex
 import shutil
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -24,7 +23,7 @@ from jitkern.arch import Arch
 from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Tool, find_nvrtc, header_hint
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.fs import ForkLocal, make_scratch_folder
+from jitkern.fs import make_scratch_folder
 
 # Without it NVRTC also opens files in the current directory, which the key does not hold. With it
 # CUDA's own headers do not find their neighbours: if they are read, the source is said to be in a
@@ -33,8 +32,6 @@ _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
 
 _FIRST_MINIMAL = (12, 4)  # the version that knows -minimal
-
-_FORK_WAIT_S = 30.0
 
 
 class Image(NamedTuple):
@@ -67,12 +64,9 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     """
     check_options(words(options))
     library = library or find_nvrtc()
+    options = nvrtc_options(options)
+    _compiling.append(name)
     try:
-        options = nvrtc_options(options)
-    except ValueError as error:
-        message = f"{name}: extra_cuda_cflags: {error}"
-        raise CompileError(message, command=shlex.join(options), log="", source=source) from None
-    with _no_fork():
         api = load_nvrtc(library.path)
         target, kind = _target(arch, api.archs)
         includes = _include_options(cuda_headers, library)
@@ -83,6 +77,8 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         place = _NOWHERE if includes else ""
         unit = (source, place + name, {**STANDINS, **headers})
         status, code, log = api.compile(*unit, arguments, kind)
+    finally:
+        _compiling.pop()
     log = log.replace(_NOWHERE, "")
     if status == 0:
         return Image(code, kind, log)
@@ -177,86 +173,40 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[st
 
 # -- options ---------------------------------------------------------------------------------------
 
-# nvcc's options by their names without dashes: what means nothing for device code alone, which is
-# optimised fully without being told.
-_NO_MEANING = {"O0", "O1", "O2", "O3", "g", "debug", "Wno-deprecated-gpu-targets"}
-_NO_MEANING |= {"expt-extended-lambda", "extended-lambda"}
-_NO_MEANING_WITH_VALUE = {"Xcompiler", "compiler-options", "ccbin", "compiler-bindir"}
-_NO_MEANING_WITH_VALUE |= {"t", "threads", "O", "optimize"}
-_PTXAS = {"Xptxas", "ptxas-options"}
-_ARCH = "the arch is that of the GPU, of JITKERN_ARCH or of image(arch); leave it out"
-_LINKED = "device_files are not linked; leave it out, or give the source as cuda_files to nvcc"
-_REFUSED = {
-    **dict.fromkeys(("arch", "gpu-architecture", "code", "gpu-code", "gencode"), _ARCH),
-    **dict.fromkeys(("rdc", "relocatable-device-code", "dc", "device-c", "dlto"), _LINKED),
-}
+_WITH_VALUE = {"-Xptxas", "--ptxas-options", "-std", "--std", "-Xcompiler", "-ccbin"}
+# What means nothing for device code alone, which is optimised fully without being told.
+_NO_MEANING = re.compile(r"-O[0-3]|-g|--?(expt-)?extended-lambda|-(Xcompiler|ccbin)=.*")
 
 
 def nvrtc_options(options: Sequence[str]) -> list[str]:
-    """Return nvcc's options as NVRTC takes them; one that is not known here stays as it is.
-
-    ValueError if an option has no meaning for one kernel image; the message says what to do.
-    """
+    """Return nvcc's options as NVRTC takes them; one that is not known here stays as it is."""
     made: list[str] = []
     pending = iter(words(options))
     for word in pending:
-        spelled, has_value, value = word.partition("=")
-        name = spelled.lstrip("-") if spelled.startswith("-") else ""
-        if name in _REFUSED:
-            raise ValueError(f"{word!r}: {_REFUSED[name]}")
-        if name in {*_NO_MEANING_WITH_VALUE, *_PTXAS, "std"} and not has_value:
-            value = next(pending, "")
-        if name in _PTXAS:
-            made += [f"-Xptxas={part}" for part in value.split(",")]
-        elif name == "std":
-            made.append(f"-std={value}")
-        elif name == "expt-relaxed-constexpr":
+        option = f"{word}={next(pending, '')}" if word in _WITH_VALUE else word
+        if option == "--expt-relaxed-constexpr":
             made.append("-default-device")  # its name in NVRTC
-        elif name not in _NO_MEANING and name not in _NO_MEANING_WITH_VALUE:
-            made.append(word)
+        elif not _NO_MEANING.fullmatch(option):
+            made.append(option)
     return made
 
 
 # -- forks -----------------------------------------------------------------------------------------
 
-
 # A child that is forked while NVRTC is at work inherits its locks as they are, and its own first
-# compile never ends (seen with NVRTC 13.5). So a fork waits until no thread compiles.
-
-
-class _Compiles:
-    """Number of compiles that run. A fork holds the lock."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.count = 0
-
-
-_running = ForkLocal(_Compiles)
+# compile never ends (seen with NVRTC 13.5). So a fork waits until no thread compiles: for a time,
+# as one that comes too early is a risk, and one that never comes a hang.
+_FORK_WAIT_S = 30.0
+_compiling: list[str] = []  # a name for each compile that runs
 
 
 def _before_fork() -> None:
-    # Bounded: a fork that comes too early is a risk, one that never comes is a hang.
-    compiles = _running.value
-    compiles.changed.acquire()
-    compiles.changed.wait_for(lambda: compiles.count == 0, timeout=_FORK_WAIT_S)
+    until_s = time.monotonic() + _FORK_WAIT_S
+    while _compiling and time.monotonic() < until_s:
+        time.sleep(0.001)
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=lambda: _running.value.changed.release())
-
-
-@contextmanager
-def _no_fork() -> Iterator[None]:
-    """Hold off a fork in other threads for the body."""
-    compiles = _running.value
-    with compiles.changed:
-        compiles.count += 1
-    try:
-        yield
-    finally:
-        with compiles.changed:
-            compiles.count -= 1
-            compiles.changed.notify_all()
+os.register_at_fork(before=_before_fork, after_in_child=_compiling.clear)
 
 
 # -- the library -----------------------------------------------------------------------------------

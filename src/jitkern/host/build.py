@@ -5,22 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import BuildOutput
-from jitkern.cache.lock import build_lock
+from jitkern.cache.lock import build_folder
 from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import CSRC, include_dirs
-from jitkern.env import settings
 from jitkern.errors import CacheError, ToolchainError
-from jitkern.fs import digest, scratch_folder
+from jitkern.fs import digest
 from jitkern.host.module import HostModule
 
 _log = logging.getLogger("jitkern")
@@ -33,8 +31,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
     """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`."""
     import tvm_ffi
 
-    start = time.perf_counter()
-    with _build_folder(key, csrc) as (folder, root):
+    with build_folder(_checkout_folder(key, csrc)) as folder:
         library = cxx.build(
             key.name,
             sources=sorted(csrc.rglob("*.cc")),
@@ -43,25 +40,17 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
             precompiled=csrc / "host" / "precompiled.h",
-            root=root,
             unset=_UNSET,
         ).read_bytes()
-    notes = {
-        "tvm_ffi": tvm_ffi.__version__,
-        "libc": platform_abi()[1],
-        "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-        "built_unix_s": round(time.time(), 3),
-    }
+    notes = {"tvm_ffi": tvm_ffi.__version__, "libc": platform_abi()[1]}
     variant = f"{cxx.toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
     return BuildOutput(variant, {f"{key.name}.so": library}, notes)
 
 
-@contextmanager
-def _build_folder(key: Key, csrc: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Yield where to build, and the checkout: a folder of its ``build/``, where ninja goes on.
+def _checkout_folder(key: Key, csrc: Path) -> Path | None:
+    """Return the folder of a checkout's ``build/`` where ninja goes on; None elsewhere.
 
-    Elsewhere it is a temporary folder. What ninja does not look at names the folder of a checkout:
-    the versions of the compiler and of tvm-ffi.
+    What ninja does not look at names it: the versions of the compiler and of tvm-ffi.
     """
     import tvm_ffi
 
@@ -70,17 +59,8 @@ def _build_folder(key: Key, csrc: Path) -> Iterator[tuple[Path, Path | None]]:
     # pip builds wheels against packages in a temporary directory, of another name each time.
     is_passing = headers[0].startswith(tempfile.gettempdir())
     is_checkout = (root / "hatch_build.py").is_file() and os.access(root, os.W_OK)
-    if is_checkout and not is_passing:
-        by = digest([cxx.toolchain_id(), tvm_ffi.__version__, headers, key.describe])
-        folder = root / "build" / f"host-{by[:12]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        timeout_s = settings().lock_timeout_s
-        with build_lock(folder / "jitkern.lock", timeout_s=timeout_s, done=lambda: False) as lock:
-            if lock.held:  # else another process has it, and was waited for long enough
-                yield folder, root
-                return
-    with scratch_folder("build") as folder:
-        yield folder, None
+    by = digest([cxx.toolchain_id(), tvm_ffi.__version__, headers, key.describe])
+    return root / "build" / f"host-{by[:12]}" if is_checkout and not is_passing else None
 
 
 def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
@@ -106,8 +86,7 @@ def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
         why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
         cure = f"pip install apache-tvm-ffi=={shipped}"
     else:
-        damaged = any(get.SHIPPED.glob(f"v1/{key.name}-*"))
-        why = "is damaged or was built from other sources" if damaged else "is not shipped"
+        why = "is not shipped for these sources"
         cure = "install g++ (apt install g++) or a jitkern wheel"
     if not cxx.toolchain_id():
         raise ToolchainError(

@@ -120,7 +120,7 @@ class HostModule(Buildable["Module"]):
         return EXACT if is_ours else NO_USE
 
     def load(self, entry: Entry) -> Module:
-        return load_library(NAME, entry.artefact)
+        return load_library(NAME, entry.artefact or entry.data)
 
     def build(self) -> BuildOutput:
         # Imported here: it is built once a checkout, and loaded by every process.

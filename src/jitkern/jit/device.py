@@ -1,27 +1,31 @@
-"""Kernels of one translation unit: compiled per arch when first needed, and launched."""
+"""Kernels of one translation unit: compiled per arch when first needed, and launched.
+
+C++ checks and launches, see csrc/host/user_launch.cc.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
-import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, find, get_or_build
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
 from jitkern.compilers.find import find_nvrtc
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
-from jitkern.errors import JitkernError, ToolchainError
+from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
 from jitkern.fs import digest, sha256, slug
-from jitkern.jit.launch import CpuForm, Launchable, ParamsOf
-from jitkern.jit.params import checks
+from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
@@ -34,6 +38,17 @@ DEVICE_ABI = 1
 
 Wrapper = tuple[str, str]
 """Name and template class of a kernel."""
+
+ParamsOf = Mapping[str, tuple[Param, ...]]
+"""The members of each kernel's ``Params``, as far as they are known."""
+
+
+class CpuForm(NamedTuple):
+    """C++ functions that do on the CPU what the kernels in `names` do; `load` loads them."""
+
+    names: frozenset[str] = frozenset()
+    load: Callable[[], Any] = dict
+
 
 # -- what messages advise --------------------------------------------------------------------------
 
@@ -61,7 +76,7 @@ def rows_hint(arch: object) -> str:
 # -- modules ---------------------------------------------------------------------------------------
 
 
-class DeviceModule(Launchable):
+class DeviceModule:
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
     Made by :func:`jitkern.load_jit` with ``device_files``. Nothing is compiled before an image is
@@ -98,10 +113,7 @@ class DeviceModule(Launchable):
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._params = params
         self._cpu = cpu
-        self._launchers = {}
-
-    def __repr__(self) -> str:
-        return f"DeviceModule({self.op!r}, {', '.join(self.args)})"
+        self._launchers: dict[str, Callable[..., Any]] = {}
 
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`, from memory, cache or compiler.
@@ -110,8 +122,6 @@ class DeviceModule(Launchable):
         does not compile, FrozenError if it is missing and jitkern is frozen, ToolchainError if it
         is missing and there is no compiler.
         """
-        if not isinstance(arch, Arch):
-            raise TypeError(f"image: arch: {arch!r}, expected an Arch, such as Arch.parse('9.0')")
         return self.lookup(arch).loaded
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
@@ -120,31 +130,135 @@ class DeviceModule(Launchable):
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
         """As :meth:`lookup`, but None if it would have to be compiled."""
-        memo = self._memo(arch)
-        found = memo or find(DeviceImage(self, arch))
-        return found if memo or found is None else self._kept(arch, found)
+        if memo := self._memo(arch):
+            return memo
+        found = find(DeviceImage(self, arch))
+        return found and self._kept(arch, found)
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
         image = DeviceImage(self, arch)
-        built = image.build()
+        built = build(image)
         return cache.publish(image.key, built.variant, built.files, built.notes)
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         found = self._images.get(arch)
-        if found is None:
-            return None
-        stats.count("memo", 0.0)
-        return Lookup("memo", 0.0, found.entry, found.loaded)
+        if found is not None:
+            stats.count("memo")
+            found = replace(found, source="memo", ms=0.0)
+        return found
 
     def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
         self._images[arch] = found
-        file = settings().record
-        if file is not None:
-            files = self.closure.files
-            texts = dict(zip(map(str, files), self.closure.texts, strict=True))
-            record(self._used._replace(arch=str(arch)), files, file, texts)
+        if settings().record is not None:  # a kernel found passes few files
+            record(self._used._replace(arch=str(arch)), self.closure)
         return found
+
+    def launch(
+        self,
+        export: str,
+        *args: Any,
+        grid: int | Sequence[int],
+        block: int | Sequence[int] | None = None,
+        shared_bytes: int = 0,
+        use_pdl: bool = False,
+        cluster: int | Sequence[int] | None = None,
+        cooperative: bool = False,
+    ) -> None:
+        """Launch a kernel on the current torch stream; returns at once.
+
+        If all tensors are on the CPU, the C++ function of the kernel's name is called with the same
+        arguments; grid, block and the like are only checked. The first call on a device loads the
+        code, also while a stream is captured. The kernels of a module share ``__device__``
+        variables.
+
+        Parameters
+        ----------
+        export
+            The kernel's name in ``device_wrappers``.
+        *args
+            Members of the kernel's ``Params``, in order. If these are known (see
+            :func:`jitkern.load_jit`), a number is converted to its member's type, and a tensor must
+            be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
+            bool ``bool``, and a driver for CUDA 12.4 or newer checks the bytes of all. A ctypes
+            value keeps its type. An object with ``__dlpack__``, ``data_ptr()`` or
+            ``__cuda_array_interface__`` is passed as its pointer.
+        grid, block
+            Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
+            ``kNumThreads`` has that many threads, also by default; any other requires `block`.
+        shared_bytes
+            Dynamic shared memory of a block, bytes, up to the GPU's limit (227 KiB on an H200).
+        use_pdl
+            Let the kernel start while the one before it drains (programmatic dependent launch, from
+            compute capability 9.0 on; elsewhere without effect). It must call
+            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it touches what earlier
+            kernels write.
+        cluster
+            Blocks of a thread block cluster, one to three sizes that divide the grid's.
+        cooperative
+            Have all blocks resident at once, so that they may wait for each other.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An unknown kernel, an argument that does not fit its member, memory that this GPU cannot
+            reach, sizes that no GPU has.
+        UnsupportedError
+            There is no GPU.
+        CompileError, ToolchainError
+            The first call on a device, or on the CPU, has to compile, and cannot.
+
+        Examples
+        --------
+        >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
+        """
+        if export not in self.exports:
+            known = ", ".join(self.exports)
+            raise ValueError(f"launch: export: {export!r}, expected one of {known}")
+        launch = self._launchers.get("") or self._make_launcher()
+        kinds = set(map(type, args))
+        members = args if _PLAIN.issuperset(kinds) else tuple(map(_readable, args))
+        number = self.exports.index(export)
+        how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
+        # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
+        is_told = not _TENSORS.isdisjoint(kinds)
+        try:
+            wanted = launch(*how, -1, is_told, *members)
+        except RuntimeError as error:
+            from jitkern.errors import name_unreadable
+
+            names = [param.name for param in self._params.get(export, ())]
+            names += [f"args[{i}]" for i in range(len(names), len(args))]
+            name_unreadable(error, export, **dict(zip(names, args, strict=False)))
+        if wanted is None:
+            return
+        if wanted == _ON_CPU:
+            self._cpu.load()[export](*map(_for_cpu, args, members))
+        else:
+            launch(*how, *device_and_stream(wanted), *members)
+
+    def _make_launcher(self) -> Callable[..., Any]:
+        from jitkern.host import module as host
+
+        # Weak, because C++ keeps the function: the module would hold itself.
+        this = weakref.proxy(self)
+
+        @host.through_cpp()
+        def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
+            return this.image(Arch(*divmod(arch, 10))), this.exports, ()
+
+        # The name of each kernel, whether C++ does the same on the CPU, and its members.
+        signatures = [
+            (
+                export,
+                export in self._cpu.names,
+                [param.for_cpp() for param in self._params.get(export, ())],
+            )
+            for export in self.exports
+        ]
+        made = host.module()["make_launch"](resolve, signatures)
+        # Of two threads one is first, and both launch from what it loads.
+        return self._launchers.setdefault("", made)
 
     def launched_with(
         self, *configs: KernelConfig, in_flight: int, splits: int = 1
@@ -306,9 +420,8 @@ class DeviceImage(Buildable[bytes]):
             return EXACT
         is_ptx = meta.get("kind") == "ptx"
         made_by, ours = _cuda_version(made_with), self._cuda_version_here
-        loads = made_by <= ours if is_ptx else made_by[0] <= ours[0]
-        if made_by == _NO_VERSION or not loads:
-            return LOADS if ours == _NO_VERSION else MAY_LOAD
+        if not (made_by <= ours if is_ptx else made_by[0] <= ours[0]):
+            return MAY_LOAD
         both_nvrtc = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
         return SHIPPED_WILL_DO if both_nvrtc and not is_ptx else LOADS
 
@@ -325,7 +438,6 @@ class DeviceImage(Buildable[bytes]):
 
     def build(self) -> BuildOutput:
         # The compilers are imported here: a warm load needs neither, a cold one needs one.
-        start = time.perf_counter()
         module = self._module
         compile_: Callable[..., Any]
         if settings().compiler == "nvrtc":
@@ -347,13 +459,8 @@ class DeviceImage(Buildable[bytes]):
             options=module.options,
             cuda_headers=headers,
         )
-        notes = {
-            "kind": image.kind,
-            "log": image.log,
-            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-            "built_unix_s": round(time.time(), 3),
-        }
-        return BuildOutput(variant, {f"{slug(module.op)}.{image.kind}": image.data}, notes)
+        files = {f"{slug(module.op)}.{image.kind}": image.data}
+        return BuildOutput(variant, files, {"kind": image.kind, "log": image.log})
 
 
 _NO_VERSION = (0, 0)
@@ -390,3 +497,50 @@ def compiler_id() -> str:
 def _variant(headers: CudaHeaders | None) -> str:
     found = "" if headers is None else headers.id
     return f"{compiler_id()}+{found}" if found else compiler_id()
+
+
+# -- arguments of a launch -------------------------------------------------------------------------
+
+# What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
+_PLAIN: set[type] = {int, float, bool}
+_TENSORS: set[type] = set()
+_ON_CPU = -2
+"""What C++ answers, having checked all, if all tensors are on the CPU."""
+
+
+def _readable(arg: Any) -> Any:
+    """Return an argument as C++ reads it: a tensor, a number, bytes or a pointer."""
+    if type(arg) in _PLAIN:
+        return arg
+    import torch
+    import tvm_ffi
+
+    if isinstance(arg, torch.Tensor):
+        _PLAIN.add(type(arg))
+        _TENSORS.add(type(arg))
+        return arg
+    if isinstance(arg, (ctypes._SimpleCData, ctypes.Structure)):
+        return bytes([ctypes.alignment(arg)]) + bytes(arg)
+    if hasattr(arg, "__dlpack__"):
+        return tvm_ffi.from_dlpack(arg)
+    if hasattr(arg, "data_ptr"):
+        return ctypes.c_void_p(arg.data_ptr())
+    if hasattr(arg, "__cuda_array_interface__"):
+        return ctypes.c_void_p(arg.__cuda_array_interface__["data"][0])
+    return arg  # C++ names it in a TypeError
+
+
+def _for_cpu(arg: Any, member: Any) -> Any:
+    """Return an argument for a C++ function: numbers of ctypes become plain ones."""
+    is_number = isinstance(arg, ctypes._SimpleCData) and not isinstance(arg, ctypes.c_void_p)
+    return arg.value if is_number else member
+
+
+def device_and_stream(device: int) -> tuple[int, int]:
+    """Return a device, the current one for -1, and torch's current stream on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("launch: there is no CUDA device")
+    number = torch.cuda.current_device() if device < 0 else device
+    return number, torch.cuda.current_stream(number).cuda_stream

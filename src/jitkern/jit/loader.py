@@ -12,18 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
-from jitkern.compilers.sources import OWN_PREFIX, check_options, is_cpp17, source_path, words
-from jitkern.jit.device import DeviceModule, Wrapper
-from jitkern.jit.launch import CpuForm
+from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
+from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FOLDERS, Specialisation
-
-if TYPE_CHECKING:
-    from tvm_ffi import Module
 
 File = str | PathLike[str]
 Files = Sequence[File]
@@ -31,37 +27,13 @@ Files = Sequence[File]
 DeclaredWrapper = tuple[str, str, str]
 
 _FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
-_WRAPPERS = frozenset(("cpp_wrappers", "cuda_wrappers", "device_wrappers"))
+# By the number of strings that one of them may have.
+_WRAPPERS = {
+    "cpp_wrappers": {2: "(name, expression)"},
+    "cuda_wrappers": {2: "(name, expression)"},
+    "device_wrappers": {2: "(name, class)", 3: "(name, class, params)"},
+}
 _OF_CPP = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
-
-
-@overload
-def load_jit(
-    *args: str,
-    device_files: Files,
-    device_wrappers: Sequence[Wrapper | DeclaredWrapper],
-    cpp_files: Files | None = None,
-    cpp_wrappers: Sequence[Wrapper] | None = None,
-    extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_ldflags: Sequence[str] | None = None,
-    extra_include_paths: Files | None = None,
-) -> DeviceModule: ...
-
-
-@overload
-def load_jit(
-    *args: str,
-    cpp_files: Files | None = None,
-    cuda_files: Files | None = None,
-    cpp_wrappers: Sequence[Wrapper] | None = None,
-    cuda_wrappers: Sequence[Wrapper] | None = None,
-    extra_cflags: Sequence[str] | None = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_ldflags: Sequence[str] | None = None,
-    extra_include_paths: Files | None = None,
-    build_directory: File | None = None,
-) -> Module: ...
 
 
 def load_jit(
@@ -77,7 +49,7 @@ def load_jit(
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Files | None = None,
     build_directory: File | None = None,
-) -> DeviceModule | Module:
+) -> Any:
     """Compile templated sources for given template arguments, or find them compiled.
 
     ``device_files`` are device code, compiled by NVRTC and launched by jitkern; ``cpp_files`` along
@@ -150,7 +122,7 @@ def load_aot(
     extra_ldflags: Sequence[str] | None = None,
     extra_include_paths: Files | None = None,
     build_directory: File | None = None,
-) -> Module:
+) -> Any:
     """Compile sources that export their own functions (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
 
     Each file is a translation unit of its own. Arguments, result and exceptions are those of
@@ -160,8 +132,7 @@ def load_aot(
     --------
     >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
-    module: Module = load_library(checked("load_aot", args, locals())).loaded
-    return module
+    return load_library(checked("load_aot", args, locals())).loaded
 
 
 def load_library(used: Specialisation) -> Lookup[Any]:
@@ -239,14 +210,17 @@ def _checked(argument: str, name: str, value: Any) -> Any:
         if not isinstance(value, (str, PathLike)):
             raise TypeError(f"{argument}: {_shown(value)}, expected a path")
         return os.path.abspath(value)
-    if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS:  # of a record
+    if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS.keys():  # of a record
         raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
         one = ("scale", "Scale<256>") if name in _WRAPPERS else value
         raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one)}]")
     for i, item in enumerate(value):
         if name in _WRAPPERS:
-            _check_wrapper(f"{argument}[{i}]", name, item)
+            is_list = isinstance(item, Sequence) and all(isinstance(text, str) for text in item)
+            if isinstance(item, str) or not is_list or len(item) not in _WRAPPERS[name]:
+                expected = " or ".join(_WRAPPERS[name].values())
+                raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
         elif not isinstance(item, (str, PathLike)):
             expected = "a str" if name in _FLAGS else "a path"
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
@@ -261,17 +235,6 @@ def _checked(argument: str, name: str, value: Any) -> Any:
     return list(map(str, value))
 
 
-def _check_wrapper(argument: str, name: str, item: Any) -> None:
-    most, expected = 2, "(name, expression)"
-    if name == "device_wrappers":
-        most, expected = 3, "(name, class) or (name, class, params)"
-    is_list = isinstance(item, Sequence) and not isinstance(item, str)
-    if not (is_list and 2 <= len(item) <= most and all(isinstance(text, str) for text in item)):
-        raise TypeError(f"{argument}: {_shown(item)}, expected {expected}")
-    if not item[0].isidentifier():
-        raise ValueError(f"load_jit: {name}: name {item[0]!r}, expected a C identifier")
-
-
 def _check_device(options: Mapping[str, Any]) -> None:
     """Check what comes along with ``device_files``."""
     check_options(words(options.get("extra_cuda_cflags", ())), "load_jit: extra_cuda_cflags")
@@ -281,18 +244,16 @@ def _check_device(options: Mapping[str, Any]) -> None:
     if not kernels:
         raise ValueError("load_jit: device_wrappers: empty, expected (name, class) pairs")
     functions = [name for name, _ in options.get("cpp_wrappers", ())]
-    if bool(functions) != bool(options.get("cpp_files")):
+    if not functions and any(map(options.get, _OF_CPP)):
         raise ValueError(
-            "load_jit: cpp_files, cpp_wrappers: one without the other along with device_files; "
-            "expected a function for kernels on the CPU, or neither"
+            "load_jit: cpp_wrappers: empty, expected the functions for kernels on the CPU along "
+            "with cpp_files or flags for them"
         )
     for name in set(functions) - set(kernels):
         known = ", ".join(kernels)
         raise ValueError(
             f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: {known}"
         )
-    if not functions and any(map(options.get, _OF_CPP)):
-        raise ValueError("load_jit: extra_cflags, extra_ldflags: given without cpp_files")
 
 
 def _shown(value: Any) -> str:
@@ -304,8 +265,5 @@ def _file(argument: str, name: str) -> str:
     path = source_path(name)
     if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
         return str(path)
-    own = f"{OWN_PREFIX}{os.path.normpath(name)}"
-    hint = f"; jitkern's own is {own}" if os.path.isfile(source_path(own)) else ""
-    if os.path.exists(path):
-        raise FileNotFoundError(f"{argument}: {name!r} is no file")
-    raise FileNotFoundError(f"{argument}: {name!r} does not exist, tried {path}{hint}")
+    problem = "is no file" if os.path.exists(path) else f"does not exist, tried {path}"
+    raise FileNotFoundError(f"{argument}: {name!r} {problem}")

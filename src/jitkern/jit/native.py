@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build
-from jitkern.cache.lock import build_lock
+from jitkern.cache.lock import build_folder
 from jitkern.compilers import cxx
 from jitkern.compilers.find import is_cuda_headers
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import INCLUDE_DIRS, Closure, include_closure, words
 from jitkern.env import compiler_environment, settings
 from jitkern.errors import JitkernError
-from jitkern.fs import digest, scratch_folder, sha256, slug, write_whole
+from jitkern.fs import digest, sha256, slug, write_whole
 from jitkern.jit.device import record_hint
 from jitkern.jit.record import Specialisation, record
 
@@ -60,15 +59,14 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def __init__(self, used: Specialisation, arch: Arch | None, *, load: bool = True) -> None:
         options = dict(used.options)
-        flags = {name: words(options.get(name, ()), name) for name in FLAGS}
         paths: dict[str, list[str]] = {}
-        for name in ("extra_cflags", "extra_cuda_cflags"):
-            flags[name] = _with_absolute_paths(flags[name], paths)
         linked: dict[str, list[str]] = {}
-        flags["extra_ldflags"] = _with_absolute_paths(flags["extra_ldflags"], linked)
+        flags = {
+            name: _with_absolute_paths(words(options.get(name, ()), name), found)
+            for name, found in zip(FLAGS, (paths, paths, linked), strict=True)
+        }
         # -I flags are include directories, whose paths are in no key: checkouts share a library.
-        folders = [*options.get("extra_include_paths", ()), *paths.pop("-I", ())]
-        included = paths.pop("-include", [])
+        folders = [*options.get("extra_include_paths", ()), *paths.get("-I", ())]
         options |= {name: list(map(shlex.quote, flags[name])) for name in FLAGS}
         options["extra_include_paths"] = list(dict.fromkeys(folders))
         self._used = used._replace(options=options, arch="" if arch is None else str(arch))
@@ -76,12 +74,10 @@ class NativeLibrary(Buildable["Module | None"]):
         self._arch = arch
         self._load = load
         self._archives = _archives(flags["extra_ldflags"], linked)
-        self._includes = _includes([*included, *self._files("cpp_files", "cuda_files")])
-        searched = [
-            folder
-            for option in ("-iquote", "-isystem", "-idirafter")
-            for folder in paths.get(option, ())
-        ]
+        self._includes = _includes(
+            [*paths.get("-include", ()), *self._files("cpp_files", "cuda_files")]
+        )
+        searched = [folder for name in _SEARCHED for folder in paths.get(name, ())]
         self._searched = list(map(Path, [*options["extra_include_paths"], *searched]))
         self._closure = self._read()
         self.key: Key = self._key(self._closure)
@@ -116,7 +112,6 @@ class NativeLibrary(Buildable["Module | None"]):
         if any(map(is_toolchain, map(Path, options["extra_include_paths"]))):
             abi.append(_torch_version())
         flags_in_cxx = [word for word in (settings().cxx or "").split() if word.startswith("-")]
-        readable = (file for file in self._archives if os.access(file, os.R_OK))
         content = {
             "route": route,
             "abi": abi,
@@ -125,7 +120,7 @@ class NativeLibrary(Buildable["Module | None"]):
             "sources": closure.digest,
             "wrappers": [options.get("cpp_wrappers", ()), options.get("cuda_wrappers", ())],
             "function": self._used.function,
-            "linked": [[file, sha256(Path(file).read_bytes())] for file in readable],
+            "linked": [[file, sha256(Path(file).read_bytes())] for file in self._archives],
         }
         return Key(route, self._name, digest(content), describe)
 
@@ -142,34 +137,23 @@ class NativeLibrary(Buildable["Module | None"]):
             file, data = Path(folder, found.entry.artefact_name), found.entry.data
             if not file.exists() or file.read_bytes() != data:
                 write_whole(file, data)
-        record_file = settings().record
-        if record_file is not None:
-            files = self._closure.files
-            texts = dict(zip(map(str, files), self._closure.texts, strict=True))
-            record(self._used, files, record_file, texts)
+        record(self._used, self._closure)
         return found
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:
             return None
-        return load_library(self._name, entry.artefact, cuda=has_cuda(self._used))
+        return load_library(self._name, entry.artefact or entry.data, cuda=has_cuda(self._used))
 
     def hint(self) -> str:
         return f"load it before freezing, or {record_hint()}"
 
     def build(self) -> BuildOutput:
         given = self._used.options.get("build_directory")
-        if given is None:
-            with scratch_folder("build") as folder:
-                return self._build_in(folder)
-        folder = Path(given).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        timeout_s = settings().lock_timeout_s
-        with build_lock(folder / "jitkern.lock", timeout_s=timeout_s, done=lambda: False):
+        with build_folder(None if given is None else Path(given)) as folder:
             return self._build_in(folder)
 
     def _build_in(self, folder: Path) -> BuildOutput:
-        start = time.perf_counter()
         options = self._used.options
         library = cxx.build(
             slug(self._name),
@@ -184,11 +168,7 @@ class NativeLibrary(Buildable["Module | None"]):
         # What is published is what was compiled: an editor may have saved a file meanwhile.
         if self._key(self._read()).digest != self.key.digest:
             raise JitkernError(f"{self._name}: a source changed while it was built; load it again")
-        notes = {
-            "build_ms": round((time.perf_counter() - start) * 1e3, 3),
-            "built_unix_s": round(time.time(), 3),
-        }
-        return BuildOutput(self.variant, {f"{slug(self._name)}.so": library}, notes)
+        return BuildOutput(self.variant, {f"{slug(self._name)}.so": library})
 
     def _translation_units(self, folder: Path) -> list[Path]:
         """Return what is compiled: for load_jit one file of C++ and one of CUDA, with exports."""
@@ -230,6 +210,7 @@ def _includes(files: Iterable[str]) -> str:
 
 # -- flags -----------------------------------------------------------------------------------------
 
+_SEARCHED = ("-iquote", "-isystem", "-idirafter")
 _PATH_FLAG = re.compile(r"(-I|-isystem|-iquote|-idirafter|-include|-L)(?!=)(.*)", re.DOTALL)
 
 

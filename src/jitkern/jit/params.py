@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _INT, _UINT, _FLOAT, _BOOL = 0, 1, 2, 6
 # DLPack's code and bits of each dtype, by torch's name; "void" is any.
@@ -51,7 +51,8 @@ _C_NAMES = {
 }
 _DECLARATION = re.compile(
     r"(?P<strided>strided\s+)?(?:const\s+)?"
-    r"(?P<type>[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*?)\s*(?P<pointer>\*)?\s*(?P<name>(?<=[\s*])[A-Za-z_]\w*)"
+    r"(?P<type>[A-Za-z_][\w:]*(?:\s+[A-Za-z_]\w*)*?)(?:\s+const)?\s*(?P<stars>\**)\s*"
+    r"(?:__restrict(?:__)?\s+)?(?P<name>(?<=[\s*])[A-Za-z_]\w*)"
 )
 
 
@@ -84,49 +85,37 @@ def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
     ['float32', 'float64']
     """
     params: list[Param] = []
-    for part in text.split(","):
-        match = _DECLARATION.fullmatch(part.strip())
-        if match is None:
-            raise _wrong(kernel, part, "TYPE NAME or TYPE* NAME, such as float* data, int64 count")
-        dtype = _dtype_of(match["type"])
-        is_pointer = match["pointer"] is not None
-        if dtype is None:
-            raise _wrong(kernel, part, _TYPES)
-        if not is_pointer and not _is_number(dtype):
-            raise _wrong(kernel, part, "a number of 1 to 8 bytes, or a pointer: TYPE* NAME")
-        if match["strided"] and not is_pointer:
-            raise _wrong(kernel, part, "strided in front of a pointer only")
-        if any(match["name"] == param.name for param in params):
-            raise _wrong(kernel, part, "another name: it is there twice")
-        params.append(Param(match["name"], dtype, is_pointer, match["strided"] is not None))
+    for part in map(str.strip, text.split(",")):
+        try:
+            params.append(_parse(part))
+        except ValueError as error:
+            reason = f"{part!r}, expected {error}"
+            raise ValueError(f"load_jit: device_wrappers: {kernel}: {reason}") from None
     return tuple(params)
 
 
-def _dtype_of(text: str) -> str | None:
-    """Return torch's name of a type that is written as in C or torch; None for any other."""
-    words = " ".join(text.split())
-    dtype = _C_NAMES.get(words, words)
-    return dtype if dtype in _DTYPES else None
-
-
-def _is_number(dtype: str) -> bool:
-    """Tell whether Python's numbers can be converted to it."""
+def _parse(text: str) -> Param:
+    match = _DECLARATION.fullmatch(text)
+    if match is None or len(match["stars"]) > 1:
+        raise ValueError("TYPE NAME or TYPE* NAME, such as float* data, int64 count")
+    words = " ".join(match["type"].split())
+    dtype, is_pointer = _C_NAMES.get(words, words), bool(match["stars"])
+    if dtype not in _DTYPES:
+        raise ValueError(_TYPES)
     code, bits = _DTYPES[dtype]
-    return code in (_INT, _UINT, _BOOL) or (code == _FLOAT and bits >= 32)
-
-
-def _wrong(kernel: str, part: str, expected: str) -> ValueError:
-    return ValueError(f"load_jit: device_wrappers: {kernel}: {part.strip()!r}, expected {expected}")
+    if not is_pointer and not (code in (_INT, _UINT, _BOOL) or (code == _FLOAT and bits >= 32)):
+        raise ValueError("a number of 1 to 8 bytes, or a pointer: TYPE* NAME")
+    if match["strided"] and not is_pointer:
+        raise ValueError("strided in front of a pointer only")
+    return Param(match["name"], dtype, is_pointer, match["strided"] is not None)
 
 
 # -- read in the source ----------------------------------------------------------------------------
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_STRUCT = re.compile(r"\bstruct\s+Params\s*\{(?P<members>[^{}]*)\}\s*;")
+_STRUCT = re.compile(r"\bstruct\s+Params\s*\{([^{}]*)\}\s*;")
 _DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 _PACKED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+pack\b", re.MULTILINE)
-_WORD = re.compile(r"[A-Za-z_][\w:]*|\S")
-_QUALIFIERS = {"const", "__restrict__", "__restrict"}
 # Pointers in C that say their dtype. Those to unsigned words and chars are as often raw memory.
 _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "bool"}
 
@@ -144,27 +133,26 @@ def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
     plain = [_COMMENT.sub(" ", text) for text in texts]
     bodies = [_body(text, match.end()) for text in plain for match in head.finditer(text)]
-    if len(bodies) != 1:  # not here, or specialised
-        return ()
-    found = _STRUCT.findall(bodies[0])
+    found = _STRUCT.findall(bodies[0]) if len(bodies) == 1 else []  # else not here, or specialised
     if len(found) != 1 or "#" in bodies[0]:  # the preprocessor decides
         return ()
     macros = {name for text in plain for name in _DEFINED.findall(text)}
-    if any(map(_PACKED.search, plain)) or macros.intersection(_WORD.findall(found[0])):
+    if any(map(_PACKED.search, plain)) or macros.intersection(re.findall(r"\w+", found[0])):
         return ()
-    params: list[Param] = []
-    for statement in found[0].split(";"):
-        words = [word for word in _WORD.findall(statement) if word not in _QUALIFIERS]
-        # "float * a , * b": the type, then each name with its stars.
-        first, *others = (part.strip() for part in " ".join(words).split(","))
-        type_name, _, name = first.rpartition(" ")
-        members = [(name, first)] if first else []
-        for name, text in members + [(other.strip("* "), other) for other in others]:
-            param = _member(type_name.rstrip("* "), text.count("*"), name)
-            if param is None:
-                return ()
-            params.append(param)
-    return tuple(params)
+    try:
+        return tuple(_member(text.strip()) for text in found[0].split(";") if text.strip())
+    except ValueError:
+        return ()
+
+
+def _member(text: str) -> Param:
+    """Return a member as C++ declares it; a pointer to another type is taken as ``void*``."""
+    match = _DECLARATION.fullmatch(text)
+    if match is not None and match["stars"]:
+        words = " ".join(match["type"].split())
+        dtype = _C_NAMES.get(words, words) if match["stars"] == "*" else ""
+        return Param(match["name"], dtype if dtype in _POINTEES else "void", True, False, False)
+    return replace(_parse(text), is_declared=False)
 
 
 def _body(text: str, start: int) -> str:
@@ -175,17 +163,6 @@ def _body(text: str, start: int) -> str:
         if depth == 0:
             return text[start : start + match.start()]
     return ""
-
-
-def _member(type_name: str, stars: int, name: str) -> Param | None:
-    if not name.isidentifier() or not re.fullmatch(r"[\w:]+( [\w:]+)*", type_name):
-        return None
-    dtype = _dtype_of(type_name)
-    if stars:
-        dtype = dtype if stars == 1 and dtype in _POINTEES else "void"
-    elif dtype is None or not _is_number(dtype):
-        return None
-    return Param(name, str(dtype), bool(stars), is_strided=False, is_declared=False)
 
 
 # -- checked by the compiler -----------------------------------------------------------------------
@@ -199,27 +176,25 @@ def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
     advice = "; declare the parameters as the third item of device_wrappers"
     if all(param.is_declared for param in params):
         advice = ""
-    lines, end, alignment = [], 0, 1
+    differs = f", but Params has another type or order{advice}"
+    lines = []
     for param in params:
         code, bits = _DTYPES[param.dtype]
         kind = {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(code, "?")
-        nbytes = 8 if param.is_pointer else bits // 8
-        end += -end % nbytes + nbytes
-        alignment = max(alignment, nbytes)
         fits = "points_to" if param.is_pointer else "is_number"
         asked = f"decltype(Params::{param.name}){{}}, '{kind}', {bits // 8}"
-        other = f"{kernel}: taken as {param}, but Params has another type or order{advice}"
-        lines.append(f'static_assert(jitkern::{fits}({asked}), "{other}");')
-    members = ", ".join(map(str, params))
-    has_others = f"{kernel}: Params has more members than {members}{advice}"
-    lines.append(f'static_assert(sizeof(Params) == {end + -end % alignment}, "{has_others}");')
-    # By addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
+        taken = f"{kernel}: taken as {param}{differs}"
+        lines.append(f'static_assert(jitkern::{fits}({asked}), "{taken}");')
+    # As many members, in this order: by addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
     names = [f"member{number}" for number in range(len(params))]
     same = " && ".join(
         f"jitkern::at({name}) == jitkern::at(p.{param.name})"
         for name, param in zip(names, params, strict=True)
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
-    other = f"{kernel}: taken as {members}, but Params has another type or order{advice}"
-    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{other}");']
-    return lines
+    taken = f"{kernel}: taken as {', '.join(map(str, params))}{differs}"
+    return [
+        *lines,
+        f"constexpr auto is_so = {is_so};",
+        f'static_assert(is_so(Params{{}}), "{taken}");',
+    ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +30,7 @@ class CppArgs(tuple[str, ...]):
         return ", ".join(self)
 
 
-@dataclass(frozen=True)
-class KernelConfig:
+class KernelConfig(NamedTuple):
     """The launch shape that a kernel is compiled for, in the order of the C++ template.
 
     Unpacks to its three values: ``make_cpp_args(element_size, *config)``.
@@ -56,21 +53,6 @@ class KernelConfig:
     num_threads: int
     max_occupancy: int
     use_pdl: bool
-
-    def __post_init__(self) -> None:
-        for name, kind in (("num_threads", int), ("max_occupancy", int), ("use_pdl", bool)):
-            value = getattr(self, name)
-            if type(value) is not kind:
-                raise TypeError(f"KernelConfig: {name}: {_shown(value)}, expected {kind.__name__}")
-        if not 1 <= self.num_threads <= 1024:
-            raise ValueError(f"KernelConfig: num_threads: {self.num_threads}, expected 1..1024")
-        if self.max_occupancy < 1:
-            raise ValueError(
-                f"KernelConfig: max_occupancy: {self.max_occupancy}, expected 1 or more"
-            )
-
-    def __iter__(self) -> Iterator[int]:
-        yield from (self.num_threads, self.max_occupancy, self.use_pdl)
 
     @property
     def template_args(self) -> str:
@@ -131,13 +113,6 @@ def _literal(value: object, argument: str) -> str:
         if known is not None:
             return known
     raise TypeError(
-        f"{argument}: {_shown(value)}, "
+        f"{argument}: {type(value).__name__} {value!r:.60}, "
         "expected int, float, bool, str, a torch.dtype with a type of CUDA's, or KernelConfig"
     )
-
-
-def _shown(value: object) -> str:
-    kind = type(value)
-    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    text = repr(value)
-    return f"{name} {text if len(text) <= 60 else text[:57] + '...'}"
