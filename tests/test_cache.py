@@ -155,8 +155,8 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int, shared: bo
     before = os.umask(umask)
     try:
         publish(cache)
-        with cache.lock(key(), timeout_s=1) as wait:
-            assert wait.held
+        with cache.lock(key(), timeout_s=1) as held:
+            assert held
     finally:
         os.umask(before)
     everything = [tmp_path / "above", *(tmp_path / "above").rglob("*")]
@@ -259,8 +259,8 @@ def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
         else:
             publish(fresh, name)
             assert fresh.lookup(key(name)) is not None
-        with fresh.lock(key(), timeout_s=1) as wait:
-            assert wait.held == (place != "locks")
+        with fresh.lock(key(), timeout_s=1) as held:
+            assert held == (place != "locks")
         fresh.failure(key()).write(CompileError("no", command="", log=""), "")
         fresh.failure(key()).forget()
     except CacheError as error:
@@ -376,8 +376,8 @@ def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path
     overlaps = []
 
     def work() -> None:
-        with cache.lock(key(), timeout_s=30) as wait:
-            overlaps.append(not (wait.held and inside.acquire(blocking=False)))
+        with cache.lock(key(), timeout_s=30) as held:
+            overlaps.append(not (held and inside.acquire(blocking=False)))
             time.sleep(0.002)
             inside.release()
 
@@ -426,8 +426,8 @@ def test_no_lock_is_no_obstacle(cache: Cache, held_elsewhere: None, tmp_path: Pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for one in waits:
-            with one as wait:
-                assert not wait.held
+            with one as held:
+                assert not held
     assert (tmp_path / "file").read_text() == ""
 
 

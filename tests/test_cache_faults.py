@@ -154,28 +154,6 @@ def test_a_cache_of_somebody_else_is_named_and_not_used(
     assert children.run(sources / "tiny.cc", env=trusting)["cached"] == 1
 
 
-# -- nothing stale, nothing twice ------------------------------------------------------------------
-
-
-@needs_nvrtc
-def test_edits_flags_and_archs_find_their_way_back(children: Children, sources: Path) -> None:
-    def load(**config: Any) -> tuple[str, int]:
-        report = children.run(sources / "tiny.cu", **config)
-        return report["sha256"], report["compiles"]
-
-    first, compiles = load()
-    assert compiles == 1
-    write_sources(sources, value=2)
-    os.utime(sources / "value.cuh", (1, 1))  # older than all that was built
-    edited, compiles = load()
-    assert (edited != first, compiles) == (True, 1)
-    for config in ({"flags": ["-lineinfo"]}, {"arch": "8.0"}):
-        other, compiles = load(**config)
-        assert (other != edited, compiles) == (True, 1)
-    write_sources(sources, value=1)  # and back, without a compile
-    assert load() == (first, 0)
-
-
 # -- processes and threads -------------------------------------------------------------------------
 
 THREADS = """

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 from fake_toolkit import calls
-from needs import needs_cxx, needs_nvcc, needs_nvrtc
+from needs import needs_cxx, needs_nvrtc
 from recorded_app import App, Capture, warm
-from tiny import compiles, tiny
+from tiny import compiles
 
 from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.fs import sha256
 from jitkern.host import module as host
-from jitkern.jit.loader import load_aot, load_jit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,19 +42,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], P
         return folder
 
     return go
-
-
-@needs_cxx
-def test_a_source_is_in_a_record_once(tmp_path: Path, use: Callable[..., None], app: App) -> None:
-    record = tmp_path / "run.jsonl"
-    use(CACHE_DIR=tmp_path / "cache", RECORD=record)
-    factor = {"extra_cflags": ["-DFACTOR=2"]}
-    load_aot("first", cpp_files=["src/scale.cc"], extra_include_paths=["more"], **factor)
-    load_aot("second", cpp_files=["src/scale.cc"], extra_include_paths=["more"], **factor)
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [sorted(line)[0] for line in lines] == ["record", "record", "record", "arch", "arch"]
-    assert all(str(tmp_path) not in json.dumps(line) for line in lines)
-    assert sorted(lines[-1]["files"]) == ["./inc/up.h", "./more/deep.h", "./src/scale.cc"]
 
 
 def back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: App) -> None:
@@ -235,62 +221,3 @@ def test_failures_are_listed_and_the_rest_is_built(
     again = warm(capsys, "--replay", file, "--arch", "8.0")[1]
     assert ("good", "8.0", "compiled") in again
     assert ("newer", "8.0", "compiled") in again
-
-
-def test_an_empty_record_and_a_foreign_file_are_errors(
-    capsys: Capture, tmp_path: Path, use: Callable[..., None]
-) -> None:
-    """An empty one was "1 cached", and status 0."""
-    use(CACHE_DIR=tmp_path / "cache")
-    empty, foreign = (
-        record_of(tmp_path / "empty.jsonl"),
-        record_of(tmp_path / "foreign.jsonl", [{}]),
-    )
-    assert warm(capsys, "--replay", empty) == (
-        1,
-        [],
-        f"jitkern: error: --replay: {empty}: nothing is recorded in it; record a run with "
-        "JITKERN_RECORD=FILE\n",
-    )
-    assert warm(capsys, "--replay", foreign) == (
-        1,
-        [],
-        f"jitkern: error: --replay: {foreign}:1: not a recorded specialisation: record: None, "
-        "expected 2\n",
-    )
-
-
-@pytest.mark.cuda
-@needs_nvrtc
-@needs_nvcc
-def test_what_is_replayed_runs(
-    capsys: Capture, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    def run() -> None:
-        x = torch.zeros(100, device="cuda")
-        wrappers = [("launch", "AddKernel<2>::run")]
-        load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers).launch(x)
-        assert x.eq(2).all()
-        out = torch.zeros(32, dtype=torch.int32, device="cuda")
-        tiny(8).launch("tiny", out, grid=1)
-        assert out.eq(4).all()
-
-    record = tmp_path / "run.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(record))
-    settings.cache_clear()
-    run()
-    record.chmod(0o644)
-    monkeypatch.setenv("JITKERN_RECORD", "")
-    monkeypatch.setenv("JITKERN_CACHE_DIR", str(tmp_path / "other"))
-    settings.cache_clear()
-    status, found, err = warm(capsys, "--replay", record)
-    assert (status, err) == (0, "")
-    assert [(name, source) for name, _, source in found] == [
-        ("add", "compiled"),
-        ("tiny", "compiled"),
-    ]
-    compiled = compiles()
-    run()
-    assert compiles() == compiled

@@ -61,14 +61,6 @@ def test_a_read_only_cache_works_warm_and_cold(
     assert_degrades(cold)
 
 
-@needs_nvrtc
-def test_a_place_that_is_no_directory(children: Children, sources: Path, cache_dir: Path) -> None:
-    cache_dir.write_text("not a directory")
-    place = {"JITKERN_CACHE_DIR": str(cache_dir / "x")}
-    assert_degrades(children.run(sources / "tiny.cu", env=place))
-    assert cache_dir.read_text() == "not a directory"
-
-
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A directory that other users can enter: pytest's own are closed to them."""

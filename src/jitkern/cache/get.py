@@ -301,9 +301,7 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
     """Build, but let one process of this machine do it for all."""
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
-    with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there) as wait:
-        if wait.waited_ms > 1.0:
-            stats.count("waits")
+    with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there):
         # Looked up again under the lock: another rank may have published between the two.
         found = _find(wanted, start)
         if found is not None:

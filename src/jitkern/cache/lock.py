@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from jitkern.cache import stats
 from jitkern.env import settings
 from jitkern.errors import CompileError
 from jitkern.fs import make_folders, parse_json, read_regular, scratch_folder, write_whole
@@ -23,22 +24,15 @@ _FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries aga
 _MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
 
 
-@dataclass
-class Wait:
-    """How waiting for a build lock ended: if it is not held, build privately."""
-
-    held: bool = False
-    waited_ms: float = 0.0
-
-
 @contextmanager
 def build_lock(
     path: Path, *, timeout_s: float, done: Callable[[], bool], mode: int = 0o600
-) -> Iterator[Wait]:
-    """Hold the lock file `path` for the body, or give up after `timeout_s` seconds.
+) -> Iterator[bool]:
+    """Hold the lock file `path` for the body, or give up after `timeout_s` seconds; yields which.
 
     Never raises if the lock cannot be had: after the timeout it warns and names the holder, on a
     read-only or full disk it yields at once. `done` ends the wait: there is nothing left to build.
+    Without the lock the caller builds privately.
     """
     # Imported here: it costs 37 ms, and a warm load never comes this far.
     from filelock import FileLock, Timeout
@@ -46,12 +40,11 @@ def build_lock(
     # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
     lock = FileLock(path, fallback_to_soft=False, mode=mode)
     holder_file = _holder_file(path)
-    start = time.monotonic()
-    wait = Wait()
+    held, start = False, time.monotonic()
     try:
         make_folders(path.parent)
         lock.acquire(timeout_s, _POLL_S, cancel_check=done)
-        wait.held = True
+        held = True
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
         write_whole(holder_file, holder.encode())
@@ -66,11 +59,12 @@ def build_lock(
             )
     except OSError:
         pass  # the caller builds without the lock, and the publication says why nothing is kept
-    wait.waited_ms = (time.monotonic() - start) * 1e3
+    if time.monotonic() - start > 1e-3:
+        stats.count("waits")
     try:
-        yield wait
+        yield held
     finally:
-        if wait.held:
+        if held:
             with suppress(OSError):  # a disk that has become read-only meanwhile
                 holder_file.unlink(missing_ok=True)
             lock.release()
@@ -82,8 +76,8 @@ def build_folder(folder: Path | None) -> Iterator[Path]:
     if folder is not None:
         path = folder.resolve() / "jitkern.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with build_lock(path, timeout_s=settings().lock_timeout_s, done=lambda: False) as lock:
-            if lock.held:
+        with build_lock(path, timeout_s=settings().lock_timeout_s, done=lambda: False) as held:
+            if held:
                 yield path.parent
                 return
     with scratch_folder("build") as scratch:

@@ -40,7 +40,7 @@ from jitkern.errors import CacheError
 from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
 
 if TYPE_CHECKING:
-    from jitkern.cache.lock import FailureNote, Wait
+    from jitkern.cache.lock import FailureNote
 
 # What rank(meta) says of an entry.
 NO_USE = 0
@@ -160,7 +160,7 @@ class Cache:
 
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
-    ) -> AbstractContextManager[Wait]:
+    ) -> AbstractContextManager[bool]:
         """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
         # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
         from jitkern.cache.lock import build_lock
