@@ -200,10 +200,8 @@ def require_writable(directory: Path, hint: str, mode: int = 0o700) -> None:
 
 # -- scratch ---------------------------------------------------------------------------------------
 
-_PRIVATE_NAME = re.compile(r"(?P<before>.+\.)(?P<pid>[0-9]{1,10})\.[0-9a-f]{16}\Z")
-_DEAD_S = 600.0  # two containers may use the same pid
-_DEAD_SCRATCH_S = 3600.0  # a compiler may outlive its killed parent
-_OLD_S = 86_400.0
+_PRIVATE_NAME = re.compile(r".+\.[0-9]{1,10}\.[0-9a-f]{16}\Z")
+_DEAD_S = 3600.0  # no publication takes so long; a compiler may outlive its killed parent
 
 
 def private_name() -> str:
@@ -213,17 +211,11 @@ def private_name() -> str:
 
 
 def is_abandoned(name: str, age_s: float) -> bool:
-    """Tell whether a file whose name ends with a private name was left by a process that has ended.
+    """Tell whether a killed process left a file of this private name, by its age in seconds.
 
-    `age_s` counts from its last write; it may be negative, since clocks are set back. It has to
-    exceed 10 minutes if its process is known to be gone, and a day otherwise.
+    `age_s` counts from its last write, and may be negative: clocks are set back.
     """
-    match = _PRIVATE_NAME.match(name)
-    if match is None:
-        return False
-    here = f".{match['before']}".endswith(f".{os.uname().nodename}.")
-    dead = here and not os.path.exists(f"/proc/{match['pid']}")
-    return abs(age_s) > (_DEAD_S if dead else _OLD_S)
+    return _PRIVATE_NAME.match(name) is not None and abs(age_s) > _DEAD_S
 
 
 def make_scratch_folder(purpose: str) -> Path:
@@ -272,7 +264,7 @@ def _delete_unlocked(folder: Path) -> None:
         descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             status = os.fstat(descriptor)
-            is_old = abs(time.time() - status.st_mtime) > _DEAD_SCRATCH_S
+            is_old = abs(time.time() - status.st_mtime) > _DEAD_S
             if status.st_uid == os.geteuid() and is_old:
                 _lock(descriptor)
                 shutil.rmtree(folder, ignore_errors=True)

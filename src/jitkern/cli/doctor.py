@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -69,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose() -> Iterator[Check]:
     """Run every check, the most basic first."""
-    yield _look("system", _system)
+    from jitkern import calibration
+
+    libc, cores = " ".join(platform.libc_ver()), len(os.sched_getaffinity(0))
+    kernel = f"{platform.system()} {platform.release()}"
+    yield Check("system", f"{kernel}, {libc}, {calibration.processor()}, {cores} cores")
     yield Check("python", f"{platform.python_version()} ({sys.executable})")
     yield Check("jitkern", f"{jitkern.__version__} in {Path(jitkern.__file__).parent}")
     torch = _look("torch", _torch, needed=True)
@@ -79,25 +84,29 @@ def diagnose() -> Iterator[Check]:
     fix = "install a jitkern wheel, or g++ and ninja to build it here"
     host = _look("host module", _host_module, needed=True, fix=fix)
     yield host
-    gpus = 0
+    ops_run, gpus = host.state == torch.state == "ok", 0
     if host.state == "ok":
         from jitkern.host.module import module
 
-        gpus = int(module().device_count())
+        gpus, version = int(module().device_count()), int(module().driver_version())
         yield _look("bytecode", bytecode)
         if torch.state == "ok":
             yield gpu(gpus)
-        yield from _driver(int(module().driver_version()), gpus)
+        if version:
+            supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
+            yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
+        if gpus:
+            yield from _newer_nvrtc(version // 1000)
     yield from _compilers(bool(gpus), host_works=host.state == "ok")
     yield from _caches()
     yield _look("jitkern-kernels", kernels_wheel)
     yield _look("huge pages", huge_pages)
-    if gpus and torch.state == "ok":
+    if gpus and ops_run:
         from jitkern.comm import nccl
 
         yield _look("NCCL", lambda: nccl.version_name(nccl.load()))
-        yield _look("calibration", _calibration)
-    if host.state == torch.state == "ok":
+        yield _look("calibration", partial(_calibration, str(module().gpu_name(0)), version))
+    if ops_run:
         for device in ("cpu", *(f"cuda:{i}" for i in range(gpus))):
             yield _look(f"indexing on {device}", partial(_trial, device), needed=True)
 
@@ -118,13 +127,6 @@ def _look(
 
 
 # -- packages and GPU ------------------------------------------------------------------------------
-
-
-def _system() -> str:
-    from jitkern import calibration
-
-    name = f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver())}"
-    return f"{name}, {calibration.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _torch() -> str:
@@ -179,25 +181,17 @@ def gpu(count: int) -> Check:
     return Check("GPU", found)
 
 
-def _driver(version: int, gpus: int) -> Iterator[Check]:
-    """Return the driver of this version, 13000 for CUDA 13.0, and whether it loads NVRTC's code."""
-    from jitkern import calibration
+def _newer_nvrtc(major: int) -> Iterator[Check]:
+    """Return a check of NVRTC, if its code is for a newer CUDA than the driver's `major`."""
     from jitkern.compilers.find import find_nvrtc
 
-    if not version:
-        return
-    major = version // 1000
-    supports = f"for CUDA {major}.{version % 1000 // 10}"
-    yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
-    try:
+    with suppress(ToolchainError):  # which has its own line
         nvrtc = find_nvrtc()
-    except ToolchainError:
-        return  # has its own line
-    if gpus and int(nvrtc.version.partition(".")[0]) > major:
-        package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
-        found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
-        fix = f'update the driver, or pip install "{package}=={major}.*"'
-        yield Check("NVRTC", found, "broken", fix)
+        if int(nvrtc.version.partition(".")[0]) > major:
+            package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
+            found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
+            fix = f'update the driver, or pip install "{package}=={major}.*"'
+            yield Check("NVRTC", found, "broken", fix)
 
 
 def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
@@ -280,18 +274,19 @@ def huge_pages() -> str:
     return mode[1] if mode else "unknown"
 
 
-def _calibration() -> str:
+def _calibration(gpu: str, version: int) -> str:
     """Return which figures "auto" decides by."""
     from jitkern import calibration
-    from jitkern.host.module import module
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = calibration.find(str(module().gpu_name(0)), int(module().driver_version()))
-    if found is not None:
-        return f"{found[0]}: of this machine"
-    none = "none: the figures of an H200 are used; jitkern calibrate"
-    raise UnsupportedError(str(caught[0].message) if caught else none)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            found = calibration.find(gpu, version)
+        except RuntimeWarning as warning:
+            raise UnsupportedError(str(warning)) from warning
+    if found is None:
+        raise UnsupportedError("none: the figures of an H200 are used; jitkern calibrate")
+    return f"{found[0]}: of this machine"
 
 
 def _trial(device: str) -> str:
