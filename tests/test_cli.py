@@ -278,7 +278,7 @@ def test_kernels_go_there_and_back(
     listed = run(capsys, "cache", "list")[1]
     assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
     info = run(capsys, "cache", "info")[1]
-    assert str(empty_cache) in info and "writable" in info
+    assert str(empty_cache) in info
     store.kernel.cache_clear()
     assert sorted(sources_of(run(capsys, *warm)[1])) == [*["cached"] * 2, *["compiled"] * 2]
     store.kernel.cache_clear()

@@ -133,7 +133,11 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
         ({"element_sizes": [0]}, ValueError, "warm: element_sizes: 0, expected bytes of a row, 1 "),
         ({"head_dims": [True]}, ValueError, "warm: head_dims: True, expected elements of a head, "),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
-        ({"files": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] warm: files: no.jsonl: No such "),
+        (
+            {"files": ["no.jsonl"]},
+            FileNotFoundError,
+            "[Errno 2] No such file or dir",
+        ),
         ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
         ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),

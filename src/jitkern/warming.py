@@ -175,7 +175,10 @@ def warm(
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
-    recorded = _recorded(files, trust)
+    try:
+        recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
+    except ValueError as error:
+        raise ValueError(f"warm: files: {error}") from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
@@ -191,7 +194,8 @@ def warm(
             folder = stack.enter_context(scratch_folder("replay"))
             outcomes += recorded_jobs(recorded, folder, wanted_archs)
         for one in outcomes:
-            one.run(one.find)
+            if one.error is None:
+                one.run(one.find)
         if not check:
             _build_missing(outcomes, threads, progress or (lambda *_: None))
     for one in outcomes:
@@ -279,19 +283,6 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     return list(dict.fromkeys(parsed))
 
 
-def _recorded(files: Sequence[str | PathLike[str]], trust: bool) -> list[Recorded]:
-    recorded = []
-    for file in _listed("files", files):
-        try:
-            recorded += replay(file, trust=trust)
-        except ValueError as error:
-            raise ValueError(f"warm: files: {error}") from error
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OSError(error.errno, f"warm: files: {file}: {reason}") from error
-    return recorded
-
-
 # -- what is wanted --------------------------------------------------------------------------------
 
 
@@ -326,9 +317,8 @@ def recorded_jobs(
             kernel = load_device(used) if is_kernel else None
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
-            name, *rest = one.used.args
-            fail = partial(_fail, error)
-            failed = Outcome(name, ", ".join(rest), one.used.arch, fail, fail)
+            failed = _outcome(one.used.args, one.used.arch, lambda: None, host.find)
+            failed.error = error
             jobs[one.to_json(one.used.arch)] = failed
             continue
         for arch in for_archs:
@@ -341,24 +331,22 @@ def recorded_jobs(
     return list(jobs.values())
 
 
+def _outcome(args: Sequence[str], arch: str, find: Any, build: Any, **more: Any) -> Outcome:
+    name, *parameters = args
+    return Outcome(name, ", ".join(parameters), arch, find, build, **more)
+
+
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    parameters = ", ".join(kernel.args)
-    return Outcome(kernel.op, parameters, str(arch), find, build, compiler=compiler_id)
+    return _outcome([kernel.op, *kernel.args], str(arch), find, build, compiler=compiler_id)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
-    name, *rest = used.args
-    # Made when it is asked for: tvm-ffi is imported for its key.
-    find, build = (
-        lambda: NativeLibrary(used, arch, load=False).find(),
-        lambda: NativeLibrary(used, arch, load=False).get(),
-    )
-    return Outcome(name, ", ".join(rest), str(arch or ""), find, build, is_library=True)
+    def library() -> NativeLibrary:  # made when it is asked for: tvm-ffi is imported for its key
+        return NativeLibrary(used, arch, load=False)
 
-
-def _fail(error: Exception) -> Any:
-    raise error
+    find, build = (lambda: library().find()), (lambda: library().get())
+    return _outcome(used.args, str(arch or ""), find, build, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError
-from jitkern.fs import require_writable
 from jitkern.ops._ops import op_names
 
 if TYPE_CHECKING:
@@ -118,20 +117,17 @@ def _info(args: argparse.Namespace) -> int:
     max_bytes = settings().cache_max_bytes
     found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
-        entries = cache.entries()
-        described = {"origin": origin, "directory": str(cache.root), "entries": len(entries)}
-        described |= {"bytes": sum(entry.size_bytes for entry in entries)}
-        found.append({**described, "rights": _rights(cache), "not_searched": _untrusted(cache)})
+        sizes = [entry.size_bytes for entry in cache.entries()]
+        described = {"origin": origin, "directory": str(cache.root), "entries": len(sizes)}
+        found.append({**described, "bytes": sum(sizes), "not_searched": _untrusted(cache)})
     if args.json:
         ui.say_json(caches=found, max_bytes=max_bytes)
         return 0
-    rows = [("cache", "directory", "entries", "size", "rights")]
+    rows = [("cache", "directory", "entries", "size", "not searched")]
     for one in found:
-        size = ui.bytes_text(one["bytes"])
-        rows.append((one["origin"], one["directory"], str(one["entries"]), size, one["rights"]))
+        size, entries = ui.bytes_text(one["bytes"]), str(one["entries"])
+        rows.append((one["origin"], one["directory"], entries, size, one["not_searched"]))
     _print_columns(rows)
-    for reason in filter(None, (one["not_searched"] for one in found)):
-        ui.say(f"not searched: {reason}")
     ui.say(f"the least recently used go beyond {ui.bytes_text(max_bytes)}")
     return 0
 
@@ -143,20 +139,6 @@ def _untrusted(cache: Cache) -> str:
     except CacheError as error:
         return str(error)
     return ""
-
-
-def _rights(cache: Cache) -> str:
-    if _untrusted(cache):
-        return "others can write to it"
-    if not cache.root.exists():
-        return "absent" if cache.read_only else "made by the first compile"
-    if cache.read_only:
-        return "read only"
-    try:
-        require_writable(cache.root, "")
-    except CacheError:
-        return "cannot be written"
-    return "writable"
 
 
 def _clear(args: argparse.Namespace) -> int:

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             )
         except WarmError as error:
             outcomes, failure = error.outcomes, error
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise _of_options(error) from error
     took_s, cache = time.perf_counter() - start, user_cache().root
     if args.json:
@@ -116,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_options(error: ValueError | OSError) -> Exception:
+def _of_options(error: ValueError) -> Exception:
     """Return an error that names the option instead of warm()'s argument; any other is a bug."""
     options = {"ops": "--op", "archs": "--arch", "files": "--replay", "out": "--out"}
     options["threads"] = "--jobs"
     options |= {f"{size.name}s": size.option for size in SIZES}
-    text = str(error.strerror if isinstance(error, OSError) else error)
+    text = str(error)
     argument, _, reason = text.removeprefix("warm: ").partition(": ")
     if argument == "JITKERN_ARCH":
         return ui.UsageError(text)
