@@ -8,9 +8,7 @@ from typing import NamedTuple
 from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
-_TEXT = re.compile(
-    r"(?:(?:sm|compute)_)?(?P<number>[0-9]+)(?:\.(?P<minor>[0-9]))?(?P<suffix>[af]?)"
-)
+_TEXT = re.compile(r"(?:(?:sm|compute)_)?([0-9]{1,3})\.?([0-9])([af]?)")
 
 
 class Arch(NamedTuple):
@@ -31,18 +29,14 @@ class Arch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Arch:
-        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
+        """Read ``9.0``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
         if not isinstance(text, str):
             raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
         match = _TEXT.fullmatch(text.strip())
         if match is not None:
-            number = int(match["number"])
-            readings = [cls(number, int(match["minor"] or 0))]
-            if match["minor"] is None:  # 12 and 120 are 12.0: no known arch can be read as two
-                readings.append(cls(*divmod(number, 10)))
-            for plain in readings:
-                if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match["suffix"]]:
-                    return plain._replace(suffix=match["suffix"])
+            plain = cls(int(match[1]), int(match[2]))
+            if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match[3]]:
+                return plain._replace(suffix=match[3])
         known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
         raise ValueError(
             f"arch: {text!r}, expected one of {known} "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jitkern.errors import CacheError, UnsupportedError
 
@@ -53,18 +53,11 @@ def slug(name: str) -> str:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Parse JSON from an untrusted file.
-
-    Raises ValueError for text that is not UTF-8, not JSON (NaN and Infinity are not), or too deep.
-    """
+    """Parse JSON from an untrusted file; ValueError if it is none, or nested too deep."""
     try:
-        return json.loads(raw.decode(), parse_constant=_no_constant)
+        return json.loads(raw.decode())
     except RecursionError:
         raise ValueError("nested too deep") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -125,7 +118,7 @@ def write_whole(file: Path, data: bytes, *, flush: bool = False) -> None:
 
 def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) -> None:
     """Write a file that does not exist yet, with `mode`; by default 0644 less the umask."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(os.open(file, flags, 0o644 if mode is None else 0o600), "wb") as out:
         if mode is not None:
             os.fchmod(out.fileno(), mode)
