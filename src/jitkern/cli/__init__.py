@@ -9,7 +9,6 @@ import argparse
 import io
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 
@@ -28,16 +27,11 @@ _COMMANDS = {
     "bench": bench_cmd,
 }
 
-_BUG = (
-    "jitkern: this is a bug in jitkern: please report it to its maintainers, with all of the "
-    "lines above, the command, and what jitkern doctor prints"
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 1 for a failure, 2 for a wrong command line.
 
-    `argv` is without the program's name; by default the process's.
+    `argv` is without the program's name; by default the process's. Any other exception is a bug.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # Latin-1 cannot print every path
@@ -64,9 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{file}{error.strerror or error}", 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except Exception:
-        sys.stderr.write(f"{traceback.format_exc()}{_BUG}\n")
-        return 1
 
 
 def _run(argv: list[str]) -> int:
