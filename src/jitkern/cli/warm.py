@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,22 +118,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_options(error: ValueError) -> Exception:
-    """Return an error that names the option instead of warm()'s argument; any other is a bug."""
-    options = {"ops": "--op", "archs": "--arch", "files": "--replay", "out": "--out"}
-    options["threads"] = "--jobs"
-    options |= {f"{size.name}s": size.option for size in SIZES}
+    """Return an error that names options instead of warm()'s arguments; any other is a bug."""
     text = str(error)
-    argument, _, reason = text.removeprefix("warm: ").partition(": ")
-    if argument == "JITKERN_ARCH":
-        return ui.UsageError(text)
-    if not text.startswith("warm: ") or argument not in options:
+    if text.startswith("warm: files: "):
+        return JitkernError(text.replace("warm: files", "--replay", 1))
+    if not text.startswith(("warm: ", "JITKERN_ARCH: ")):
         return error
-    for size in SIZES:
-        reason = reason.replace(f"{size.name}s", size.option)
-    reason = reason.replace("archs=['9.0']", "--arch 9.0")
-    if argument == "files":
-        return JitkernError(f"--replay: {reason}")
-    return ui.UsageError(f"warm: {options[argument]}: {reason}")
+    text = text.replace("archs=['9.0']", "--arch 9.0")
+    options = {"ops": "--op", "archs": "--arch", "out": "--out", "threads": "--jobs"}
+    for argument, option in {**options, **{f"{s.name}s": s.option for s in SIZES}}.items():
+        text = re.sub(rf"\b{argument}\b", option, text)
+    return ui.UsageError(text)
 
 
 def _cells(one: Outcome) -> tuple[str, ...]:
