@@ -70,15 +70,15 @@ def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool
 
 def shared_text(argument: str, row_bytes: int, token: int, head: int, shape: list[int]) -> str:
     return (
-        f"{argument}: strides by which rows of {row_bytes} bytes share memory ({token} bytes "
-        f"between tokens and {head} between heads, shape {shape}), {APART}"
+        f"{argument}: rows of {row_bytes} bytes that overlap, {token} and {head} bytes apart "
+        f"(shape {shape}), {APART}"
     )
 
 
 def stride_text(argument: str, dim: int, shape: list[int], stride: int = 2) -> str:
     return (
-        f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected stride 1 "
-        "there; call .contiguous()"
+        f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected "
+        "contiguous rows, stride 1; call .contiguous()"
     )
 
 

@@ -183,7 +183,7 @@ def test_blocks_that_meet_are_refused(data: st.DataObject) -> None:
     before = memory.clone()
     pairs = torch.tensor([[src.shape[1] - 1, 0]])
     if len(set(written)) < len(written):
-        with pytest.raises(ValueError, match=r"^copy_blocks: dst: blocks of .* that overlap"):
+        with pytest.raises(ValueError, match=r"^copy_blocks: dst: rows of .* that overlap"):
             copy_blocks(src, dst, pairs)
     elif written != read and set(written) & set(read):
         with pytest.raises(ValueError, match=r"^copy_blocks: dst: overlaps src"):
@@ -280,8 +280,8 @@ def mistakes() -> list[Mistake]:
     methods = 'expected "auto", "sm" or "engine"'
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
     shared = (
-        "dst: blocks of 32 bytes a layer that overlap, blocks 32 and layers 0 bytes apart (shape "
-        "[3, 50, 8]), expected memory of its own for each in a tensor that is written"
+        "dst: rows of 32 bytes that overlap, 0 and 32 bytes apart (shape [3, 50, 8]), expected "
+        "rows apart in a tensor that is written; .clone() one that was expanded"
     )
     for side in ("dst", "src"):
         name = f"{side}_block_dim"
@@ -294,16 +294,16 @@ def mistakes() -> list[Mistake]:
              f"{side}: shape [8], expected at least 2 dimensions"),
             ({side: torch.zeros(3, blocks, 8, 2)[..., 0]}, ValueError,
              f"{side}: stride 2 in dimension 2 of shape [3, {blocks}, 8], expected contiguous "
-             "blocks, stride 1; call .contiguous()"),
+             "rows, stride 1; call .contiguous()"),
         ]  # fmt: skip
     table += [
         ({"src": good["src"].half()}, TypeError,
          "src: dtype float16, expected float32 as in dst"),
         ({"src": torch.ones(2, 20, 8)}, ValueError,
-         "src: 2 layers (shape [2, 20, 8]), expected 3 as in dst (shape [3, 50, 8])"),
+         "src: 2 layers (shape [2, 20, 8]), expected 3 layers as in dst (shape [3, 50, 8])"),
         ({"src": torch.ones(3, 20, 7)}, ValueError,
-         "src: blocks of 28 bytes a layer (shape [3, 20, 7]), expected 32 bytes as in dst (shape "
-         "[3, 50, 8])"),
+         "src: blocks of 28 bytes a layer (shape [3, 20, 7]), expected blocks of 32 bytes a "
+         "layer as in dst (shape [3, 50, 8])"),
         ({"dst": torch.zeros(1, 50, 8).expand(3, 50, 8)}, ValueError, shared),
         ({"dst": good["src"][:, :15], "src": good["src"][:, 5:]}, ValueError,
          "dst: overlaps src, expected memory of its own"),

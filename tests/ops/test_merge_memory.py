@@ -123,15 +123,9 @@ def bytes_of(view: Tensor) -> list[int]:
     return (starts[:, None] + torch.arange(view.itemsize)).flatten().tolist()
 
 
-def is_equally_spaced(view: Tensor) -> bool:
-    tokens, heads = view.shape[:2]
-    a, b = view.stride()[:2]
-    return 1 in (tokens, heads) or a == heads * b or b == tokens * a
-
-
 @given(data=st.data())
 def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
-    """Whatever the strides. Rows that are not equally spaced count with what is between them."""
+    """Whatever the strides."""
     draw = data.draw
     memory = torch.zeros(400, dtype=F32)
     tokens, heads, dim = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -162,12 +156,11 @@ def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
     meets += [(out, outs[0])] * (not same(out, outs[0]))
     meets += [(lse, lses[0])] * (not same(lse, lses[0]))
     shared |= any(not set(bytes_of(a)).isdisjoint(bytes_of(b)) for a, b in meets)
-    exact = all(map(is_equally_spaced, (*written, outs[0], lses[0])))
     try:
         merge_states(outs, lses, output=out, lse=lse)
     except ValueError as error:
-        assert "overlaps" in str(error) or "share memory" in str(error)
-        assert shared or not exact
+        assert "overlap" in str(error)
+        assert shared
         assert memory.eq(0).all()
     else:
         assert not shared

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
-from buffers import host_buffer, make_buffer
+from buffers import make_buffer
 from ref import ref_h2d_gather
-from test_aliases import Backwards
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from jitkern import d2h_scatter, h2d_gather, swap_rows
+from jitkern import d2h_scatter, h2d_gather
 
 HOST_ROWS = 3000
 DEVICE_ROWS = 2500
@@ -26,25 +24,6 @@ def pairs_of(count: int, sources: int, targets: int, dtype: torch.dtype) -> Tens
     pairs = torch.stack(columns, dim=1).to(dtype)
     pairs[::7, count % 2] = -3
     return pairs
-
-
-def test_rows_that_lie_backwards_have_no_order(device: torch.device) -> None:
-    """Their offsets are below zero, and no number of a region."""
-    host = host_buffer((HOST_ROWS, 40), torch.uint8, device)
-    gpu = make_buffer((DEVICE_ROWS, 40), device=device, seed=1)
-    host_twin, gpu_twin = host.twin(), gpu.twin()
-    pairs = pairs_of(1025, HOST_ROWS, DEVICE_ROWS, torch.int64).to(device)
-    backwards = tvm_ffi.from_dlpack(Backwards(host.view))
-    h2d_gather(backwards, gpu.view, pairs, order="host")
-    ref_h2d_gather(host_twin.view.flip(0), gpu_twin.view, pairs)
-    assert gpu.same(gpu_twin)
-    d2h_scatter(gpu.view, backwards, pairs.flip(1).contiguous(), order="host")
-    triples = torch.cat([pairs, pairs[:, :1]], dim=1)
-    swap_rows(backwards, gpu.view, triples, order="host")
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert gpu.same(gpu_twin)
-    assert host.same(host_twin)
 
 
 @pytest.mark.cuda

@@ -76,5 +76,5 @@ MUTANTS = (
         "return pause_core();",
     ),
     # A capture is not refused.
-    Mutant("captured", "ops/common.cc", "if (status != 0)", "if (false)"),
+    Mutant("captured", "ops/common.cc", "if (is_capturing(scope.stream()))", "if (false)"),
 )

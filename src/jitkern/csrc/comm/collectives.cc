@@ -252,7 +252,7 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
   const auto open = [comm](Bytes bytes) -> int64_t {
     NcclUniqueId id{};
     if (bytes.size() != sizeof(id.bytes)) {
-      throw tvm::ffi::Error("ValueError", "nccl: a unique id of another length", "");
+      raise_error("ValueError", "nccl: a unique id of another length");
     }
     std::copy_n(bytes.data(), sizeof(id.bytes), id.bytes);
     return comm->open(id);

@@ -18,10 +18,6 @@ std::mutex loading;
 Nccl library{};
 std::atomic<bool> is_loaded{false};
 
-[[noreturn]] void raise_runtime_error(const std::string& message) {
-  throw tvm::ffi::Error("RuntimeError", message, "");
-}
-
 template <class F>
 void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
@@ -33,7 +29,7 @@ int64_t nccl_load(String path) {
   const std::lock_guard<std::mutex> lock(loading);
   if (is_loaded) return library.version;
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) raise_runtime_error(dlerror());
+  if (handle == nullptr) raise_error("RuntimeError", dlerror());
   Nccl found{};
   const char* lacking = nullptr;
 #define JITKERN_RESOLVE(name, parameters) \
@@ -47,7 +43,7 @@ int64_t nccl_load(String path) {
   if (lacking != nullptr || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
     const std::string what = found.version > 0 ? "NCCL " + found.version_name() : "no NCCL";
     dlclose(handle);
-    raise_runtime_error(std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");
+    raise_error("RuntimeError", std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");
   }
   library = found;
   is_loaded = true;
@@ -63,7 +59,7 @@ Bytes nccl_unique_id() {
 }  // namespace
 
 const Nccl& Nccl::get() {
-  if (!is_loaded.load(std::memory_order_acquire)) raise_runtime_error("NCCL is not loaded");
+  if (!is_loaded.load(std::memory_order_acquire)) raise_error("RuntimeError", "NCCL is not loaded");
   return library;
 }
 
@@ -80,7 +76,8 @@ std::string Nccl::text_of(NcclResult result) const {
 }
 
 void Nccl::check(NcclResult result, const char* what) const {
-  if (result != kNcclSuccess) raise_runtime_error(std::string(what) + ": " + text_of(result));
+  if (result != kNcclSuccess)
+    raise_error("RuntimeError", std::string(what) + ": " + text_of(result));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_load, nccl_load);

@@ -26,10 +26,6 @@ using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 
-[[noreturn]] void raise(const char* kind, const std::string& message) {
-  throw tvm::ffi::Error(kind, message, "");
-}
-
 VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
 }
@@ -75,7 +71,7 @@ class PeerRange {
 
   void check(i64 offset, i64 bytes_there) const {
     if (offset < 0 || bytes_there < 0 || offset + bytes_there > bytes()) {
-      raise("ValueError", "PeerMemory: outside of it");
+      raise_error("ValueError", "PeerMemory: outside of it");
     }
   }
 
@@ -114,7 +110,9 @@ class HostRange : public PeerRange {
   }
   ~HostRange() override { release(); }
 
-  int create(i64) override { raise("RuntimeError", "PeerMemory: Python makes memory on the CPU"); }
+  int create(i64) override {
+    raise_error("RuntimeError", "PeerMemory: Python makes memory on the CPU");
+  }
 
   void map(i64 rank, int fd) override {
     const size_t length = static_cast<size_t>(share_bytes);
@@ -144,8 +142,8 @@ class HostRange : public PeerRange {
   static constexpr i64 kHugePageBytes = i64(2) << 20;
 
   [[noreturn]] static void raise_errno() {
-    raise(errno == ENOMEM || errno == ENOSPC ? "MemoryError" : "RuntimeError",
-          std::string("PeerMemory: mmap: ") + std::strerror(errno));
+    raise_error(errno == ENOMEM || errno == ENOSPC ? "MemoryError" : "RuntimeError",
+                std::string("PeerMemory: mmap: ") + std::strerror(errno));
   }
 
   void* reserved_ = nullptr;
@@ -195,10 +193,11 @@ class GpuRange : public PeerRange {
     Handle handle;
     const CUresult result = Driver::get().cuMemCreate(&handle.value, length_, &properties, 0);
     if (result == kCudaErrorOutOfMemory) {
-      raise("MemoryError", "PeerMemory: GPU " + std::to_string(device_.ordinal) + " has no " +
-                               std::to_string(share_bytes) +
-                               " bytes left; torch.cuda.empty_cache() gives back what PyTorch "
-                               "keeps");
+      raise_error("MemoryError",
+                  "PeerMemory: GPU " + std::to_string(device_.ordinal) + " has no " +
+                      std::to_string(share_bytes) +
+                      " bytes left; torch.cuda.empty_cache() gives back what PyTorch "
+                      "keeps");
     }
     Driver::get().check(result, "cuMemCreate");
     map_handle(rank, handle.value);
@@ -275,7 +274,8 @@ class GpuRange : public PeerRange {
   // Queues a copy and polls for its end, since a GPU may hang.
   template <class Queue>
   void run(double timeout_s, i64 bytes, const Queue& queue, char* to = nullptr) {
-    if (bytes > Probe::kBytes) raise("ValueError", "PeerMemory: more than 4096 bytes at once");
+    if (bytes > Probe::kBytes)
+      raise_error("ValueError", "PeerMemory: more than 4096 bytes at once");
     Probe& probe = Probe::of(device_);
     const std::lock_guard<std::mutex> lock(probe.mutex);
     const ContextScope scope(device_);
@@ -286,9 +286,10 @@ class GpuRange : public PeerRange {
     while (!is_done(probe.event)) {
       if (Clock::now() > end) {
         is_busy_ = true;
-        raise("RuntimeError", "PeerMemory: GPU " + std::to_string(device_.ordinal) +
-                                  " has not done a copy within the deadline: it hangs, or other "
-                                  "work keeps it");
+        raise_error("RuntimeError",
+                    "PeerMemory: GPU " + std::to_string(device_.ordinal) +
+                        " has not done a copy within the deadline: it hangs, or other "
+                        "work keeps it");
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }

@@ -11,14 +11,13 @@
 #include <optional>
 
 #include "comm/operand.h"
-#include "host/staging.h"
+#include "ops/common.h"
 
 namespace jitkern {
 
 namespace {
 
 using tvm::ffi::Array;
-using tvm::ffi::Error;
 using tvm::ffi::Function;
 
 // -- calls ---------------------------------------------------------------------------------------
@@ -69,20 +68,12 @@ Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView v
   return x;
 }
 
-int type_of(const Tensor& x) {
-  const DLDataType type = x.dl->dtype;
-  if (type.lanes == 1 && type.code == kDLFloat && type.bits == 32) return kFloat32;
-  if (type.lanes == 1 && type.code == kDLFloat && type.bits == 16) return kFloat16;
-  if (type.lanes == 1 && type.code == kDLBfloat && type.bits == 16) return kBFloat16;
-  x.type_error("dtype " + x.dtype_name(), "float32, float16 or bfloat16");
-}
-
 u32 num_vecs_of(i64 bytes) { return static_cast<u32>((bytes + kPeerVecBytes - 1) / kPeerVecBytes); }
 
 // Completes a call whose parts are known.
 PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCall call) {
   PeerReduceParams& p = call.params;
-  call.type = type_of(x);
+  call.type = float_type(x);
   p.x = x.data;
   p.out = out.data;
   p.slots = plan.slots;
@@ -171,11 +162,9 @@ std::string ranks_text(i64 missing) {
 // Python makes a CommTimeoutError of it, by what the text says (comm/peer_reduce.py).
 [[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
                              const char* note) {
-  throw Error("jitkern.PeersLate",
-              std::string(op) + ": call " + std::to_string(number) + " of rank " +
-                  std::to_string(rank) + ": " + ranks_text(missing) + " did not come in time" +
-                  note,
-              "");
+  raise_error("jitkern.PeersLate", std::string(op) + ": call " + std::to_string(number) +
+                                       " of rank " + std::to_string(rank) + ": " +
+                                       ranks_text(missing) + " did not come in time" + note);
 }
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
@@ -300,12 +289,11 @@ class PeerReducer {
     const bool is_captured = is_capturing(stream);
     const bool has_other = last_ && last_ != stream;
     if (has_other && (is_captured || !last_is_captured_) && is_capturing(*last_)) {
-      throw Error("RuntimeError",
+      raise_error("RuntimeError",
                   std::string(op) +
                       ": called on another stream than that of the call before, which is being "
                       "captured, expected one stream: two calls at the same time would take each "
-                      "other's values",
-                  "");
+                      "other's values");
     }
     // A captured call runs when its graph does; the caller orders that.
     if (!is_captured && eager_ && eager_ != stream) {
@@ -329,11 +317,10 @@ class PeerReducer {
       case PeerResult::kInterrupted:
         throw tvm::ffi::EnvErrorAlreadySet();
       case PeerResult::kBroken:
-        throw Error("jitkern.PeersBroken",
+        raise_error("jitkern.PeersBroken",
                     std::string(op_of(p.site)) +
                         ": an earlier call on this workspace did not come to its end; expected "
-                        "reset() on every rank",
-                    "");
+                        "reset() on every rank");
       case PeerResult::kLate:
         *failure_ = {2, p.site, result.missing, p.number, p.rank};
         check_failure();

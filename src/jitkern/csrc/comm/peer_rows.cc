@@ -5,7 +5,6 @@
 
 #include <vector>
 
-#include "host/cpu_copy.h"
 #include "ops/pairs_host.h"
 
 namespace jitkern {
@@ -17,13 +16,6 @@ using tvm::ffi::Array;
 using tvm::ffi::Function;
 
 constexpr i64 kMostPairs = i64(1) << 30;  // numbers of 32 bits, in a table of twice as many
-
-const char* dst_name(size_t rank) {
-  static_assert(kMostPeers == 8, "as many names");
-  constexpr const char* kNames[] = {"dsts[0]", "dsts[1]", "dsts[2]", "dsts[3]",
-                                    "dsts[4]", "dsts[5]", "dsts[6]", "dsts[7]"};
-  return kNames[rank];
-}
 
 // A call of one rank.
 struct RowsCall : PairArgs {
@@ -41,8 +33,9 @@ struct RowsCall : PairArgs {
 
 // Takes the memory of each rank, which has a row for each row of this rank's.
 void take_targets(RowsCall& call, const Array<Any>& dsts) {
+  static const auto& names = *new auto(item_names("dsts", kMostPeers));
   for (size_t r = 0; r < dsts.size(); ++r) {
-    const Rows rows(call.src.op, dst_name(r), dsts[r]);
+    const Rows rows(call.src.op, names[r].c_str(), dsts[r]);
     rows.same_dtype(call.dst);
     rows.same_device(call.dst);
     rows.same_num_rows(call.dst);
@@ -63,19 +56,7 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
 void run_on_cpu(const RowsCall& call) {
   call.check_pairs();
   call.barrier();
-  const bool is_gather = call.host_side == kHostSource;
-  const i64 first = is_gather ? 0 : call.rank, step = is_gather ? 1 : call.num_ranks;
-  const PairCopyParams& p = call.params;
-  call.pairs.with_index([&](const auto index_at) {
-    const auto row_at = [&p, index_at, first, step](i64 i) {
-      const Pair pair(index_at, first + i * step);
-      if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
-      return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
-                    p.src + pair.src_row * p.src_stride_bytes};
-    };
-    copy_rows<kRandomBoth>(ceil_div(p.num_pairs - first, step), call.row_bytes,
-                           p.num_dst_rows * call.row_bytes, row_at);
-  });
+  call.host_side == kHostSource ? call.copy_on_cpu() : call.copy_on_cpu(call.rank, call.num_ranks);
   call.barrier();
 }
 
@@ -164,23 +145,12 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
 
 // -- calls ---------------------------------------------------------------------------------------
 
-struct Sites {
-  explicit Sites(const char* op)
-      : src(fault_site(op, "pairs[..., 0]")), dst(fault_site(op, "pairs[..., 1]")) {}
-  const FaultSite src, dst;
-};
-
-void run(RowsCall& call, const Sites& sites, KernelTable& table) {
-  call.params.src_site = sites.src;
-  call.params.dst_site = sites.dst;
+void run(RowsCall& call, KernelTable& table) {
   if (call.params.num_pairs > kMostPairs) {
     call.pairs.value_error(std::to_string(call.params.num_pairs) + " pairs",
                            "at most " + std::to_string(kMostPairs));
   }
   if (call.device_rows().on_cuda()) call.pairs.same_device(call.device_rows());
-  if (call.host_rows().stride_bytes < 0) {
-    call.host_rows().value_error("rows that lie backwards", "a row stride of 0 or more");
-  }
   if (call.empty()) return;  // on all ranks
   call.device_rows().on_cuda() ? run_on_gpu(call, table) : run_on_cpu(call);
 }
@@ -188,32 +158,32 @@ void run(RowsCall& call, const Sites& sites, KernelTable& table) {
 void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
                  Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_gather";
-  static const Sites sites(kOp);
+  static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   const auto dsts = dsts_arg.cast<Array<Any>>();
   const AnyView own = dsts[static_cast<size_t>(rank)];
-  RowsCall call{PairArgs(kOp, kHostSource, src, own, pairs, num_sms),
+  RowsCall call{PairArgs(kOp, sites, kHostSource, src, own, pairs, num_sms),
                 static_cast<u32>(rank),
                 static_cast<u32>(dsts.size()),
                 barrier,
                 reinterpret_cast<const u32*>(intact),
                 {}};
   take_targets(call, dsts);
-  run(call, sites, table);
+  run(call, table);
 }
 
 void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
                   int64_t num_ranks, Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_scatter";
-  static const Sites sites(kOp);
+  static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
-  RowsCall call{PairArgs(kOp, kHostTarget, src, dst, pairs, num_sms),
+  RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms),
                 static_cast<u32>(rank),
                 static_cast<u32>(num_ranks),
                 barrier,
                 reinterpret_cast<const u32*>(intact),
                 {}};
-  run(call, sites, table);
+  run(call, table);
 }
 
 }  // namespace

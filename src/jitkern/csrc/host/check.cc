@@ -10,8 +10,7 @@ namespace {
 
 [[noreturn]] void raise(const char* kind, const char* op, const char* arg, const std::string& came,
                         const std::string& expected) {
-  throw tvm::ffi::Error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected,
-                        "");
+  raise_error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected);
 }
 
 // What Python calls the type of an argument.
@@ -111,6 +110,32 @@ void Tensor::contiguous(const char* cure) const {
   }
 }
 
+i64 Tensor::stride(int dim) const {
+  if (dl->strides != nullptr) return dl->strides[dim];
+  i64 items = 1;
+  for (int d = dl->ndim - 1; d > dim; --d) items *= dl->shape[d];
+  return items;
+}
+
+void Tensor::refuse_stride(int dim) const {
+  value_error("stride " + std::to_string(dl->strides[dim]) + " in dimension " +
+                  std::to_string(dim) + " of shape " + shape_text(),
+              "0 or more");
+}
+
+i64 Tensor::row_items(int row_dim) const {
+  i64 items = 1;
+  for (int d = dl->ndim - 1; d >= row_dim; --d) {
+    if (dl->shape[d] > 1 && items > 0 && dl->strides != nullptr && dl->strides[d] != items) {
+      value_error("stride " + std::to_string(dl->strides[d]) + " in dimension " +
+                      std::to_string(d) + " of shape " + shape_text(),
+                  "contiguous rows, stride " + std::to_string(items) + "; call .contiguous()");
+    }
+    items *= dl->shape[d];
+  }
+  return items;
+}
+
 Rows::Rows(const Tensor& t, int row_dims)
     : Tensor(t), data(t.data()), num_rows(1), stride_bytes(0) {
   const DLTensor& dl = *t.dl;
@@ -118,21 +143,14 @@ Rows::Rows(const Tensor& t, int row_dims)
     t.value_error("shape " + t.shape_text(), "at least " + std::to_string(row_dims) +
                                                  (row_dims == 1 ? " dimension" : " dimensions"));
   }
-  i64 items = 1;  // of the dimensions to the right of d
-  const auto stride = [&](int d) { return dl.strides == nullptr ? items : i64(dl.strides[d]); };
-  for (int d = dl.ndim - 1; d >= row_dims; --d) {
-    if (dl.shape[d] > 1 && items > 0 && stride(d) != items) {
-      t.value_error("stride " + std::to_string(stride(d)) + " in dimension " + std::to_string(d) +
-                        " of shape " + t.shape_text(),
-                    "contiguous rows, stride " + std::to_string(items) + "; call .contiguous()");
-    }
-    items *= dl.shape[d];
-  }
+  i64 items = t.row_items(row_dims);  // of the dimensions to the right of d
   row_bytes = items * t.item_bytes();
   stride_bytes = row_bytes;
+  const auto stride = [&](int d) { return dl.strides == nullptr ? items : i64(dl.strides[d]); };
   for (int d = row_dims - 1; d >= 0; --d) {
     if (dl.shape[d] > 1) {
       const i64 here = stride(d) * t.item_bytes();
+      if (here < 0) t.refuse_stride(d);
       if (num_rows == 1) {
         stride_bytes = here;
       } else if (num_rows > 1 && here != num_rows * stride_bytes) {
@@ -148,13 +166,7 @@ Rows::Rows(const Tensor& t, int row_dims)
 }
 
 Rows::Rows(const Indices& indices)
-    : Tensor(indices),
-      data(static_cast<char*>(const_cast<void*>(indices.data))),
-      num_rows(1),
-      row_bytes(indices.count * indices.index_bytes),
-      stride_bytes(row_bytes) {
-  set_range();
-}
+    : Rows(indices, 1, indices.count * indices.index_bytes, indices.count * indices.index_bytes) {}
 
 Rows::Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes)
     : Tensor(tensor),
@@ -166,11 +178,10 @@ Rows::Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes)
 }
 
 void Rows::set_range() {
-  // To the last row, which is the lowest if the stride is negative. Unsigned, as it may overflow
-  // for an empty tensor.
-  const u64 steps = static_cast<u64>(num_rows - 1) * static_cast<u64>(stride_bytes);
-  begin = address(data) + (stride_bytes < 0 ? steps : 0);
-  end = address(data) + (stride_bytes < 0 ? 0 : steps) + static_cast<u64>(row_bytes);
+  // Unsigned, as it may overflow for an empty tensor.
+  begin = address(data);
+  end = begin + static_cast<u64>(num_rows - 1) * static_cast<u64>(stride_bytes) +
+        static_cast<u64>(row_bytes);
 }
 
 Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) {
@@ -180,6 +191,10 @@ Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) 
   }
   t.contiguous();
   index_bytes = dtype.bits / 8;
+}
+
+void raise_error(const char* kind, const std::string& message) {
+  throw tvm::ffi::Error(kind, message, "");
 }
 
 void raise_value_error(const char* op, const char* arg, const std::string& came,
@@ -216,7 +231,7 @@ void Rows::same_num_rows(const Rows& other) const {
 
 void Rows::refuse_shared_rows() const {
   const std::string bytes = std::to_string(row_bytes);
-  value_error("rows of " + bytes + " bytes, " + std::to_string(std::abs(stride_bytes)) +
+  value_error("rows of " + bytes + " bytes, " + std::to_string(stride_bytes) +
                   " bytes apart (shape " + shape_text() + ")",
               bytes + " or more in a tensor that is written; .clone() one that was expanded");
 }
@@ -236,8 +251,8 @@ bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes
 bool rows_meet(const Rows& a, const Rows& b) {
   const Rows& few = a.num_rows < b.num_rows ? a : b;
   const Rows& many = &few == &a ? b : a;
-  const i64 stride = std::abs(many.stride_bytes);
-  const i64 step = std::abs(few.stride_bytes);
+  const i64 stride = many.stride_bytes;
+  const i64 step = few.stride_bytes;
   const i64 begin = static_cast<i64>(few.begin - many.begin);
   if (step == stride) {
     // Row i of `few` overlaps row j of `many` if its row 0 overlaps row j - i, which may be before
@@ -278,11 +293,9 @@ void Indices::check_below(i64 bound) const {
 
 void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                        const char* note) {
-  throw tvm::ffi::Error("IndexError",
-                        std::string(op) + ": " + arg + ": index " + std::to_string(value) +
-                            " at position " + std::to_string(position) + ", expected below " +
-                            std::to_string(bound) + note,
-                        "");
+  raise_error("IndexError", std::string(op) + ": " + arg + ": index " + std::to_string(value) +
+                                " at position " + std::to_string(position) + ", expected below " +
+                                std::to_string(bound) + note);
 }
 
 }  // namespace jitkern

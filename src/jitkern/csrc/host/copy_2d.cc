@@ -2,16 +2,12 @@
 
 #include <algorithm>
 
-#include "host/cpu_copy.h"
 #include "host/pinned.h"
 #include "host/staging.h"
 
 namespace jitkern {
 
 namespace {
-
-// What a thread copies of a wide row at a time: as much as is worth waking a thread for.
-constexpr i64 kPartBytes = 256 << 10;
 
 constexpr size_t kMostBatched = 4096;  // copies of one call of the driver; as many were tried
 
@@ -139,29 +135,6 @@ void CopyBatch::flush() {
                scope_.stream());
   }
   bytes_.clear();
-}
-
-void copy_on_cpu(const Copy2D& copy) {
-  // Threads share the parts of one piece, or of wide rows.
-  const bool is_one = copy.is_contiguous();
-  const i64 width = is_one ? copy.width * copy.height : copy.width;
-  const i64 height = is_one ? 1 : copy.height;
-  const i64 parts = ceil_div(width, kPartBytes);
-  const i64 part_bytes = ceil_div(ceil_div(width, parts), kLineBytes) * kLineBytes;
-  const i64 threads = threads_for(height * parts, 2 * width * height);
-  const bool stream = width * height >= threads * kStreamThreadBytes;
-  const CopyRow copy_row = stream ? stream_row : plain_row;
-  const auto run = [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      const i64 row = i / parts;
-      const i64 at = i % parts * part_bytes;
-      if (at >= width) continue;  // parts are whole lines, so the last may be empty
-      copy_row(copy.dst + row * copy.dst_pitch + at, copy.src + row * copy.src_pitch + at,
-               std::min(part_bytes, width - at));
-    }
-    if (stream) end_stream();
-  };
-  threads > 1 ? for_parts(height * parts, threads, run) : run(0, height * parts);
 }
 
 }  // namespace jitkern

@@ -15,7 +15,6 @@ struct Copy2D {
   i64 width;  // bytes of a row
   i64 height;
 
-  bool empty() const { return width == 0 || height == 0; }
   // Whether each side is one piece.
   bool is_contiguous() const { return height == 1 || (dst_pitch == width && src_pitch == width); }
 };
@@ -50,8 +49,5 @@ class CopyBatch {
   std::vector<CUdeviceptr> dst_, src_;
   std::vector<size_t> bytes_;
 };
-
-// A copy on the CPU, by torch's threads.
-void copy_on_cpu(const Copy2D& copy);
 
 }  // namespace jitkern

@@ -66,6 +66,7 @@ i64 threads_for(i64 count, i64 bytes) {
 }
 
 void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run) {
+  if (threads <= 1) return run(0, count);
   // A thread that is slow leaves parts to the others.
   const i64 parts = std::min(4 * threads, count);
   std::atomic<i64> taken{0};

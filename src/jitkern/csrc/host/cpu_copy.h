@@ -18,7 +18,8 @@ i64 torch_num_threads();
 // 1 without torch, in a forked child, or if no more can be started.
 i64 threads_for(i64 count, i64 bytes);
 
-// Calls run(begin, end), which must not throw, for parts of [0, count) on torch's threads.
+// Calls run(begin, end), which must not throw, for parts of [0, count) on torch's threads, with 1
+// thread here.
 void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run);
 
 // Copies a row. On x86 `stream_row` writes whole lines past the caches; other threads may read such

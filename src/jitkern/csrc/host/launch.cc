@@ -16,10 +16,6 @@ using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::String;
 
-[[noreturn]] void raise_runtime_error(const std::string& message) {
-  throw tvm::ffi::Error("RuntimeError", message, "");
-}
-
 struct Loaded {
   Driver driver{};
   std::string error;  // empty if the driver is usable
@@ -125,7 +121,7 @@ FaultRecord* make_fault_record(FaultRecord** on_device) {
 }
 
 const Driver& Driver::get() {
-  if (!loaded().error.empty()) raise_runtime_error(loaded().error);
+  if (!loaded().error.empty()) raise_error("RuntimeError", loaded().error);
   return loaded().driver;
 }
 
@@ -135,7 +131,7 @@ void Driver::check(CUresult result, const char* what) const {
   const char* text = "";
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  raise_runtime_error(std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+  raise_error("RuntimeError", std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
 }
 
 Device* Device::find(int ordinal) {
@@ -146,8 +142,8 @@ Device* Device::find(int ordinal) {
 Device& Device::get(int ordinal) {
   if (Device* device = find(ordinal)) return *device;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
-    raise_runtime_error("jitkern: device cuda:" + std::to_string(ordinal) + ", expected 0 to " +
-                        std::to_string(kMaxDevices - 1));
+    raise_error("RuntimeError", "jitkern: device cuda:" + std::to_string(ordinal) +
+                                    ", expected 0 to " + std::to_string(kMaxDevices - 1));
   }
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -248,7 +244,8 @@ void allow_all(const Device& device, const Kernel& kernel) {
 
 const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   const Function& resolve = resolve_ != nullptr ? resolve_ : resolver;
-  if (resolve == nullptr) raise_runtime_error(std::string(op_) + ": no kernel resolver was set");
+  if (resolve == nullptr)
+    raise_error("RuntimeError", std::string(op_) + ": no kernel resolver was set");
   // Python is called without a lock held: it may compile, and another thread may hold the GIL.
   Array<String> names;
   for (const char* name : names_) names.push_back(name);
@@ -292,7 +289,7 @@ void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& conf
     kernel.use_pdl = config[2 * i + 1] != 0;
     fits = kernel.num_threads >= 1 && kernel.num_threads <= kernel.max_threads;
   }
-  if (!fits) raise_runtime_error(std::string(op_) + ": launched as it was not compiled");
+  if (!fits) raise_error("RuntimeError", std::string(op_) + ": launched as it was not compiled");
   kernels.in_flight = static_cast<int>(config[2 * count]);
   kernels.shape =
       shape_of_(kernels.spec, kernels.in_flight, static_cast<int>(config[2 * count + 1]));
@@ -305,8 +302,9 @@ void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) cons
 
 void LaunchScope::check_params(const Kernel& kernel, i64 bytes) {
   if (kernel.params_bytes == bytes || kernel.params_bytes == -1) return;
-  raise_runtime_error("jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
-                      " bytes on the device and " + std::to_string(bytes) + " on the host");
+  raise_error("RuntimeError",
+              "jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
+                  " bytes on the device and " + std::to_string(bytes) + " on the host");
 }
 
 void Launch::run(CUfunction function, CUstream stream, const void* params) {
@@ -326,9 +324,9 @@ int64_t driver_version() { return answer_to(&Driver::cuDriverGetVersion, "cuDriv
 
 tvm::ffi::Tensor allocate(tvm::ffi::ShapeView shape, DLDataType dtype, DLDevice device) {
   if (TVMFFIEnvGetDLPackManagedTensorAllocator() == nullptr) {
-    raise_runtime_error(
-        "jitkern: this torch cannot be asked for memory through tvm-ffi; pip install "
-        "torch-c-dlpack-ext, or torch 2.10 or newer");
+    raise_error("RuntimeError",
+                "jitkern: this torch cannot be asked for memory through tvm-ffi; pip install "
+                "torch-c-dlpack-ext, or torch 2.10 or newer");
   }
   return tvm::ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, shape, dtype, device);
 }

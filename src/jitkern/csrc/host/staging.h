@@ -5,7 +5,6 @@
 #include <jitkern/launch.h>
 
 #include <deque>
-#include <map>
 #include <mutex>
 
 namespace jitkern {
@@ -83,9 +82,8 @@ class Staging {
   CUevent end = nullptr;
   CUevent fetched = nullptr;
 
-  // The share of rows with which SMs and the CPU end at once, by the kind of call.
-  using Traffic = std::array<i64, 5>;
-  std::map<Traffic, double> sms_shares;
+  // The share of rows with which SMs and the CPU ended at once in the last call by both.
+  double sms_share = 0.4;
 
  private:
   explicit Staging(int ordinal);

@@ -28,21 +28,17 @@ constexpr Default kDefaults[kNumFigures] = {
     // A call of no more bytes takes 40 us of the bus, and is spread over the GPU.
     {"small_call_bytes", i64(2) << 20},
     // What the link carries in the 25 ns of a page translation (64 KiB). A call in order waits for
-    // its
-    // rows or for their pages, whichever takes longer.
+    // its rows or for their pages, whichever takes longer.
     {"page_miss_bytes", 1150},
-    // With so many CPU threads beside SMs a call beats SMs in order, 43.3 GB/s out of 16 GiB
-    // and 30.8
-    // out of 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
+    // With so many CPU threads beside SMs a call beats SMs in order, 43.3 GB/s out of 16 GiB and
+    // 30.8 out of 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
     {"both_threads", 8},
     // Into so large a span so many CPU threads are as fast as SMs in order, or faster. Into 16 GiB
-    // SMs
-    // 43.1 GB/s, 8 and 15 threads 42.1 and 40.5; into 64 GiB 30.9, 36.2 and 41.9.
+    // SMs 43.1 GB/s, 8 and 15 threads 42.1 and 40.5; into 64 GiB 30.9, 36.2 and 41.9.
     {"cpu_scatter_span_bytes", i64(12) << 30},
     {"cpu_scatter_threads", 12},
     // Blocks go by SMs if the piece of one layer has no more bytes, else by the copy engine: pieces
-    // of
-    // 16 / 64 / 256 KB take 5 / 55 / 55 GB/s by the engine, 51 by SMs.
+    // of 16 / 64 / 256 KB take 5 / 55 / 55 GB/s by the engine, 51 by SMs.
     {"sm_piece_bytes", (i64(64) << 10) - 1},
     {"sm_piece_bytes_to_host", (i64(64) << 10) - 1},
     // MB/s that SMs write to the host beside compute, of 52,000 that they can. A decode step takes
@@ -83,11 +79,9 @@ Map<String, int64_t> figures(int64_t ordinal) {
 // Sets a figure in this process. ValueError if there is no such device or figure.
 void set_figure(int64_t ordinal, String name, int64_t value) {
   if (ordinal < 0 || ordinal >= kMaxDevices || value < 1) {
-    throw tvm::ffi::Error("ValueError",
-                          "jitkern: figure " + std::string(name) + ": " + std::to_string(value) +
-                              " on device " + std::to_string(ordinal) +
-                              ", expected at least 1, on a device from 0 on",
-                          "");
+    raise_error("ValueError", "jitkern: figure " + std::string(name) + ": " +
+                                  std::to_string(value) + " on device " + std::to_string(ordinal) +
+                                  ", expected at least 1, on a device from 0 on");
   }
   figure(static_cast<int>(ordinal), kReachBytes);  // asks for all, so that none overwrites this
   for (int i = 0; i < kNumFigures; ++i) {
@@ -96,7 +90,7 @@ void set_figure(int64_t ordinal, String name, int64_t value) {
       return;
     }
   }
-  throw tvm::ffi::Error("ValueError", "jitkern: no figure " + std::string(name), "");
+  raise_error("ValueError", "jitkern: no figure " + std::string(name));
 }
 
 }  // namespace

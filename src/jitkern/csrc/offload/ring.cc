@@ -177,7 +177,7 @@ class DescriptorRing {
       }
       if (!pieces.empty()) list.push_back(simplified(pieces));
     }
-    unpack_by_cpu(sides, list);
+    unpack_by_cpu(sides.dst.data, sides.src.data, list);
     consumer_.complete(ticket);
   }
 

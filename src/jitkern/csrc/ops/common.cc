@@ -2,7 +2,10 @@
 
 #include <tvm/ffi/string.h>
 
-#include <string>
+#include <utility>
+
+#include "floats.h"
+#include "host/pinned.h"
 
 namespace jitkern {
 
@@ -42,14 +45,129 @@ void require_last_dim(const Indices& indices, i64 size, const char* what) {
                       "shape [..., " + std::to_string(size) + "] of (" + what + ")");
 }
 
-Rows as_one_row(const Tensor& tensor, u64 begin, u64 end) {
+std::vector<std::string> item_names(const char* arg, int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    names.push_back(std::string(arg) + "[" + std::to_string(i) + "]");
+  }
+  return names;
+}
+
+int float_type(const Tensor& tensor, bool with_fp8) {
+  const DLDataType& dtype = tensor.dl->dtype;
+  const auto is = [&dtype](DLDataTypeCode code, int bits) {
+    return dtype.code == code && dtype.bits == bits && dtype.lanes == 1;
+  };
+  if (is(kDLFloat, 32)) return kFloat32;
+  if (is(kDLFloat, 16)) return kFloat16;
+  if (is(kDLBfloat, 16)) return kBFloat16;
+  if (with_fp8 && is(kDLFloat8_e4m3fn, 8)) return kFloat8E4M3;
+  tensor.type_error(
+      "dtype " + tensor.dtype_name(),
+      with_fp8 ? "float32, float16, bfloat16 or float8_e4m3fn" : "float32, float16 or bfloat16");
+}
+
+// -- grids ---------------------------------------------------------------------------------------
+
+namespace {
+
+// Whether two rows with strides a and b share a byte: |i * a + j * b| < bytes for some |i| < num_a
+// and |j| < num_b, not both zero.
+bool rows_meet(i64 a, i64 num_a, i64 b, i64 num_b, i64 bytes) {
+  if ((num_a > 1 && a < bytes) || (num_b > 1 && b < bytes)) return true;
+  if (num_a <= 1 || num_b <= 1) return false;
+  // Nearly always all rows of one dimension lie between two of the other.
+  if ((num_a - 1) * a + bytes <= b || (num_b - 1) * b + bytes <= a) return false;
+  for (i64 j = 1; j < num_b; ++j) {
+    const i64 below = std::min(j * b / a, num_a - 1);  // the nearest i, or the one above
+    if (j * b - below * a < bytes) return true;
+    if (below + 1 < num_a && (below + 1) * a - j * b < bytes) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+Grid::Grid(const Tensor& tensor, int outer_dim, int inner_dim, int row_dim)
+    : Tensor(tensor),
+      data(tensor.data()),
+      outer(dl->shape[outer_dim]),
+      inner(dl->shape[inner_dim]),
+      row_bytes(row_items(row_dim) * item_bytes()) {
+  const auto stride_of = [&](int dim) {
+    if (dl->shape[dim] <= 1) return i64(0);
+    if (stride(dim) < 0) refuse_stride(dim);
+    return stride(dim) * item_bytes();
+  };
+  outer_stride = stride_of(outer_dim);
+  inner_stride = stride_of(inner_dim);
+  begin = end = address(data);
+  if (empty()) return;
+  end += static_cast<u64>((outer - 1) * outer_stride + (inner - 1) * inner_stride + row_bytes);
+}
+
+Grid Grid::moved_by(i64 bytes) const {
+  Grid moved = *this;
+  moved.data += bytes;
+  moved.begin += static_cast<u64>(bytes);
+  moved.end += static_cast<u64>(bytes);
+  return moved;
+}
+
+bool Grid::is_same_place_as(const Grid& other) const {
+  return data == other.data && row_bytes == other.row_bytes && inner == other.inner &&
+         outer_stride == other.outer_stride && inner_stride == other.inner_stride;
+}
+
+void Grid::distinct_rows() const {
+  if (empty() || !rows_meet(outer_stride, outer, inner_stride, inner, row_bytes)) return;
+  value_error("rows of " + std::to_string(row_bytes) + " bytes that overlap, " +
+                  std::to_string(outer_stride) + " and " + std::to_string(inner_stride) +
+                  " bytes apart (shape " + shape_text() + ")",
+              "rows apart in a tensor that is written; .clone() one that was expanded");
+}
+
+void Grid::apart_from(const Grid& other, const char* expected) const {
+  if (empty() || other.empty() || begin >= other.end || other.begin >= end) return;
+  // Rows of one may lie between those of the other, as K and V of one tensor.
+  for (const Rows& rows : lines()) {
+    for (const Rows& others : other.lines()) rows.apart_from(others, expected);
+  }
+}
+
+// Equally spaced rows each: of the longer dimension, or all in one.
+std::vector<Rows> Grid::lines() const {
+  const bool by_outer = outer < inner;
+  i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
+  const i64 step = by_outer ? outer_stride : inner_stride;
+  i64 stride = by_outer ? inner_stride : outer_stride;
+  if (step == stride * length || stride == step * count) {
+    stride = step == stride * length ? stride : step;
+    length *= std::exchange(count, 1);
+  }
+  std::vector<Rows> lines;
+  for (i64 i = 0; i < count; ++i) {
+    Rows& line = lines.emplace_back(*this, length, row_bytes, stride);
+    const i64 ahead = data + i * step - line.data;
+    line.data += ahead;
+    line.begin += static_cast<u64>(ahead);
+    line.end += static_cast<u64>(ahead);
+  }
+  return lines;
+}
+
+Rows Grid::whole() const {
   const i64 bytes = static_cast<i64>(end - begin);
-  Rows row(tensor, 1, bytes, bytes);
-  row.data = reinterpret_cast<char*>(begin);
+  Rows row(*this, 1, bytes, bytes);
+  row.data = data;
   row.begin = begin;
   row.end = end;
   return row;
 }
+
+char* Grid::on_gpu() const { return on_cuda() ? data : mapped_rows(whole()); }
+
+// -- lists ---------------------------------------------------------------------------------------
 
 CountArg::CountArg(const char* op, AnyView value, const Indices& list) {
   if (is_none(value)) return;
@@ -69,10 +187,8 @@ i64 CountArg::read(i64 size) const {
 
 void require_no_capture(const LaunchScope& scope, const Indices& host_list,
                         const std::string& expected) {
-  int status = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  if (status != 0) host_list.value_error("device cpu while a graph is captured", expected);
+  if (is_capturing(scope.stream()))
+    host_list.value_error("device cpu while a graph is captured", expected);
 }
 
 }  // namespace jitkern

@@ -7,6 +7,8 @@
 #include <initializer_list>
 #include <mutex>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "host/staging.h"
 
@@ -26,8 +28,46 @@ void require_host_memory(const Rows& host, const Rows& device, const char* order
 // ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)".
 void require_last_dim(const Indices& indices, i64 size, const char* what);
 
-// The memory [begin, end) of a tensor as one row.
-Rows as_one_row(const Tensor& tensor, u64 begin, u64 end);
+// "outs[0]", "outs[1]", ... for `arg` "outs".
+std::vector<std::string> item_names(const char* arg, int count);
+
+// One of FloatType; `with_fp8`: float8_e4m3fn too. TypeError for any other.
+int float_type(const Tensor& tensor, bool with_fp8 = false);
+
+// A tensor seen as rows of bytes that two dimensions count, such as tokens and heads, at any
+// strides.
+struct Grid : Tensor {
+  char* data;
+  i64 outer;  // how many
+  i64 inner;
+  i64 outer_stride;  // in bytes, 0 of a dimension of one
+  i64 inner_stride;
+  i64 row_bytes;
+  u64 begin;  // address of the first byte, unless it is empty
+  u64 end;    // after the last
+
+  // A row is the dimensions from `row_dim` on. ValueError unless it is contiguous, or if another
+  // stride is negative.
+  Grid(const Tensor& tensor, int outer_dim, int inner_dim, int row_dim);
+
+  bool empty() const { return outer == 0 || inner == 0 || row_bytes == 0; }
+  char* row(i64 i, i64 j) const { return data + i * outer_stride + j * inner_stride; }
+  u64 stride_bits() const { return static_cast<u64>(outer_stride | inner_stride); }
+  // The same `bytes` further on.
+  Grid moved_by(i64 bytes) const;
+  bool is_same_place_as(const Grid& other) const;
+  // ValueError if two rows of a tensor that is written share bytes.
+  void distinct_rows() const;
+  // ValueError if a row shares a byte with one of `other`.
+  void apart_from(const Grid& other, const char* expected = kOwnMemory) const;
+  // All of its memory as one row.
+  Rows whole() const;
+  // The first row's address as the GPU has it.
+  char* on_gpu() const;
+
+ private:
+  std::vector<Rows> lines() const;
+};
 
 // How many entries of a list count: 1 element on the list's device, or None: all.
 struct CountArg {

@@ -1,15 +1,17 @@
 // copy_blocks on the host: checks, CPU implementation, launch of the kernel.
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/string.h>
+#include "copy_blocks.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <string>
+#include <vector>
 
-#include "copy_blocks_host.h"
+#include "host/copy_2d.h"
 #include "host/cpu_copy.h"
 #include "host/pinned.h"
 #include "host/tuning.h"
+#include "pairs_host.h"
 
 namespace jitkern {
 
@@ -44,22 +46,122 @@ BlockMethod method_arg(AnyView value, const Indices& pairs) {
   return method;
 }
 
+// -- checks --------------------------------------------------------------------------------------
+
+// A tensor as blocks, each a contiguous piece in every layer. ValueError unless `block_dim` is 0 or
+// 1.
+Grid blocks_of(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim_value) {
+  const Tensor tensor(kOp, arg, value);
+  const i64 block_dim = int_arg(kOp, dim_arg, block_dim_value);
+  if (block_dim != 0 && block_dim != 1) {
+    raise_value_error(kOp, dim_arg, std::to_string(block_dim),
+                      "0 or 1, the dimension that counts blocks; the other counts layers");
+  }
+  if (tensor.dl->ndim < 2) {
+    tensor.value_error("shape " + tensor.shape_text(), "at least 2 dimensions");
+  }
+  const int dim = static_cast<int>(block_dim);
+  return Grid(tensor, 1 - dim, dim, 2);
+}
+
+// The outer dimension of each side is layers, the inner one blocks. Layers become one if each block
+// is one piece on both sides.
+struct BlockCall {
+  Grid src;
+  Grid dst;
+  Indices pairs;
+  CountArg count;
+  std::optional<i64> num_sms;
+  bool beside_compute = false;  // the default: few SMs, as a model may run beside the call
+  i64 num_layers;
+  i64 piece_bytes;
+  i64 num_pairs;
+
+  BlockCall(AnyView src, AnyView src_dim, AnyView dst, AnyView dst_dim, AnyView pairs,
+            AnyView count, AnyView num_sms);
+
+  bool empty() const { return num_pairs == 0 || dst.empty() || src.empty(); }
+  const Grid& on_gpu() const { return dst.on_cuda() ? dst : src; }
+  // The side in host memory of a copy with a GPU, or null.
+  const Grid* host_side() const {
+    if (dst.on_cuda() && src.on_cuda()) return nullptr;
+    return dst.on_cuda() ? &src : &dst;
+  }
+  // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
+  // for the first that is out of range.
+  std::vector<Pair> read_pairs() const;
+};
+
+BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView dst_dim,
+                     AnyView pairs_arg, AnyView count_arg, AnyView num_sms_value)
+    : src(blocks_of("src", src_arg, "src_block_dim", src_dim)),
+      dst(blocks_of("dst", dst_arg, "dst_block_dim", dst_dim)),
+      pairs(kOp, "pairs", pairs_arg),
+      num_sms(num_sms_arg(kOp, num_sms_value)),
+      num_layers(dst.outer),
+      piece_bytes(dst.row_bytes) {
+  src.same_dtype(dst);
+  if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
+  if (pairs.on_cuda() || !on_gpu().on_cuda()) pairs.same_device(on_gpu());
+  require_last_dim(pairs, 2, "source block, destination block");
+  num_pairs = pairs.count / 2;
+  const auto require_same = [this](const std::string& came, const std::string& expected) {
+    if (came == expected) return;
+    src.value_error(came + " (shape " + src.shape_text() + ")",
+                    expected + " as in dst (shape " + dst.shape_text() + ")");
+  };
+  require_same(std::to_string(src.outer) + " layers", std::to_string(dst.outer) + " layers");
+  require_same("blocks of " + std::to_string(src.row_bytes) + " bytes a layer",
+               "blocks of " + std::to_string(dst.row_bytes) + " bytes a layer");
+  dst.distinct_rows();
+  if (dst.ordinal() == src.ordinal() && !dst.is_same_place_as(src)) dst.apart_from(src);
+  count = CountArg(kOp, count_arg, pairs);
+  if (!dst.empty()) {
+    const Rows written = dst.whole();
+    pairs.apart_from(written);
+    count.apart_from(written);
+  }
+  // A block that is one piece on both sides is copied as such. The layers' stride goes to 0, as
+  // that of `[blocks, bytes]`, one item, would make vectors of one item (18 GB/s, not 50).
+  const auto is_one_piece = [](const Grid& blocks) {
+    return blocks.outer <= 1 || blocks.outer_stride == blocks.row_bytes;
+  };
+  if (is_one_piece(dst) && is_one_piece(src) && num_layers > 0) {
+    piece_bytes *= num_layers;
+    num_layers = 1;
+    dst.outer_stride = src.outer_stride = 0;
+  }
+}
+
+std::vector<Pair> BlockCall::read_pairs() const {
+  const i64 bound = count.read(num_pairs);
+  std::vector<Pair> found;
+  found.reserve(static_cast<size_t>(bound));
+  pairs.with_index([&](const auto index_at) {
+    for (i64 i = 0; i < bound; ++i) {
+      const Pair pair(index_at, i);
+      if (pair.is_padding()) continue;
+      pair.require_inside(kOp, i, src.inner, dst.inner);
+      found.push_back(pair);
+    }
+  });
+  return found;
+}
+
 void run_on_cpu(const BlockCall& call) {
   const std::vector<Pair> pairs = call.read_pairs();
   const i64 layers = call.num_layers;
-  copy_rows<kRandomBoth>(
-      static_cast<i64>(pairs.size()) * layers, call.piece_bytes,
-      call.dst.num_blocks * layers * call.piece_bytes, [&call, &pairs, layers](i64 i) {
-        const Pair& pair = pairs[static_cast<size_t>(i / layers)];
-        const i64 layer = i % layers;
-        return CpuRow{call.dst_piece(pair.dst_row) + layer * call.dst.strides.layer_bytes,
-                      call.src_piece(pair.src_row) + layer * call.src.strides.layer_bytes};
-      });
+  copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()) * layers, call.piece_bytes,
+                         call.dst.inner * layers * call.piece_bytes,
+                         [&call, &pairs, layers](i64 i) {
+                           const Pair& pair = pairs[static_cast<size_t>(i / layers)];
+                           return CpuRow{call.dst.row(i % layers, pair.dst_row),
+                                         call.src.row(i % layers, pair.src_row)};
+                         });
 }
 
-// The largest distance of a piece from the line below it.
-i64 max_lead(const char* data, const BlockStrides& strides) {
-  const u64 stride_bits = static_cast<u64>(strides.layer_bytes | strides.block_bytes);
+// The largest distance of a piece at `data` from the line below it.
+i64 max_lead(const char* data, u64 stride_bits) {
   const u64 line = kHostLineBytes;
   if (stride_bits % line == 0) return static_cast<i64>(address(data) % line);
   const u64 bits = address(data) | stride_bits | line;
@@ -77,32 +179,25 @@ struct BlockLaunch {
   int vec_bytes;
 
   BlockLaunch(const LaunchScope& scope, const BlockCall& call) {
-    params.dst = call.dst.data;
-    params.src = call.src.data;
-    params.dst_strides = call.dst.strides;
-    params.src_strides = call.src.strides;
+    params.dst = call.dst.on_gpu();
+    params.src = call.src.on_gpu();
+    params.dst_strides = {call.dst.outer_stride, call.dst.inner_stride};
+    params.src_strides = {call.src.outer_stride, call.src.inner_stride};
     params.pairs = call.pairs.data;
     call.count.give_to(params);
     params.num_pairs = call.num_pairs;
-    params.num_src_blocks = call.src.num_blocks;
-    params.num_dst_blocks = call.dst.num_blocks;
+    params.num_src_blocks = call.src.inner;
+    params.num_dst_blocks = call.dst.inner;
     params.num_layers = call.num_layers;
     params.piece_bytes = call.piece_bytes;
     params.src_site = kSrcSite;
     params.dst_site = kDstSite;
     params.fault = scope.device.fault_device;
-    const Blocks* host = call.host_side();
-    lines_of_dst = host != &call.src;
-    if (host == &call.src) params.src = mapped(call.src);
-    if (host == &call.dst) params.dst = mapped(call.dst);
-    const auto bits = [](const char* data, const BlockStrides& strides) {
-      return address(data) | static_cast<u64>(strides.layer_bytes | strides.block_bytes);
-    };
-    vec_bytes =
-        widest_vec(bits(params.dst, params.dst_strides) | bits(params.src, params.src_strides) |
-                   static_cast<u64>(params.piece_bytes));
-    const i64 lead = lines_of_dst ? max_lead(params.dst, params.dst_strides)
-                                  : max_lead(params.src, params.src_strides);
+    lines_of_dst = call.host_side() != &call.src;
+    const u64 dst_bits = call.dst.stride_bits(), src_bits = call.src.stride_bits();
+    vec_bytes = widest_vec(address(params.dst) | dst_bits | address(params.src) | src_bits |
+                           static_cast<u64>(params.piece_bytes));
+    const i64 lead = lines_of_dst ? max_lead(params.dst, dst_bits) : max_lead(params.src, src_bits);
     params.num_segments = segments_of(params.piece_bytes, lead, vec_bytes);
   }
 
@@ -110,11 +205,11 @@ struct BlockLaunch {
   // copy in device memory on all SMs.
   void run(const LaunchScope& scope, const BlockCall& call, const LoadedKernels& kernels,
            const Pair* inline_pairs = nullptr) {
-    i64 segments = 0;
-    const bool overflows = __builtin_mul_overflow(params.num_pairs, params.num_layers, &segments) ||
-                           __builtin_mul_overflow(segments, params.num_segments, &segments);
     // The kernel counts batches by 32 bits: 16 TiB of 16-byte vectors.
-    if (overflows || segments / kernels.in_flight >= std::numeric_limits<u32>::max()) {
+    const double segments =
+        double(params.num_pairs) * double(params.num_layers) * double(params.num_segments);
+    const double batches = std::ceil(segments / kernels.in_flight);
+    if (batches >= std::numeric_limits<u32>::max()) {
       call.pairs.value_error(std::to_string(params.num_pairs) + " pairs of " +
                                  std::to_string(params.num_layers) + " layers of " +
                                  std::to_string(params.piece_bytes) + " bytes",
@@ -128,7 +223,7 @@ struct BlockLaunch {
       const i64 in_flight = call.beside_compute ? kBytesBesideCompute : kBytesInFlight;
       blocks = std::min(ceil_div(in_flight, warps * batch_bytes), kMaxDefaultSms);
     }
-    const i64 useful = ceil_div(ceil_div(segments, kernels.in_flight), warps);
+    const i64 useful = ceil_div(static_cast<i64>(batches), warps);
     blocks = std::min({useful, call.num_sms.value_or(blocks), i64(scope.device.num_sms)});
     if (call.beside_compute && call.host_side() == &call.dst) {
       params.pace_ns = static_cast<u32>(blocks * warps * batch_bytes * 1000 /
@@ -139,12 +234,6 @@ struct BlockLaunch {
     static_cast<CopyBlocksParams&>(with_pairs) = params;
     write_pairs(inline_pairs, params.num_pairs, {with_pairs.inline_pairs, 4});
     scope.launch(kernels.entries[0], blocks, with_pairs);
-  }
-
- private:
-  static char* mapped(const Blocks& blocks) {
-    const Rows row = blocks.as_row();
-    return mapped_rows(row) + (address(blocks.data) - row.begin);
   }
 };
 
@@ -163,7 +252,7 @@ void launch_pairs_of_host(const LaunchScope& scope, const BlockCall& call,
   if (count == 0) return;
   BlockLaunch launch(scope, call);
   launch.params.num_pairs = count;
-  const bool narrow = std::max(call.src.num_blocks, call.dst.num_blocks) <= i64(1) << 31;
+  const bool narrow = std::max(call.src.inner, call.dst.inner) <= i64(1) << 31;
   if (narrow && count <= kInlinePairs) {
     return launch.run(scope, call, find_kernels(scope, launch, 0), pairs.data());
   }
@@ -193,49 +282,47 @@ struct Run {
 // One strided copy for each run of pairs.
 void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
                            const std::vector<Pair>& pairs) {
-  const Blocks* host = call.host_side();
-  const bool one_registration = host == nullptr || is_one_registration(host->as_row(), kPinCure);
-  const BlockStrides& dst = call.dst.strides;
-  const BlockStrides& src = call.src.strides;
+  const Grid* host = call.host_side();
+  const Grid& dst = call.dst;
+  const Grid& src = call.src;
+  const bool one_registration = host == nullptr || is_one_registration(host->whole(), kPinCure);
+  const CopyKind kind = host == nullptr ? CopyKind::kD2D
+                        : host == &src  ? CopyKind::kH2D
+                                        : CopyKind::kD2H;
   // A run is one copy if blocks of a layer touch (its rows are longer then) or if there is one
-  // layer (each block is a row). A pitch is not negative.
-  const bool blocks_touch =
-      dst.block_bytes == call.piece_bytes && src.block_bytes == call.piece_bytes;
-  const bool blocks_are_rows = call.num_layers == 1 && dst.block_bytes >= call.piece_bytes &&
-                               src.block_bytes >= call.piece_bytes;
-  const bool layers_are_rows = call.num_layers == 1 || (dst.layer_bytes >= call.piece_bytes &&
-                                                        src.layer_bytes >= call.piece_bytes);
-  CopyBatch batch(scope, call.kind());
+  // layer (each block is a row).
+  const auto touch = [&call](const Grid& side) {
+    return side.inner_stride == call.piece_bytes &&
+           (call.num_layers == 1 || side.outer_stride >= side.inner * call.piece_bytes);
+  };
+  const bool blocks_touch = touch(dst) && touch(src);
+  const bool blocks_are_rows = call.num_layers == 1 && dst.inner_stride >= call.piece_bytes &&
+                               src.inner_stride >= call.piece_bytes;
+  const bool layers_are_rows = call.num_layers == 1 || (dst.outer_stride >= call.piece_bytes &&
+                                                        src.outer_stride >= call.piece_bytes);
+  CopyBatch batch(scope, kind);
   const auto queue = [&](const Run& run) {
     if (run.num_blocks == 0) return;
-    Copy2D copy{call.dst_piece(run.dst_block),
-                call.src_piece(run.src_block),
-                dst.layer_bytes,
-                src.layer_bytes,
-                call.piece_bytes,
-                call.num_layers};
+    Copy2D copy{dst.row(0, run.dst_block), src.row(0, run.src_block), dst.outer_stride,
+                src.outer_stride,          call.piece_bytes,          call.num_layers};
     if (blocks_touch) {
       copy.width *= run.num_blocks;
     } else if (blocks_are_rows) {
-      copy.dst_pitch = dst.block_bytes;
-      copy.src_pitch = src.block_bytes;
+      copy.dst_pitch = dst.inner_stride;
+      copy.src_pitch = src.inner_stride;
       copy.height = run.num_blocks;
     }
     if (layers_are_rows) return batch.add(copy, one_registration);
-    // Layers that lie backwards, or whose blocks are expanded: piece by piece.
+    // Layers that overlap, or are expanded: piece by piece.
     for (i64 layer = 0; layer < call.num_layers; ++layer) {
       Copy2D piece = copy;
-      piece.dst += layer * dst.layer_bytes;
-      piece.src += layer * src.layer_bytes;
+      piece.dst += layer * dst.outer_stride;
+      piece.src += layer * src.outer_stride;
       piece.height = 1;
       batch.add(piece, one_registration);
     }
   };
-  // Layers of a source may overlap, but a row is no longer than its pitch.
-  i64 longest_run = blocks_touch || blocks_are_rows ? call.num_pairs : 1;
-  if (blocks_touch && call.num_layers > 1 && layers_are_rows) {
-    longest_run = std::min(dst.layer_bytes, src.layer_bytes) / call.piece_bytes;
-  }
+  const i64 longest_run = blocks_touch || blocks_are_rows ? call.num_pairs : 1;
   Run run{};
   for (const Pair& pair : pairs) {
     if (run.num_blocks < longest_run && run.takes(pair)) {
@@ -251,7 +338,7 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
 
 // Whether the copy engine is as fast as SMs, which then stay free.
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
-  const Blocks* host = call.host_side();
+  const Grid* host = call.host_side();
   const Figure most = host == &call.src ? kSmPieceBytes : kSmPieceBytesToHost;
   return host != nullptr && call.piece_bytes > figure(scope.device.ordinal, most) &&
          call.piece_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
@@ -259,9 +346,9 @@ bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
 
 // Whether blocks are whole pages on the host: all layers of each together.
 bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
-  const Blocks* host = call.host_side();
+  const Grid* host = call.host_side();
   const i64 block_bytes = call.num_layers * call.piece_bytes;
-  return host != nullptr && host->strides.layer_bytes == call.piece_bytes &&
+  return host != nullptr && host->outer_stride == call.piece_bytes &&
          block_bytes >= kMinBatchBytes && block_bytes <= kStagingBytes &&
          CopyBatch::can_batch(scope);
 }
@@ -276,10 +363,11 @@ void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
   const auto count = static_cast<i64>(pairs.size());
   const i64 at_once = std::min(count, kStagingBytes / block_bytes);
   const auto memory = allocate_bytes(at_once * block_bytes, call.on_gpu().dl->device);
-  Blocks staged = call.on_gpu();
+  Grid staged = call.on_gpu();
   staged.data = static_cast<char*>(memory.data_ptr());
-  staged.num_blocks = at_once;
-  staged.strides = {call.piece_bytes, block_bytes};
+  staged.inner = at_once;
+  staged.outer_stride = call.piece_bytes;
+  staged.inner_stride = block_bytes;
   BlockCall pages = call;
   (to_host ? pages.src : pages.dst) = staged;
   pages.piece_bytes = block_bytes;

@@ -6,19 +6,15 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "d2h_scatter";
-const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
-const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+const PairSites kSites(kOp);
 
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order,
                  AnyView method, AnyView num_threads) {
-  PairArgs args(kOp, kHostTarget, src, dst, pairs, num_sms);
+  PairArgs args(kOp, kSites, kHostTarget, src, dst, pairs, num_sms);
   const Lists lists{false, false, order_arg(kOp, order, args.traffic())};
   const Way way = way_arg(method, num_threads, args);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
-  args.params.src_site = kSrcSite;
-  args.params.dst_site = kDstSite;
-  args.params.fault = scope.device.fault_device;
   static KernelTable table = pair_kernels(kOp);
   run_pairs(scope, args, table, lists, way);
 }

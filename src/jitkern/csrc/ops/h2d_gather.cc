@@ -1,7 +1,9 @@
 // h2d_gather on the host: checks, CPU implementation, launches.
 #include <cstring>
 #include <limits>
+#include <vector>
 
+#include "host/cpu_copy.h"
 #include "pairs_host.h"
 
 namespace jitkern {
@@ -9,8 +11,7 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "h2d_gather";
-const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
-const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+const PairSites kSites(kOp);
 const FaultSite kSlotMapSite = fault_site(kOp, "slot_map");
 
 // From here on a call looks for repeated rows. The search costs about 10 us of the GPU, 2 % of the
@@ -22,33 +23,30 @@ void gather_resident_on_cpu(const PairArgs& args) {
   if (args.empty()) return;
   args.check_pairs();
   const PairCopyParams& p = args.params;
+  std::vector<CpuRow> rows;
   args.pairs.with_index([&](const auto index_at) {
     args.slot_map->with_index([&](const auto slot_at) {
       for (i64 i = 0; i < p.num_pairs; ++i) {
         const Pair pair(index_at, i);
         if (!pair.is_inside(p)) continue;
         const i64 slot = slot_at(pair.src_row);
-        if (slot < p.num_dst_rows) continue;
-        raise_index_error(kOp, "slot_map", pair.src_row, slot, p.num_dst_rows);
-      }
-      for (i64 i = 0; i < p.num_pairs; ++i) {
-        const Pair pair(index_at, i);
-        if (!pair.is_inside(p)) continue;
-        const i64 slot = slot_at(pair.src_row);
-        if (slot >= p.num_dst_rows) continue;  // by now
-        const char* source = slot >= 0 ? p.dst + slot * p.dst_stride_bytes
-                                       : p.src + pair.src_row * p.src_stride_bytes;
-        std::memmove(p.dst + pair.dst_row * p.dst_stride_bytes, source, args.src.row_bytes);
+        if (slot >= p.num_dst_rows) {
+          raise_index_error(kOp, "slot_map", pair.src_row, slot, p.num_dst_rows);
+        }
+        rows.push_back({p.dst + pair.dst_row * p.dst_stride_bytes,
+                        slot >= 0 ? p.dst + slot * p.dst_stride_bytes
+                                  : p.src + pair.src_row * p.src_stride_bytes});
       }
     });
   });
+  for (const CpuRow& row : rows) std::memmove(row.dst, row.src, args.row_bytes);
   args.update_slot_map();
 }
 
 void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView dedup_arg,
                 AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method,
                 AnyView num_threads) {
-  PairArgs args(kOp, kHostSource, src, dst, pairs, num_sms);
+  PairArgs args(kOp, kSites, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
   const bool dedup = bool_arg(kOp, "dedup", dedup_arg);
   const bool reuse_resident = bool_arg(kOp, "reuse_resident", reuse_resident_arg);
@@ -70,9 +68,6 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }
   const LaunchScope scope(args.dst);
-  args.params.src_site = kSrcSite;
-  args.params.dst_site = kDstSite;
-  args.params.fault = scope.device.fault_device;
   static KernelTable table = pair_kernels(kOp);
   run_pairs(scope, args, table, lists, way);
 }

@@ -48,8 +48,13 @@ void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   });
 }
 
-// `output` as one row for each index. ValueError unless it is of that shape.
-Rows output_rows(const Tensor& output, const Indices& indices, const Rows& weights) {
+// `output` as one row for each index. Checks where the three lie, in the order of the arguments,
+// and its shape.
+Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
+  const bool host_table = !weights.on_cuda() && indices.on_cuda();
+  if (!host_table) indices.same_device(weights);
+  const Tensor output(kOp, "output", value);
+  output.same_device(host_table ? static_cast<const Tensor&>(indices) : weights);
   output.same_dtype(weights);
   const DLTensor& out = *output.dl;
   const DLTensor& in = *indices.dl;
@@ -63,15 +68,6 @@ Rows output_rows(const Tensor& output, const Indices& indices, const Rows& weigh
                        "shape " + shape_text(shape.data(), shape.size()));
   }
   return Rows(output, in.ndim);
-}
-
-// Checks where the three lie, in the order of the arguments.
-Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
-  const bool host_table = !weights.on_cuda() && indices.on_cuda();
-  if (!host_table) indices.same_device(weights);
-  const Tensor output(kOp, "output", value);
-  output.same_device(host_table ? static_cast<const Tensor&>(indices) : weights);
-  return output_rows(output, indices, weights);
 }
 
 // Of indices.
@@ -205,14 +201,11 @@ PairCall fetch_call(const IndexArgs& args) {
   call.device = args.indices.dl->device;
   call.span_bytes = args.weights.num_rows * args.weights.stride_bytes;
   const IndexParams& params = args.params;
+  call.set_source(params.weights, params.weights_stride_bytes,
+                  std::max(params.vocab_length, params.added_row + params.added_length));
+  call.set_target(params.output, params.output_stride_bytes, params.num_rows);
   PairCopyParams& p = call.params;
-  p.dst = params.output;
-  p.src = params.weights;
-  p.dst_stride_bytes = params.output_stride_bytes;
-  p.src_stride_bytes = params.weights_stride_bytes;
   p.num_pairs = params.num_rows;
-  p.num_src_rows = std::max(params.vocab_length, params.added_row + params.added_length);
-  p.num_dst_rows = params.num_rows;
   p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
   p.fault = params.fault;
   return call;
@@ -230,14 +223,11 @@ void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& p
   const i64 num_pairs = call.params.num_pairs;
   const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
   call.params.pairs = pairs.data_ptr();
-  // All that may fail to compile, or for want of memory, comes before the first launch.
-  list_kernels(scope.device, call);
-  const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, true));
-  const MadeLists lists = allocate_lists(call, {true, false, is_worth_ordering(call.traffic())});
-  const Kernel& make_pairs = kernels.entries[kPairsOfIndices];
+  const Lists lists{true, false, is_worth_ordering(call.traffic())};
+  const Kernel& make_pairs = find_pair_kernels(scope, call, table, lists).entries[kPairsOfIndices];
   scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
                IndexPairsParams{params, pairs.data_ptr()});
-  copy_by_lists(scope, call, kernels, lists);
+  launch_pairs(scope, call, table, lists);
 }
 
 // ValueError if the table is not pinned.

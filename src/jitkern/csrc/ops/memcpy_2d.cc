@@ -9,6 +9,7 @@
 
 #include "host/copy_2d.h"
 #include "host/pinned.h"
+#include "unpack_host.h"
 
 namespace jitkern {
 
@@ -112,10 +113,7 @@ bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pa
   if (!allow_pageable) return is_one_registration(host, kPinned);
   const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };
   if (is_pinned(host.begin) || is_pinned(host.end - 1)) return is_one_registration(host, kPinned);
-  int status = 0;
-  const Driver& driver = Driver::get();
-  driver.check(driver.cuStreamIsCapturing(scope.stream(), &status), "cuStreamIsCapturing");
-  if (status != 0) {
+  if (is_capturing(scope.stream())) {
     host.value_error("pageable host memory while a graph is captured",
                      "pinned host memory, which a replay can read or write by itself");
   }
@@ -151,9 +149,8 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
   const Rows to(dst, height, width, dpitch);
   const Rows from(src, height, width, spitch);
   if (dst.ordinal() == src.ordinal()) to.apart_from(from);
-  const Copy2D copy{to.data, from.data, dpitch, spitch, width, height};
   if (kind == CopyKind::kH2H) {
-    copy_on_cpu(copy);
+    unpack_by_cpu(to.data, from.data, {simplified({0, 0, width, height, spitch, dpitch})});
     return kDone;
   }
   check_pending_fault(*device);
@@ -163,7 +160,7 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
   const bool one_registration =
       kind == CopyKind::kD2D ||
       check_host_memory(scope, kind == CopyKind::kH2D ? from : to, allow_pageable);
-  queue_copy(scope, kind, copy, one_registration);
+  queue_copy(scope, kind, {to.data, from.data, dpitch, spitch, width, height}, one_registration);
   return kDone;
 }
 

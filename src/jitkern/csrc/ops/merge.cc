@@ -1,23 +1,270 @@
-// merge_state and merge_states on the host: the CPU implementation, and the launch of the kernel.
+// merge_state and merge_states on the host: checks, the CPU implementation, the launch.
+#include "merge.h"
+
+#include <tvm/ffi/container/array.h>
+
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
+#include <optional>
+#include <string>
+#include <vector>
 
+#include "common.h"
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
-#include "merge_host.h"
 
 namespace jitkern {
 
 namespace {
 
-// -- on the CPU: row by row, by loops that the compiler vectorises
-// ---------------------------------
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+
+// Offsets in a row are 32-bit in the kernel, and so are numbers of rows.
+constexpr i64 kMostDim = (1ll << 28) - 1;
+constexpr i64 kMostRows = (1ll << 31) - 1;
+constexpr i64 kMostTokens = ~0ull >> 1;
+constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
+constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
+
+// A checked call. `options` is None, or (is_base_2, heads_first, scale, last); a Grid's outer
+// dimension is tokens, its inner one heads.
+struct MergeCall {
+  const char* op;
+  bool is_base_2 = false;
+  bool heads_first = false;
+  Any scale_given, last;  // prefill tokens of merge_state, the count of merge_states
+  std::vector<Grid> outs;
+  std::vector<Grid> lses;
+  std::optional<Grid> out;
+  std::optional<Grid> lse;
+  std::optional<Tensor> scale;
+  std::optional<Indices> num_valid;
+  i64 tokens_of_first = kMostTokens;
+  i64 dim = 0;
+  int in_type = kFloat32;
+  int out_type = kFloat32;
+  int lse_type = kFloat32;  // of the partials'
+  int merged_lse_type = kFloat32;
+  float log2_of_base = 1.44269504f;
+  float base_log_of_2 = 0.69314718f;
+  bool lse_is_in_place = false;
+
+  MergeCall(const char* op, AnyView options);
+  // The next partial.
+  void add(const Tensor& out, const Tensor& lse);
+  // Lists of tensors, or one stacked tensor of each.
+  void add_all(AnyView outs, AnyView lses);
+  void add_stacked(const Tensor& out, const Tensor& lse);
+  void finish(AnyView out, AnyView lse);
+  void take_scale();
+  void take_count();
+
+  i64 num_states() const { return static_cast<i64>(outs.size()); }
+  i64 num_rows() const { return out->outer * out->inner; }
+};
+
+// -- checks --------------------------------------------------------------------------------------
+
+Grid value_rows(const Tensor& tensor, int first_dim = 0) {
+  const DLTensor& dl = *tensor.dl;
+  if (dl.ndim != first_dim + 3) {
+    tensor.value_error("shape " + tensor.shape_text(),
+                       first_dim ? "[n, tokens, heads, dim]" : "[tokens, heads, dim]");
+  }
+  const i64 dim = dl.shape[first_dim + 2];
+  if (dim == 0 || dim > kMostDim) {
+    tensor.value_error("dim " + std::to_string(dim), "1 to " + std::to_string(kMostDim));
+  }
+  return Grid(tensor, first_dim, first_dim + 1, first_dim + 2);
+}
+
+// The rows of an lse, whose numbers of tokens and heads are those of `like`.
+Grid lse_rows(const Tensor& lse, const Grid& like, bool heads_first, int first_dim = 0) {
+  const DLTensor& dl = *lse.dl;
+  const i64 tokens_and_heads[] = {like.outer, like.inner};
+  if (dl.ndim == first_dim + 2 && dl.shape[first_dim] == tokens_and_heads[heads_first] &&
+      dl.shape[first_dim + 1] == tokens_and_heads[!heads_first]) {
+    return Grid(lse, first_dim + heads_first, first_dim + !heads_first, dl.ndim);
+  }
+  const auto fitting = [&](bool is_heads_first) {
+    std::vector<int64_t> shape(like.dl->shape, like.dl->shape + first_dim);
+    shape.push_back(tokens_and_heads[is_heads_first]);
+    shape.push_back(tokens_and_heads[!is_heads_first]);
+    return shape_text(shape.data(), shape.size()) +
+           (is_heads_first ? " of (heads, tokens)" : " of (tokens, heads)");
+  };
+  lse.value_error("shape " + lse.shape_text(),
+                  fitting(heads_first) + ", as " + like.arg + " has shape " + like.shape_text() +
+                      "; or with lse_layout=\"" + kLayouts[!heads_first] + "\" " +
+                      fitting(!heads_first));
+}
+
+Tensor stacked(const char* op, const char* arg, AnyView value) {
+  if (!value.try_cast<DLTensor*>().has_value()) {
+    raise_type_error(op, arg, value, "a list of tensors, or one stacked tensor");
+  }
+  return Tensor(op, arg, value);
+}
+
+void check_count(const char* op, const char* what, i64 count) {
+  if (count >= 1 && count <= kMostStates) return;
+  raise_value_error(op, "outs", what + std::to_string(count),
+                    "1 to " + std::to_string(kMostStates) + " partial results");
+}
+
+// A partial may be with the result, or in pinned host memory for a GPU.
+void check_place(const Grid& partial, const Tensor& out) {
+  if (partial.on_cuda() || !out.on_cuda()) partial.same_device(out);
+}
+
+// Whether it is in place of a partial; ValueError where it shares memory with one in another way.
+bool check_written(const Grid& written, const std::vector<Grid>& same,
+                   const std::vector<Grid>& others) {
+  written.distinct_rows();
+  bool in_place = false;
+  for (const Grid& one : same) {
+    const bool is_same = written.is_same_place_as(one);
+    in_place |= is_same;
+    if (!is_same) written.apart_from(one, kPlace);
+  }
+  for (const Grid& one : others) written.apart_from(one);
+  return in_place;
+}
+
+MergeCall::MergeCall(const char* op, AnyView options) : op(op) {
+  if (is_none(options)) return;
+  const auto given = options.cast<Array<Any>>();
+  is_base_2 = given[0].cast<bool>();
+  heads_first = given[1].cast<bool>();
+  scale_given = given[2];
+  last = given[3];
+  if (is_base_2) log2_of_base = base_log_of_2 = 1;
+}
+
+void MergeCall::add(const Tensor& out, const Tensor& lse) {
+  in_type = float_type(out);
+  lse_type = float_type(lse);
+  if (!outs.empty()) {
+    const Tensor& first = outs[0];
+    out.same_dtype(first);
+    if (out.dl->ndim != first.dl->ndim ||
+        !std::equal(out.dl->shape, out.dl->shape + out.dl->ndim, first.dl->shape)) {
+      out.value_error("shape " + out.shape_text(),
+                      "shape " + first.shape_text() + " as in " + first.arg);
+    }
+    lse.same_dtype(lses[0]);
+  }
+  outs.push_back(value_rows(out));
+  lses.push_back(lse_rows(lse, outs[0], heads_first));
+}
+
+void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
+  in_type = float_type(out);
+  lse_type = float_type(lse);
+  const Grid first = value_rows(out, 1);
+  const i64 count = out.dl->shape[0];
+  check_count(op, "a first dimension of ", count);
+  const Grid first_lse = lse_rows(lse, first, heads_first, 1);
+  if (lse.dl->shape[0] != count) {
+    lse.value_error("shape " + lse.shape_text(),
+                    "a first dimension of " + std::to_string(count) + " as in outs");
+  }
+  for (i64 i = 0; i < count; ++i) {
+    outs.push_back(first.moved_by(i * out.stride(0) * out.item_bytes()));
+    lses.push_back(first_lse.moved_by(i * lse.stride(0) * lse.item_bytes()));
+  }
+}
+
+void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
+  const auto list = outs_arg.as<Array<Any>>();
+  const auto lse_list = lses_arg.as<Array<Any>>();
+  if (!list) {
+    const Tensor out = stacked(op, "outs", outs_arg);
+    if (lse_list) raise_type_error(op, "lses", lses_arg, "a stacked tensor, as outs is");
+    return add_stacked(out, stacked(op, "lses", lses_arg));
+  }
+  if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list of tensors, as outs is");
+  const size_t count = list->size();
+  check_count(op, "a list of ", static_cast<i64>(count));
+  if (lse_list->size() != count) {
+    raise_value_error(op, "lses", "a list of " + std::to_string(lse_list->size()),
+                      std::to_string(count) + ", one for each of outs");
+  }
+  static const auto& out_names = *new auto(item_names("outs", kMostStates));
+  static const auto& lse_names = *new auto(item_names("lses", kMostStates));
+  outs.reserve(count);
+  lses.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    add(Tensor(op, out_names[i].c_str(), (*list)[i]),
+        Tensor(op, lse_names[i].c_str(), (*lse_list)[i]));
+  }
+}
+
+void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
+  const Tensor tensor(op, "output", out_arg);
+  out_type = float_type(tensor, true);
+  out = value_rows(tensor);
+  dim = tensor.dl->shape[2];
+  const Grid& like = outs[0];
+  const int64_t shape[] = {like.outer, like.inner, like.dl->shape[like.dl->ndim - 1]};
+  if (!std::equal(shape, shape + 3, tensor.dl->shape)) {
+    tensor.value_error("shape " + tensor.shape_text(),
+                       "shape " + shape_text(shape, 3) + " as in " + like.arg);
+  }
+  for (size_t i = 0; i < outs.size(); ++i) {
+    check_place(outs[i], tensor);
+    check_place(lses[i], tensor);
+  }
+  check_written(*out, outs, lses);
+  if (!is_none(lse_arg)) {
+    lse = lse_rows(Tensor(op, "lse", lse_arg), *out, heads_first);
+    merged_lse_type = float_type(*lse);
+    lse->same_device(tensor);
+    lse->apart_from(*out);
+    lse_is_in_place = check_written(*lse, lses, outs);
+  }
+  take_scale();
+}
+
+// float8_e4m3fn has one, other types have none.
+void MergeCall::take_scale() {
+  const bool is_fp8 = out_type == kFloat8E4M3;
+  if (is_none(scale_given)) {
+    if (!is_fp8) return;
+    raise_value_error(op, "scale", "None",
+                      "a float32 tensor of 1 element, as output is float8_e4m3fn");
+  }
+  scale.emplace(op, "scale", scale_given);
+  const DLDataType& dtype = scale->dl->dtype;
+  if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
+    scale->type_error("dtype " + scale->dtype_name(), "float32");
+  }
+  if (scale->numel() != 1) scale->value_error("shape " + scale->shape_text(), "1 element");
+  scale->same_device(*out);
+  const Rows one(*scale, 1, 4, 4);
+  one.apart_from(out->whole());
+  if (lse) one.apart_from(lse->whole());
+  if (!is_fp8) scale->value_error("a tensor", "None, as output is " + out->dtype_name());
+}
+
+// How many partials count: one number, or one for each token.
+void MergeCall::take_count() {
+  num_valid.emplace(op, "count", last);
+  num_valid->same_device(*out);
+  if (num_valid->dl->ndim > 1 || (num_valid->count != 1 && num_valid->count != out->outer)) {
+    num_valid->value_error("shape " + num_valid->shape_text(),
+                           "shape [1] or [" + std::to_string(out->outer) + "], one for each token");
+  }
+  num_valid->apart_from(out->whole());
+  if (lse) num_valid->apart_from(lse->whole());
+}
+
+// -- on the CPU ----------------------------------------------------------------------------------
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Values that are added up before they go to memory: they stay in L1, and the loops over them are
-// long enough.
+// Values that are added up before they go to memory: they stay in L1, and loops that the compiler
+// vectorises are long enough.
 constexpr i64 kPartDim = 512;
 
 float load_lse(const char* from, int type) {
@@ -106,7 +353,7 @@ void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 tok
 void merge_rows(const MergeCall& call, i64 begin, i64 end) {
   const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
   for (i64 row = begin; row < end; ++row) {
-    const i64 token = row / call.out->heads, head = row % call.out->heads;
+    const i64 token = row / call.out->inner, head = row % call.out->inner;
     i64 num_valid = call.num_states();
     if (call.num_valid) {
       call.num_valid->with_index([&](const auto at) {
@@ -120,35 +367,25 @@ void merge_rows(const MergeCall& call, i64 begin, i64 end) {
 }
 
 void merge_by_cpu(const MergeCall& call) {
-  const i64 rows = call.out->tokens * call.out->heads;
+  const i64 rows = call.num_rows();
   const i64 bytes = rows * (call.num_states() * call.outs[0].row_bytes + call.out->row_bytes);
-  const auto run = [&call](i64 begin, i64 end) { merge_rows(call, begin, end); };
-  const i64 threads = threads_for(rows, bytes);
-  threads > 1 ? for_parts(rows, threads, run) : run(0, rows);
+  for_parts(rows, threads_for(rows, bytes),
+            [&call](i64 begin, i64 end) { merge_rows(call, begin, end); });
 }
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
-constexpr i64 kMostRows = (1ll << 31) - 1;  // of one launch
 // Up to so many threads in all, blocks have 128 threads rather than 512: one token of 32 heads
 // takes 1.22 us and not 1.50, 64 tokens 1.73 and not 1.92, but 1,024 tokens 7.7 and not 7.5.
 constexpr i64 kSmallThreadsOfSm = 1024;
 
-// A partial's rows as the GPU has them.
-const char* address_on_gpu(const HeadRows& rows) {
-  if (rows.on_cuda()) return rows.data;
-  const Rows whole = rows.whole();
-  return mapped_rows(whole) + (rows.data - whole.data);
-}
-
 // Elements of the widest vectors that all rows allow, the same number on both sides.
 i64 elems_of_vector(const MergeCall& call) {
-  const auto bits = [](const HeadRows& rows) {
-    return address(rows.data) |
-           static_cast<u64>(rows.row_bytes | rows.strides.token | rows.strides.head);
+  const auto bits = [](const Grid& rows) {
+    return address(rows.data) | static_cast<u64>(rows.row_bytes) | rows.stride_bits();
   };
   u64 in = 0;
-  for (const HeadRows& rows : call.outs) in |= bits(rows);
+  for (const Grid& rows : call.outs) in |= bits(rows);
   const int in_item = item_bytes_of(call.in_type), out_item = item_bytes_of(call.out_type);
   const int out_vec = widest_vec(bits(*call.out));
   i64 elems = widest_vec(in) / in_item;
@@ -167,24 +404,16 @@ int capacity_of(i64 num_states) {
   return capacity;
 }
 
-KernelTable& kernels() {
-  // `rows` of a small block; a large block has `times` as many.
-  static KernelTable table(
-      "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
-      [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
-  return table;
-}
-
 // The one stride of all rows, or -1.
-i64 row_stride(const HeadRows& rows) {
-  if (rows.heads == 1) return rows.strides.token;
-  const bool is_one = rows.tokens == 1 || rows.strides.token == rows.heads * rows.strides.head;
-  return is_one ? rows.strides.head : -1;
+i64 row_stride(const Grid& rows) {
+  if (rows.inner == 1) return rows.outer_stride;
+  const bool is_one = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
+  return is_one ? rows.inner_stride : -1;
 }
 
 // Whether all partials count, with one stride for all rows of all of them.
 bool is_plain(const MergeCall& call) {
-  if (call.num_valid || call.tokens_of_first < call.out->tokens || call.outs.size() < 2)
+  if (call.num_valid || call.tokens_of_first < call.out->outer || call.outs.size() < 2)
     return false;
   const i64 of_outs = row_stride(call.outs[0]);
   const i64 of_lses = row_stride(call.lses[0]);
@@ -196,13 +425,20 @@ bool is_plain(const MergeCall& call) {
   return true;
 }
 
-MergeTarget target_of(const MergeCall& call) {
-  MergeTarget to{};
+// A kernel takes the first of the partials, as many as it is made for.
+MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
+  // A plain kernel takes the head stride as the row stride, the first partial's for all.
+  const auto strides = [&](const Grid& rows) {
+    const bool by_token = plain && rows.inner == 1;
+    return HeadStrides{rows.outer_stride, by_token ? rows.outer_stride : rows.inner_stride};
+  };
+  MergeParams<kMostStates> params;
+  MergeTarget& to = params.to = {};
   to.out = call.out->data;
-  to.out_strides = call.out->strides;
+  to.out_strides = strides(*call.out);
   if (call.lse) {
     to.lse = call.lse->data;
-    to.lse_strides = call.lse->strides;
+    to.lse_strides = strides(*call.lse);
     to.lse_type = call.merged_lse_type;
     to.lse_is_in_place = call.lse_is_in_place;
   }
@@ -215,71 +451,42 @@ MergeTarget target_of(const MergeCall& call) {
   to.num_states = static_cast<i32>(call.num_states());
   to.log2_of_base = call.log2_of_base;
   to.base_log_of_2 = call.base_log_of_2;
-  to.heads = Divisor::of(static_cast<u32>(call.out->heads));
-  return to;
+  to.heads = Divisor::of(static_cast<u32>(call.out->inner));
+  to.num_rows = static_cast<u32>(call.num_rows());
+  to.tokens_of_first = static_cast<u32>(std::min(call.tokens_of_first, kMostRows));
+  for (size_t i = 0; i < call.outs.size(); ++i) {
+    const Grid& out = call.outs[i];
+    const Grid& lse = call.lses[i];
+    params.states[i] = {out.on_gpu(), lse.on_gpu(), strides(out), strides(lse)};
+  }
+  return params;
 }
-
-// A kernel takes the first of the partials, as many as it is made for.
-struct Launches {
-  const MergeCall& call;
-  MergeParams<kMostStates> params;
-
-  Launches(const MergeCall& call, bool plain) : call(call) {
-    params.to = target_of(call);
-    for (size_t i = 0; i < call.outs.size(); ++i) {
-      const HeadRows& out = call.outs[i];
-      const HeadRows& lse = call.lses[i];
-      params.states[i] = {address_on_gpu(out), address_on_gpu(lse), out.strides, lse.strides};
-    }
-    if (!plain || call.out->heads > 1) return;
-    // The kernel takes the head stride as the row stride, the first partial's for all.
-    for (HeadStrides* strides : {&params.to.out_strides, &params.to.lse_strides,
-                                 &params.states[0].out_strides, &params.states[0].lse_strides}) {
-      strides->head = strides->token;
-    }
-  }
-
-  // Launches the next tokens, after `done`.
-  void launch(const LaunchScope& scope, const LoadedKernels& kernels, i64 done, i64 tokens) {
-    MergeTarget& to = params.to;
-    to.num_rows = static_cast<u32>(tokens * call.out->heads);
-    to.tokens_of_first =
-        static_cast<u32>(std::clamp<i64>(call.tokens_of_first - done, 0, kMostRows));
-    const Kernel& kernel = kernels.entries[0];
-    const unsigned small = kernel.num_threads / kernels.shape.splits;
-    const i64 small_blocks = ceil_div(to.num_rows, kernels.shape.rows);
-    const bool is_small = small_blocks * small <= scope.device.num_sms * kSmallThreadsOfSm;
-    const int times = is_small ? 1 : kernels.shape.splits;
-    to.rows_of_block = static_cast<u32>(times * kernels.shape.rows);
-    const i64 bytes = static_cast<i64>(sizeof(MergeTarget) +
-                                       static_cast<u64>(kernels.spec[5]) * sizeof(PartialState));
-    scope.launch_bytes(kernel, ceil_div(small_blocks, times), &params, bytes, times * small);
-    to.out += tokens * to.out_strides.token;
-    if (to.lse != nullptr) to.lse += tokens * to.lse_strides.token;
-    if (to.valid_per_token) {
-      to.num_valid = static_cast<const char*>(to.num_valid) + tokens * to.num_valid_bytes;
-    }
-    for (size_t i = 0; i < call.outs.size(); ++i) {
-      params.states[i].out += tokens * params.states[i].out_strides.token;
-      params.states[i].lse += tokens * params.states[i].lse_strides.token;
-    }
-  }
-};
 
 void merge_by_gpu(const MergeCall& call) {
   const LaunchScope scope(*call.out);
-  const i64 tokens = call.out->tokens, heads = call.out->heads;
-  if (tokens == 0 || heads == 0) return;
-  if (heads > kMostRows) call.out->value_error(std::to_string(heads) + " heads", "less than 2^31");
-  const bool plain = is_plain(call);
-  const LoadedKernels& loaded = kernels().find(
-      scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,
-                         call.lse_type, capacity_of(call.num_states()), plain));
-  Launches launches(call, plain);
-  const i64 most_tokens = kMostRows / heads;
-  for (i64 done = 0; done < tokens; done += most_tokens) {
-    launches.launch(scope, loaded, done, std::min(most_tokens, tokens - done));
+  if (call.out->empty()) return;
+  if (call.num_rows() > kMostRows) {
+    call.out->value_error(std::to_string(call.num_rows()) + " rows", "less than 2^31");
   }
+  // `rows` of a small block; a large block has `times` as many.
+  static KernelTable table(
+      "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
+      [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
+  const bool plain = is_plain(call);
+  const int capacity = capacity_of(call.num_states());
+  const LoadedKernels& loaded =
+      table.find(scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,
+                                    call.lse_type, capacity, plain));
+  MergeParams<kMostStates> params = params_of(call, plain);
+  const Kernel& kernel = loaded.entries[0];
+  const unsigned small = kernel.num_threads / loaded.shape.splits;
+  const i64 small_blocks = ceil_div(params.to.num_rows, loaded.shape.rows);
+  const bool is_small = small_blocks * small <= scope.device.num_sms * kSmallThreadsOfSm;
+  const int times = is_small ? 1 : loaded.shape.splits;
+  params.to.rows_of_block = static_cast<u32>(times * loaded.shape.rows);
+  const u64 bytes = sizeof(MergeTarget) + static_cast<u64>(capacity) * sizeof(PartialState);
+  scope.launch_bytes(kernel, ceil_div(small_blocks, times), &params, static_cast<i64>(bytes),
+                     times * small);
 }
 
 void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }
@@ -292,7 +499,13 @@ void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, Any
   call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
   call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
   call.finish(out, lse);
-  if (!is_none(call.options.last)) call.take_prefill_tokens(call.options.last);
+  if (!is_none(call.last)) {
+    constexpr const char* kArg = "prefill_tokens_with_context";
+    call.tokens_of_first = int_arg(call.op, kArg, call.last);
+    if (call.tokens_of_first < 0) {
+      raise_value_error(call.op, kArg, std::to_string(call.tokens_of_first), "0 or more");
+    }
+  }
   merge(call);
 }
 
@@ -300,7 +513,7 @@ void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView 
   MergeCall call("merge_states", options);
   call.add_all(outs, lses);
   call.finish(out, lse);
-  if (!is_none(call.options.last)) call.take_num_valid(call.options.last);
+  if (!is_none(call.last)) call.take_count();
   merge(call);
 }
 

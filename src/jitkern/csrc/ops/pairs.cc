@@ -22,8 +22,20 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
 
 }  // namespace
 
-PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView dst_arg,
-                   AnyView pairs_arg, AnyView num_sms_value)
+void PairCall::set_source(const char* rows, i64 stride_bytes, i64 count) {
+  params.src = rows;
+  params.src_stride_bytes = stride_bytes;
+  params.num_src_rows = count;
+}
+
+void PairCall::set_target(char* rows, i64 stride_bytes, i64 count) {
+  params.dst = rows;
+  params.dst_stride_bytes = stride_bytes;
+  params.num_dst_rows = count;
+}
+
+PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src_arg,
+                   AnyView dst_arg, AnyView pairs_arg, AnyView num_sms_value)
     : src(op, "src", src_arg), dst(op, "dst", dst_arg), pairs(op, "pairs", pairs_arg) {
   this->host_side = host_side;
   num_sms = num_sms_arg(op, num_sms_value);
@@ -37,14 +49,12 @@ PairArgs::PairArgs(const char* op, HostSide host_side, AnyView src_arg, AnyView 
   dst.distinct_rows();
   dst.apart_from(src);
   pairs.apart_from(dst);
-  params.dst = dst.data;
-  params.src = src.data;
-  params.dst_stride_bytes = dst.stride_bytes;
-  params.src_stride_bytes = src.stride_bytes;
+  set_target(dst.data, dst.stride_bytes, dst.num_rows);
+  set_source(src.data, src.stride_bytes, src.num_rows);
   params.pairs = pairs.data;
   params.num_pairs = pairs.count / 2;
-  params.num_src_rows = src.num_rows;
-  params.num_dst_rows = dst.num_rows;
+  params.src_site = sites.src;
+  params.dst_site = sites.dst;
   row_bytes = src.row_bytes;
   index_bytes = pairs.index_bytes;
   device = device_rows().dl->device;
@@ -74,11 +84,7 @@ void PairArgs::check_pairs() const {
   pairs.with_index([&](const auto index_at) {
     for (i64 i = 0; i < params.num_pairs; ++i) {
       const Pair pair(index_at, i);
-      if (pair.is_padding() || pair.is_inside(params)) continue;
-      if (pair.src_row >= src.num_rows) {
-        raise_index_error(src.op, "pairs[..., 0]", i, pair.src_row, src.num_rows);
-      }
-      raise_index_error(src.op, "pairs[..., 1]", i, pair.dst_row, dst.num_rows);
+      if (!pair.is_padding()) pair.require_inside(src.op, i, src.num_rows, dst.num_rows);
     }
   });
 }
@@ -86,31 +92,31 @@ void PairArgs::check_pairs() const {
 void PairArgs::run_on_cpu() const {
   if (empty()) return;
   check_pairs();
-  const PairCopyParams& p = params;
-  pairs.with_index([&](const auto index_at) {
-    copy_rows<kRandomBoth>(p.num_pairs, src.row_bytes, p.num_dst_rows * src.row_bytes,
-                           [&p, index_at](i64 i) {
-                             const Pair pair(index_at, i);
-                             if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
-                             return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
-                                           p.src + pair.src_row * p.src_stride_bytes};
-                           });
-  });
+  copy_on_cpu();
   update_slot_map();
 }
 
-void PairArgs::update_slot_map() const {
+void PairArgs::copy_on_cpu(i64 first, i64 step) const {
   const PairCopyParams& p = params;
-  if (p.slot_map == nullptr) return;
   pairs.with_index([&](const auto index_at) {
-    for (i64 i = 0; i < p.num_pairs; ++i) {
+    const auto row_at = [&p, index_at, first, step](i64 i) {
+      const Pair pair(index_at, first + i * step);
+      if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
+      return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
+                    p.src + pair.src_row * p.src_stride_bytes};
+    };
+    copy_rows<kRandomBoth>(ceil_div(p.num_pairs - first, step), row_bytes,
+                           p.num_dst_rows * row_bytes, row_at);
+  });
+}
+
+void PairArgs::update_slot_map() const {
+  if (params.slot_map == nullptr) return;
+  const PairList slots{params.slot_map, params.slot_map_bytes};
+  pairs.with_index([&](const auto index_at) {
+    for (i64 i = 0; i < params.num_pairs; ++i) {
       const Pair pair(index_at, i);
-      if (!pair.is_inside(p)) continue;
-      if (p.slot_map_bytes == 4) {
-        static_cast<int32_t*>(p.slot_map)[pair.src_row] = static_cast<int32_t>(pair.dst_row);
-      } else {
-        static_cast<int64_t*>(p.slot_map)[pair.src_row] = pair.dst_row;
-      }
+      if (pair.is_inside(params)) slots.set_item(pair.src_row, pair.dst_row);
     }
   });
 }
@@ -202,7 +208,7 @@ bool is_bound_by_pages(const HostTraffic& traffic) {
   constexpr double kPageBytes = 64 << 10;
   constexpr double kMargin = 1.1;
   const double num_rows = double(traffic.num_rows);
-  const double num_pages = std::abs(double(traffic.span_bytes)) / kPageBytes;
+  const double num_pages = double(traffic.span_bytes) / kPageBytes;
   // Of random rows the first of each page pays for it.
   const double touched = num_pages * -std::expm1(-num_rows / num_pages);
   const double miss_bytes = double(figure(traffic.ordinal, kPageMissBytes));
@@ -228,7 +234,7 @@ Method fastest_gather(const HostTraffic& traffic, i64 num_threads) {
 Method fastest_scatter(const HostTraffic& traffic, i64 num_threads) {
   const bool pays = traffic.num_rows >= kMinRowsToScatterByCpu &&
                     num_threads >= figure(traffic.ordinal, kCpuScatterThreads) &&
-                    std::abs(traffic.span_bytes) >= figure(traffic.ordinal, kCpuScatterSpanBytes) &&
+                    traffic.span_bytes >= figure(traffic.ordinal, kCpuScatterSpanBytes) &&
                     is_bound_by_pages(traffic);
   return pays ? Method::kCpu : Method::kSms;
 }
@@ -258,8 +264,7 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
     const auto copy_part = [&](i64 from, i64 to) {
       if (copy_pairs(args, list, begin, begin + from, begin + to)) any_outside = true;
     };
-    const i64 threads = std::min(num_threads, threads_for(count, 16 * count));
-    threads > 1 ? for_parts(count, threads, copy_part) : copy_part(0, count);
+    for_parts(count, std::min(num_threads, threads_for(count, 16 * count)), copy_part);
     if (any_outside && count == num_pairs) args.check_pairs();
   };
   // Of several blocks all are checked before the first is queued; what another thread writes into
@@ -300,6 +305,7 @@ void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, con
     args.max_sms = kMaxSmsBeside;
     method = of_host ? fastest(args, lists, num_threads) : Method::kSms;
   }
+  args.params.fault = scope.device.fault_device;
   if (method != Method::kCpu) args.map_host_rows();
   if (args.empty()) return;
   if (!of_host) return launch_pairs(scope, args, table, lists);

@@ -67,11 +67,9 @@ const LoadedKernels& chunk_kernels(const LaunchScope& scope, const PairArgs& arg
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   if (args.host_side == kHostSource) {
-    call.params.src = nullptr;
-    call.params.src_stride_bytes = args.row_bytes;
+    call.set_source(nullptr, args.row_bytes, 0);
   } else {
-    call.params.dst = nullptr;
-    call.params.dst_stride_bytes = args.row_bytes;
+    call.set_target(nullptr, args.row_bytes, 0);
   }
   return table.find(scope.device, pair_spec(call, false));
 }
@@ -155,14 +153,10 @@ class ChunkWork {
     PairCopyParams& p = call.params;
     char* const rows = chunk.device + shape_.rows_at(count);
     if (args_.host_side == kHostSource) {
-      p.src = rows;
-      p.src_stride_bytes = args_.row_bytes;
-      p.num_src_rows = count;
+      call.set_source(rows, args_.row_bytes, count);
       p.slot_rows = chunk.device + shape_.slot_rows_at(count);
     } else {
-      p.dst = rows;
-      p.dst_stride_bytes = args_.row_bytes;
-      p.num_dst_rows = count;
+      call.set_target(rows, args_.row_bytes, count);
     }
     p.pairs = chunk.device;
     p.num_pairs = count;
@@ -250,9 +244,7 @@ class ChunkWork {
   PairList list_{};
 };
 
-// The SMs' share of the rows while nothing is known of such calls.
-constexpr double kShareOfSms = 0.4;
-// They get this much of their share of what is left at a time, so that they do not end last.
+// SMs get this much of their share of what is left at a time, so that they do not end last.
 constexpr double kAtOnce = 0.85;
 constexpr i64 kMinRowsOfSms = 4096;
 // Threads have that many chunks: one that ends, and the next.
@@ -271,9 +263,7 @@ class GatherByCpu : public ChunkWork {
       : ChunkWork(scope, args, kernels, num_threads),
         table_(table),
         lists_(lists),
-        with_sms_(with_sms),
-        traffic_{args.row_bytes, args.span_bytes >> 30, 64 - __builtin_clzll(args.params.num_pairs),
-                 num_threads, args.num_sms.value_or(0)} {}
+        with_sms_(with_sms) {}
 
  private:
   void start_block(i64 count) override {
@@ -339,13 +329,12 @@ class GatherByCpu : public ChunkWork {
     return !sms_are_busy_;
   }
 
-  // As measured in this call, or in the last one of its kind.
+  // As measured in this call, or in the last one.
   double share_of_sms() const {
     if (rows_of_sms_ > 0 && rows_sent_ > 0) {
       return double(rows_of_sms_) / double(rows_of_sms_ + rows_sent_);
     }
-    const auto known = staging_.sms_shares.find(traffic_);
-    return known == staging_.sms_shares.end() ? kShareOfSms : known->second;
+    return staging_.sms_share;
   }
 
   void learn_share(i64 count) {
@@ -356,7 +345,7 @@ class GatherByCpu : public ChunkWork {
     } else if (num_fetches_ == 1) {
       share *= 1.05 / kAtOnce;  // it was too small: nothing was left for a second fetch
     }
-    staging_.sms_shares[traffic_] = std::clamp(share, 0.05, 0.95);
+    staging_.sms_share = std::clamp(share, 0.05, 0.95);
   }
 
   // Gives the next chunk to the threads, if they run out of work and one is free.
@@ -433,7 +422,6 @@ class GatherByCpu : public ChunkWork {
   KernelTable& table_;
   const Lists lists_;
   const bool with_sms_;
-  const Staging::Traffic traffic_;
 
   // Of the block: SMs take pairs from its front, the CPU from its back.
   tvm::ffi::Tensor on_device_;

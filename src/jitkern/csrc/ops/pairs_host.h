@@ -18,7 +18,7 @@ struct HostTraffic {
   int ordinal;  // of the GPU, -1: none
   i64 num_rows;
   i64 row_bytes;
-  i64 span_bytes;  // of the host's rows, first to last; below 1 (none, or backwards): no order
+  i64 span_bytes;  // of the host's rows, first to last; 0 (none, or expanded): no order
 };
 
 // Whether the order pays: for many short rows of more memory than the link's translation reaches.
@@ -96,6 +96,11 @@ struct Pair {
   bool is_inside(const PairCopyParams& p) const {
     return is_below(src_row, p.num_src_rows) && is_below(dst_row, p.num_dst_rows);
   }
+  // IndexError if this pair, number i and no padding, is out of range.
+  void require_inside(const char* op, i64 i, i64 num_src_rows, i64 num_dst_rows) const {
+    if (src_row >= num_src_rows) raise_index_error(op, "pairs[..., 0]", i, src_row, num_src_rows);
+    if (dst_row >= num_dst_rows) raise_index_error(op, "pairs[..., 1]", i, dst_row, num_dst_rows);
+  }
 };
 
 // Pairs of the narrowest type that holds the numbers of their rows.
@@ -128,6 +133,13 @@ constexpr i64 kMaxSms = 8;
 // decode step, 4 move 28 at 1.10 (H200, batch 1).
 constexpr i64 kMaxSmsBeside = 2;
 
+// Of an op's index arguments.
+struct PairSites {
+  explicit PairSites(const char* op)
+      : src(fault_site(op, "pairs[..., 0]")), dst(fault_site(op, "pairs[..., 1]")) {}
+  const FaultSite src, dst;
+};
+
 // A copy between host and device memory.
 struct PairCall {
   PairCopyParams params{};
@@ -142,13 +154,16 @@ struct PairCall {
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
   HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
+  // Rows come from there, or go there, instead.
+  void set_source(const char* rows, i64 stride_bytes, i64 count);
+  void set_target(char* rows, i64 stride_bytes, i64 count);
 };
 
 // The arguments of an op on pairs.
 struct PairArgs : PairCall {
   // Checks everything but slot_map. TypeError or ValueError naming `op` and the argument.
-  PairArgs(const char* op, HostSide host_side, AnyView src, AnyView dst, AnyView pairs,
-           AnyView num_sms);
+  PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src, AnyView dst,
+           AnyView pairs, AnyView num_sms);
 
   // Checks `slot_map` (None or [num_src_rows], int32 or int64) and puts it into `params`.
   void take_slot_map(AnyView slot_map);
@@ -162,6 +177,8 @@ struct PairArgs : PairCall {
 
   // On CPU tensors: raises IndexError before anything is written, else copies.
   void run_on_cpu() const;
+  // Copies every `step`-th pair from number `first` on.
+  void copy_on_cpu(i64 first = 0, i64 step = 1) const;
   // Writes every copied pair to the slot map, if there is one. On CPU tensors.
   void update_slot_map() const;
 
@@ -211,29 +228,13 @@ i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
-// The kernels that make the lists of a call: load them before it launches anything.
-const LoadedKernels& list_kernels(const Device& device, const PairCall& call);
-
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
-// The lists of a large call, and their scratch memory.
-struct MadeLists {
-  tvm::ffi::Tensor memory;
-  Lists lists;
-  ListParams params;
-  i64 ones_bytes;  // that the memory begins with
-};
-
-// Takes the memory from torch's caching allocator: before the call launches what writes.
-MadeLists allocate_lists(const PairCall& call, const Lists& lists);
-
-// Sorts the pairs of the call into the lists, and copies what they ask for.
-void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                   const MadeLists& made);
-
-// Loads the kernels of a call, with `in_parts` also those of parts of it.
-void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                       const Lists& lists, bool in_parts = false);
+// Loads the kernels of a call, with `in_parts` also those of parts of it; before it launches
+// anything.
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
+                                       KernelTable& table, const Lists& lists,
+                                       bool in_parts = false);
 
 // Launches a call: one copy of its pairs, or by its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,

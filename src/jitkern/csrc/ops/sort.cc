@@ -32,13 +32,58 @@ bool goes_by_lists(const PairCall& call, const Lists& lists) {
   return (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
 }
 
-// Sorts the pairs of the call into the lists.
-void make_lists(const LaunchScope& scope, const PairCall& call, const MadeLists& made) {
-  const LoadedKernels& kernels = list_kernels(scope.device, call);
-  const i64 num_pairs = call.params.num_pairs;
-  scope.fill_bytes(made.memory.data_ptr(), 0xff, made.ones_bytes);
-  if (made.lists.ordered) return launch_sort(scope, kernels, num_pairs, made.params);
-  launch_list(scope, kernels.entries[kListEntry], num_pairs, made.params);
+const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
+  static KernelTable table = sort_kernels("pair_lists", {"index_bytes", "host_target"});
+  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
+}
+
+// Sorts the pairs of the call into lists, and copies what they ask for.
+void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+                   const Lists& lists) {
+  const PairCopyParams& p = call.params;
+  ListParams list{p};
+  list.slot_map_site = lists.slot_map_site;
+  if (!lists.reuse_resident) list.slot_map = nullptr;
+  if (lists.ordered) list.regions = cut_regions(call.span_bytes);
+  const i64 table_size = lists.search ? table_size_for(list.num_pairs) : 0;
+  list.table_mask = static_cast<u32>(table_size - 1);
+  const i64 list_bytes = 2 * list.num_pairs * call.index_bytes;
+  const i64 regions_bytes = lists.ordered ? 4 * i64(kNumRegions) : 0;
+  Scratch scratch;
+  scratch.add(list.table, 4 * table_size);
+  scratch.add(list.last_entries, 4 * 3);
+  scratch.add(list.regions.last_ranks, regions_bytes);
+  const i64 ones_bytes = scratch.bytes();
+  scratch.add(list.regions.starts, regions_bytes);
+  scratch.add(list.ranks, lists.ordered ? 4 * list.num_pairs : 0);
+  scratch.add(list.fetches, list_bytes);
+  scratch.add(list.copies, lists.search ? list_bytes : 0);
+  scratch.add(list.copied_rows, lists.search ? list_bytes / 2 : 0);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
+  list.regions.last_entry = list.last_entries;
+  scope.fill_bytes(memory.data_ptr(), 0xff, ones_bytes);
+  const LoadedKernels& sort = list_kernels(scope.device, call);
+  if (lists.ordered) {
+    launch_sort(scope, sort, list.num_pairs, list);
+  } else {
+    launch_list(scope, sort.entries[kListEntry], list.num_pairs, list);
+  }
+
+  PairCopyParams fetch = p;
+  fetch.pairs = list.fetches;
+  fetch.last_pair = list.last_entries;
+  fetch.last_batch = list.last_entries + 2;
+  const i64 in_flight =
+      lists.ordered ? ordered_bytes_in_flight(call.traffic(), kBytesInFlight) : kBytesInFlight;
+  launch_pair_copy(scope, call, kernels, fetch, in_flight);
+  if (!lists.search) return;
+
+  PairCall copy = call;
+  copy.set_source(p.dst, p.dst_stride_bytes, p.num_dst_rows);
+  copy.params.pairs = list.copies;
+  copy.params.last_pair = list.last_entries + 1;
+  copy.params.slot_rows = list.copied_rows;
+  scope.launch(kernels.entries[0], scope.device.num_sms, copy.params);
 }
 
 }  // namespace
@@ -82,74 +127,19 @@ i64 table_size_for(i64 num_pairs) {
   return size;
 }
 
-const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
-  static KernelTable table = sort_kernels("pair_lists", {"index_bytes", "host_target"});
-  return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
-}
-
-MadeLists allocate_lists(const PairCall& call, const Lists& lists) {
-  MadeLists made{{}, lists, {call.params}, 0};
-  ListParams& list = made.params;
-  list.slot_map_site = lists.slot_map_site;
-  if (!lists.reuse_resident) list.slot_map = nullptr;
-  if (lists.ordered) list.regions = cut_regions(call.span_bytes);
-  const i64 table_size = lists.search ? table_size_for(list.num_pairs) : 0;
-  list.table_mask = static_cast<u32>(table_size - 1);
-  const i64 list_bytes = 2 * list.num_pairs * call.index_bytes;
-  const i64 regions_bytes = lists.ordered ? 4 * i64(kNumRegions) : 0;
-  Scratch scratch;
-  scratch.add(list.table, 4 * table_size);
-  scratch.add(list.last_entries, 4 * 3);
-  scratch.add(list.regions.last_ranks, regions_bytes);
-  made.ones_bytes = scratch.bytes();
-  scratch.add(list.regions.starts, regions_bytes);
-  scratch.add(list.ranks, lists.ordered ? 4 * list.num_pairs : 0);
-  scratch.add(list.fetches, list_bytes);
-  scratch.add(list.copies, lists.search ? list_bytes : 0);
-  scratch.add(list.copied_rows, lists.search ? list_bytes / 2 : 0);
-  made.memory = scratch.allocate_on(call.device);
-  list.regions.last_entry = list.last_entries;
-  return made;
-}
-
-void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                   const MadeLists& made) {
-  make_lists(scope, call, made);
-  const PairCopyParams& p = call.params;
-  PairCopyParams fetch = p;
-  fetch.pairs = made.params.fetches;
-  fetch.last_pair = made.params.last_entries;
-  fetch.last_batch = made.params.last_entries + 2;
-  const i64 in_flight =
-      made.lists.ordered ? ordered_bytes_in_flight(call.traffic(), kBytesInFlight) : kBytesInFlight;
-  launch_pair_copy(scope, call, kernels, fetch, in_flight);
-  if (!made.lists.search) return;
-
-  PairCopyParams copy = p;
-  copy.pairs = made.params.copies;
-  copy.last_pair = made.params.last_entries + 1;
-  copy.src = p.dst;
-  copy.src_stride_bytes = p.dst_stride_bytes;
-  copy.num_src_rows = p.num_dst_rows;
-  copy.slot_rows = made.params.copied_rows;
-  scope.launch(kernels.entries[0], scope.device.num_sms, copy);
-}
-
-void find_pair_kernels(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                       const Lists& lists, bool in_parts) {
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
+                                       KernelTable& table, const Lists& lists, bool in_parts) {
   const bool listed = goes_by_lists(call, lists);
   const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
-  table.find(scope.device, pair_spec(call, large));
   if (in_parts && !listed) table.find(scope.device, pair_spec(call, !large));
+  return table.find(scope.device, pair_spec(call, large));
 }
 
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                   const Lists& lists) {
-  const bool listed = goes_by_lists(call, lists);
-  const Spec spec = pair_spec(call, listed || !is_small_call(call));
-  const LoadedKernels& kernels = table.find(scope.device, spec);
-  if (listed) return copy_by_lists(scope, call, kernels, allocate_lists(call, lists));
+  const LoadedKernels& kernels = find_pair_kernels(scope, call, table, lists);
+  if (goes_by_lists(call, lists)) return copy_by_lists(scope, call, kernels, lists);
   launch_pair_copy(scope, call, kernels, call.params, kBytesInFlight);
 }
 

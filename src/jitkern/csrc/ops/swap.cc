@@ -146,9 +146,7 @@ void swap_cpu(const SwapArgs& args) {
     }
   };
   const i64 num_exchanges = static_cast<i64>(exchanges.size());
-  const i64 threads = threads_for(num_exchanges, 4 * num_exchanges * row_bytes);
-  if (threads > 1) return for_parts(num_exchanges, threads, exchange);
-  exchange(0, num_exchanges);
+  for_parts(num_exchanges, threads_for(num_exchanges, 4 * num_exchanges * row_bytes), exchange);
 }
 
 // -- on a GPU ------------------------------------------------------------------------------------

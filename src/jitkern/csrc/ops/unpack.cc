@@ -19,7 +19,7 @@ constexpr i64 kLinkBlocks = 32;
 constexpr i64 kCopiersOfSm = 2;
 
 // What is wrong with a part of a descriptor of a call, or of a ring's slot.
-template <DescriptorPart kPart, bool kInRing>
+template <bool kInRing>
 [[noreturn]] void raise_part(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                              const char* note) {
   const std::string which =
@@ -28,28 +28,17 @@ template <DescriptorPart kPart, bool kInRing>
                                    : std::to_string(position));
   const std::string is = std::to_string(value);
   const std::string limit = "at most " + std::to_string(bound);
-  const bool is_negative = value < 0;
-  const std::string text = kPart == kLenPart || kPart == kCountPart
-                               ? is + which + ", expected " + (is_negative ? "0 or more" : limit)
-                           : is_negative
-                               ? "bytes from " + is + " on" + which + ", expected from 0 on"
-                               : "bytes up to " + is + which + ", expected " + limit;
-  throw tvm::ffi::Error("IndexError", std::string(op) + ": " + arg + ": " + text + note, "");
+  const bool is_side = std::strlen(arg) == 3;  // "src" or "dst"
+  const std::string text = !is_side ? is + which + ", expected " + (value < 0 ? "0 or more" : limit)
+                           : value < 0 ? "bytes from " + is + " on" + which + ", expected from 0 on"
+                                       : "bytes up to " + is + which + ", expected " + limit;
+  raise_error("IndexError", std::string(op) + ": " + arg + ": " + text + note);
 }
 
-struct PartWords {
-  const char* arg;
-  RaiseFault raise;
-};
-constexpr PartWords kParts[2][kNumParts] = {
-    {{"src", raise_part<kSrcPart, false>},
-     {"dst", raise_part<kDstPart, false>},
-     {"descriptors[:, 2]", raise_part<kLenPart, false>},
-     {"descriptors[:, 3]", raise_part<kCountPart, false>}},
-    {{"src", raise_part<kSrcPart, true>},
-     {"dst", raise_part<kDstPart, true>},
-     {"descriptors.len", raise_part<kLenPart, true>},
-     {"descriptors.count", raise_part<kCountPart, true>}},
+// In the order of DescriptorPart.
+constexpr const char* kParts[2][kNumParts] = {
+    {"src", "dst", "descriptors[:, 2]", "descriptors[:, 3]"},
+    {"src", "dst", "descriptors.len", "descriptors.count"},
 };
 
 Rows bytes_of(const char* arg, AnyView value) {
@@ -73,95 +62,27 @@ char* address_on_gpu(const Rows& side) {
   return side.on_cuda() || side.empty() ? side.data : mapped_rows(side);
 }
 
+constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
+
+struct UnpackCall : UnpackSides {
+  Indices descriptors;
+  CountArg count;
+  DescriptorFormat format;
+  i64 num_descriptors;
+
+  UnpackCall(AnyView src, AnyView dst, AnyView descriptors, AnyView count);
+
+  // The descriptors on the CPU that count, simplified, each read once. IndexError for the first
+  // that is out of range.
+  std::vector<Pieces> checked_descriptors() const;
+};
+
 UnpackParams params_of(const UnpackCall& call) {
   UnpackParams params = call.params();
   params.descriptors = call.descriptors.data;
   params.num_descriptors = static_cast<u32>(call.num_descriptors);
   call.count.give_to(params);
   kSites.give_to(params);
-  return params;
-}
-
-KernelTable& kernels() {
-  // `own`: segments of a descriptor that one warp copies itself.
-  static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
-    return GroupShape{32, in_flight, own, 1};
-  });
-  return table;
-}
-
-// Uploads the descriptors as rows of six, then launches the kernel.
-void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
-  UnpackParams params = params_of(call);
-  const std::vector<Pieces> list = call.checked_descriptors();
-  const i64 count = static_cast<i64>(list.size());
-  if (count == 0) return;
-  static_assert(sizeof(Pieces) == 6 * sizeof(i64), "a row of kSextuples");
-  kernels().find(scope.device, Spec(kSextuples));  // compile before the lock
-  const auto rows = upload(scope, count, sizeof(Pieces), [&](char* block, i64 begin, i64 here) {
-    std::memcpy(block, list.data() + begin, here * sizeof(Pieces));
-  });
-  params.descriptors = rows.data_ptr();
-  params.num_descriptors = static_cast<u32>(count);
-  launch_unpack(scope, kSextuples, params);
-}
-
-void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
-  const UnpackCall call(src, dst, descriptors, count);
-  if (!call.on_gpu().on_cuda()) return unpack_by_cpu(call, call.checked_descriptors());
-  call.check_sizes();
-  if (call.num_descriptors > kMostDescriptors) {
-    call.descriptors.value_error(std::to_string(call.num_descriptors) + " descriptors",
-                                 "less in one call");
-  }
-  const LaunchScope scope(call.on_gpu());
-  if (call.num_descriptors == 0) return;
-  if (call.descriptors.on_cuda()) {
-    return launch_unpack(scope, call.format, params_of(call));
-  }
-  require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
-  launch_from_host(scope, call);
-}
-
-JITKERN_EXPORT_OP(unpack, unpack_op);
-
-}  // namespace
-
-DescriptorSites::DescriptorSites(bool of_ring) {
-  for (int part = 0; part < kNumParts; ++part) {
-    const PartWords& words = kParts[of_ring][part];
-    sites[part] = fault_site(kOp, words.arg, words.raise, "nothing of that descriptor was copied");
-  }
-}
-
-void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
-  const PartWords& words = kParts[of_ring][verdict.part];
-  words.raise(kOp, words.arg, position, verdict.value, verdict.bound,
-              of_ring ? "; nothing of the slot was copied" : "; nothing was written");
-  std::abort();  // it has thrown
-}
-
-UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
-    : src(bytes_of("src", src_arg)), dst(bytes_of("dst", dst_arg)) {
-  if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
-  if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
-}
-
-void UnpackSides::check_sizes() const {
-  if (dst.row_bytes > kMostBytes) {
-    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
-                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
-  }
-}
-
-UnpackParams UnpackSides::params() const {
-  UnpackParams params{};
-  params.dst = address_on_gpu(dst);
-  params.src = address_on_gpu(src);
-  params.dst_bytes = dst.row_bytes;
-  params.src_bytes = src.row_bytes;
-  params.reads_host = !src.on_cuda();
-  params.writes_host = !dst.on_cuda();
   return params;
 }
 
@@ -203,6 +124,93 @@ std::vector<Pieces> UnpackCall::checked_descriptors() const {
   return list;
 }
 
+KernelTable& kernels() {
+  // `own`: segments of a descriptor that one warp copies itself.
+  static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
+    return GroupShape{32, in_flight, own, 1};
+  });
+  return table;
+}
+
+// Uploads the descriptors as rows of six, then launches the kernel.
+void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
+  UnpackParams params = params_of(call);
+  const std::vector<Pieces> list = call.checked_descriptors();
+  const i64 count = static_cast<i64>(list.size());
+  if (count == 0) return;
+  static_assert(sizeof(Pieces) == 6 * sizeof(i64), "a row of kSextuples");
+  kernels().find(scope.device, Spec(kSextuples));  // compile before the lock
+  const auto rows = upload(scope, count, sizeof(Pieces), [&](char* block, i64 begin, i64 here) {
+    std::memcpy(block, list.data() + begin, here * sizeof(Pieces));
+  });
+  params.descriptors = rows.data_ptr();
+  params.num_descriptors = static_cast<u32>(count);
+  launch_unpack(scope, kSextuples, params);
+}
+
+void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
+  const UnpackCall call(src, dst, descriptors, count);
+  if (!call.on_gpu().on_cuda()) {
+    return unpack_by_cpu(call.dst.data, call.src.data, call.checked_descriptors());
+  }
+  call.check_sizes();
+  if (call.num_descriptors > kMostDescriptors) {
+    call.descriptors.value_error(std::to_string(call.num_descriptors) + " descriptors",
+                                 "less in one call");
+  }
+  const LaunchScope scope(call.on_gpu());
+  if (call.num_descriptors == 0) return;
+  if (call.descriptors.on_cuda()) {
+    return launch_unpack(scope, call.format, params_of(call));
+  }
+  require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
+  launch_from_host(scope, call);
+}
+
+JITKERN_EXPORT_OP(unpack, unpack_op);
+
+}  // namespace
+
+DescriptorSites::DescriptorSites(bool of_ring) {
+  for (int part = 0; part < kNumParts; ++part) {
+    sites[part] =
+        fault_site(kOp, kParts[of_ring][part], of_ring ? raise_part<true> : raise_part<false>,
+                   "nothing of that descriptor was copied");
+  }
+}
+
+void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
+  (of_ring ? raise_part<true> : raise_part<false>)(kOp, kParts[of_ring][verdict.part], position,
+                                                   verdict.value, verdict.bound,
+                                                   of_ring ? "; nothing of the slot was copied"
+                                                           : "; nothing was written");
+  std::abort();  // it has thrown
+}
+
+UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
+    : src(bytes_of("src", src_arg)), dst(bytes_of("dst", dst_arg)) {
+  if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
+  if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
+}
+
+void UnpackSides::check_sizes() const {
+  if (dst.row_bytes > kMostBytes) {
+    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
+                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
+  }
+}
+
+UnpackParams UnpackSides::params() const {
+  UnpackParams params{};
+  params.dst = address_on_gpu(dst);
+  params.src = address_on_gpu(src);
+  params.dst_bytes = dst.row_bytes;
+  params.src_bytes = src.row_bytes;
+  params.reads_host = !src.on_cuda();
+  params.writes_host = !dst.on_cuda();
+  return params;
+}
+
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params) {
   const i64 num = params.num_descriptors;
   if (num == 0) return;
@@ -242,20 +250,19 @@ struct Parts {
   }
 };
 
-void copy_part(const UnpackSides& sides, const Pieces& p, i64 part, CopyRow copy) {
+void copy_part(char* dst, const char* src, const Pieces& p, i64 part, CopyRow copy) {
   const Parts parts(p);
   const i64 first = part / parts.of_piece * parts.pieces;
   const i64 at = part % parts.of_piece * kPartBytes;
   const i64 bytes = std::min(p.len - at, kPartBytes);
   for (i64 i = first; i < std::min(p.count, first + parts.pieces); ++i) {
-    copy(sides.dst.data + p.dst_off + i * p.dst_stride + at,
-         sides.src.data + p.src_off + i * p.src_stride + at, bytes);
+    copy(dst + p.dst_off + i * p.dst_stride + at, src + p.src_off + i * p.src_stride + at, bytes);
   }
 }
 
 }  // namespace
 
-void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list) {
+void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list) {
   std::vector<i64> starts;  // the number of each descriptor's first part
   starts.reserve(list.size());
   i64 num_parts = 0, bytes = 0;
@@ -271,12 +278,11 @@ void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list) {
     size_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
     for (i64 part = begin; part < end; ++part) {
       while (i + 1 < starts.size() && starts[i + 1] <= part) ++i;
-      copy_part(sides, list[i], part - starts[i], copy);
+      copy_part(dst, src, list[i], part - starts[i], copy);
     }
     if (stream) end_stream();
   };
-  if (threads > 1) return for_parts(num_parts, threads, copy_parts);
-  copy_parts(0, num_parts);
+  for_parts(num_parts, threads, copy_parts);
 }
 
 }  // namespace jitkern

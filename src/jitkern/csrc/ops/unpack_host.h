@@ -1,4 +1,4 @@
-// A checked call of unpack, and its launch, which rings use too.
+// What calls of unpack and rings share: both sides, faults, the copy by the CPU, the launch.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,6 @@
 #include "unpack.h"
 
 namespace jitkern {
-
-constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
 
 struct UnpackSides {
   Rows src;  // as one row
@@ -23,21 +21,8 @@ struct UnpackSides {
   UnpackParams params() const;
 };
 
-struct UnpackCall : UnpackSides {
-  Indices descriptors;
-  CountArg count;
-  DescriptorFormat format;
-  i64 num_descriptors;
-
-  UnpackCall(AnyView src, AnyView dst, AnyView descriptors, AnyView count);
-
-  // The descriptors on the CPU that count, simplified, each read once. IndexError for the first
-  // that is out of range.
-  std::vector<Pieces> checked_descriptors() const;
-};
-
-// Copies valid pieces on the threads of the CPU.
-void unpack_by_cpu(const UnpackSides& sides, const std::vector<Pieces>& list);
+// Copies valid, simplified pieces on the threads of the CPU.
+void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list);
 
 // What faults name: the parts of a call's descriptors, or of a ring's.
 struct DescriptorSites {

@@ -7,7 +7,6 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 
-#include <cstdlib>
 #include <string>
 
 namespace jitkern {
@@ -63,6 +62,11 @@ struct Tensor {
   void same_dtype(const Tensor& other) const;
   void same_device(const Tensor& other) const;
   void contiguous(const char* cure = "call .contiguous()") const;
+  i64 stride(int dim) const;  // in items
+  // The items of the dimensions from `row_dim` on. ValueError unless they are contiguous.
+  i64 row_items(int row_dim) const;
+  // Of memory that lies backwards, which PyTorch has not.
+  [[noreturn]] void refuse_stride(int dim) const;
 };
 
 struct Indices;
@@ -76,10 +80,10 @@ struct Rows : Tensor {
   i64 num_rows;
   i64 row_bytes;
   i64 stride_bytes;
-  u64 begin;  // address of the lowest byte, unless it is empty
-  u64 end;    // after the highest
+  u64 begin;  // address of the first byte, unless it is empty
+  u64 end;    // after the last
 
-  // ValueError unless rows are contiguous and equally spaced.
+  // ValueError unless rows are contiguous and equally spaced, forwards.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
   // The indices as one row.
@@ -91,7 +95,7 @@ struct Rows : Tensor {
 
   // ValueError if rows share bytes; for tensors that the op writes.
   void distinct_rows() const {
-    if (num_rows > 1 && std::abs(stride_bytes) < row_bytes) refuse_shared_rows();
+    if (num_rows > 1 && stride_bytes < row_bytes) refuse_shared_rows();
   }
 
   // ValueError if a row shares a byte with a row of `other`. Rows of one may lie between rows of
@@ -149,6 +153,8 @@ struct Indices : Tensor {
   }
 };
 
+// Python's error of this kind.
+[[noreturn]] void raise_error(const char* kind, const std::string& message);
 [[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
                                     const std::string& expected);
 [[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView came,
