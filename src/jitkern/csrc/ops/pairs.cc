@@ -84,7 +84,8 @@ void PairArgs::check_pairs() const {
   pairs.with_index([&](const auto index_at) {
     for (i64 i = 0; i < params.num_pairs; ++i) {
       const Pair pair(index_at, i);
-      if (!pair.is_padding()) pair.require_inside(src.op, i, src.num_rows, dst.num_rows);
+      if (pair.is_inside(params) || pair.is_padding()) continue;
+      pair.require_inside(src.op, i, src.num_rows, dst.num_rows);
     }
   });
 }
@@ -98,15 +99,19 @@ void PairArgs::run_on_cpu() const {
 
 void PairArgs::copy_on_cpu(i64 first, i64 step) const {
   const PairCopyParams& p = params;
-  pairs.with_index([&](const auto index_at) {
-    const auto row_at = [&p, index_at, first, step](i64 i) {
-      const Pair pair(index_at, first + i * step);
+  const auto copy = [&](i64 count, const auto& pair_at) {
+    copy_rows<kRandomBoth>(count, row_bytes, p.num_dst_rows * row_bytes, [&p, pair_at](i64 i) {
+      const Pair pair = pair_at(i);
       if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
       return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
                     p.src + pair.src_row * p.src_stride_bytes};
-    };
-    copy_rows<kRandomBoth>(ceil_div(p.num_pairs - first, step), row_bytes,
-                           p.num_dst_rows * row_bytes, row_at);
+    });
+  };
+  pairs.with_index([&](const auto index_at) {
+    // Apart: 3 % of the instructions of rows of 1 KiB.
+    if (step == 1) return copy(p.num_pairs, [index_at](i64 i) { return Pair(index_at, i); });
+    copy(ceil_div(p.num_pairs - first, step),
+         [index_at, first, step](i64 i) { return Pair(index_at, first + i * step); });
   });
 }
 
