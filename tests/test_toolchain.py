@@ -75,7 +75,7 @@ def nvrtc(lib: Path, version: str = "13.5") -> Path:
 @pytest.mark.parametrize(
     ("text", "sm"),
     [
-        *((text, "sm_90") for text in ("9.0", "90", "compute_90", " 9.0 ")),
+        *((text, "sm_90") for text in ("9.0", "9", "90", "compute_90", " 9.0 ")),
         *(("9.0a", "sm_90a"), ("100f", "sm_100f"), ("120", "sm_120")),
     ],
 )

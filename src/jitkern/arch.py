@@ -29,10 +29,13 @@ class Arch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Arch:
-        """Read ``9.0``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
+        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
         if not isinstance(text, str):
             raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
-        match = _TEXT.fullmatch(text.strip())
+        spelled = text.strip()
+        if spelled in {str(arch.major) for arch in KNOWN_ARCHS}:
+            spelled += ".0"
+        match = _TEXT.fullmatch(spelled)
         if match is not None:
             plain = cls(int(match[1]), int(match[2]))
             if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match[3]]:
