@@ -140,7 +140,6 @@ def test_the_build_directory_is_not_written_again(
     shutil.rmtree(app.root / "build")
     record.chmod(0o644)
     assert warm(capsys, "--replay", record)[:2] == (0, [("scale", "", "cached")])
-    assert warm(capsys, "--replay", record, "--load")[:2] == (0, [("scale", "", "cached")])
     assert not (app.root / "build").exists()
 
 

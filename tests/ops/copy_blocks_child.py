@@ -182,9 +182,10 @@ def check_capture() -> None:
     pairs = torch.tensor([[7, 0]])
     driver.fake_capture(1)
     text = "copy_blocks: pairs: device cpu while a graph is captured, expected device cuda:0, or .*"
-    for method in ("auto", "sm"):
-        refused(ValueError, text, copy_blocks, pool, gpu, pairs, method=method)
-    copy_blocks(pool, gpu, pairs, method="engine")
+    with on_a_stream():
+        for method in ("auto", "sm"):
+            refused(ValueError, text, copy_blocks, pool, gpu, pairs, method=method)
+        copy_blocks(pool, gpu, pairs, method="engine")
     assert log().startswith("copy 3 x 80,")
 
 

@@ -6,6 +6,7 @@ import ctypes
 import struct
 
 import torch
+import tvm_ffi
 from fake_copies import foreign, from_a_line, main, on_gpu
 from launch_fake import driver, log, params, refused
 
@@ -126,8 +127,9 @@ def check_capture() -> None:
     rows = torch.tensor([[0, 0, 8]])
     driver.fake_capture(1)
     text = "unpack: descriptors: device cpu while a graph is captured, expected device cuda:0"
-    refused(ValueError, text, unpack, PINNED, on_gpu(DEVICE), rows)
-    unpack(PINNED, on_gpu(DEVICE), on_gpu(rows))
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), 4711):
+        refused(ValueError, text, unpack, PINNED, on_gpu(DEVICE), rows)
+        unpack(PINNED, on_gpu(DEVICE), on_gpu(rows))
     assert "i64x3 of" in log()
 
 

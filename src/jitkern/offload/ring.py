@@ -83,7 +83,7 @@ class DescriptorRing:
         self.num_slots: int = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
         self.max_descriptors: int = most
         if device is None:
-            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device: torch.device = device_arg(call, device)
         layout = module["ring_layout"](num_slots, most)
         num_bytes, self._first, self._slot_bytes = layout
