@@ -204,7 +204,7 @@ def _pool_gib(free: int) -> int:
 
 
 def figures_of(curves: Mapping[str, Curve]) -> dict[str, int]:
-    """Return the figures that "auto" reads, from the curves of :class:`Calibration`."""
+    """Return the figures that "auto" reads, from the curves of ``Calibration``."""
     spans, threads = curves["as they come"], curves["both ways, of threads"]
     nearby = [(gib, spans[0][1]) for gib, _ in spans]
     reach_gib = _up_to(spans, nearby, 0.9)

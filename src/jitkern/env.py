@@ -81,7 +81,7 @@ class Settings(NamedTuple):
         ``JITKERN_RECORD``: file that receives each specialisation used.
     freeze
         ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
-        it, with a warning. :func:`jitkern.freeze` and :func:`jitkern.unfreeze` override it.
+        it, with a warning. ``freeze`` and ``unfreeze`` override it.
     log
         ``JITKERN_LOG``: 1 logs one line per lookup.
     faults
@@ -111,7 +111,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Parse a mapping of variables. Raises as :func:`settings`."""
+        """Parse a mapping of variables. Raises as ``settings``."""
         return cls(
             cache_dir=_cache_dir(environ),
             cache_path=_paths(environ, "JITKERN_CACHE_PATH"),

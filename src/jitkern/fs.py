@@ -76,7 +76,7 @@ def open_regular(file: Path | str, *, follow: bool = False) -> int:
 
 
 def read_regular(file: Path | str, max_bytes: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file of at most `max_bytes`; see :func:`open_regular`."""
+    """Return the content of a regular file of at most `max_bytes`; see ``open_regular``."""
     with open(open_regular(file, follow=follow), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
@@ -221,7 +221,7 @@ def make_scratch_folder(purpose: str) -> Path:
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Make a directory as :func:`make_scratch_folder` does, for the body only."""
+    """Make a directory as ``make_scratch_folder`` does, for the body only."""
     import shutil
 
     folder, descriptor = _make_scratch(purpose)

@@ -87,7 +87,7 @@ def compare_memory_kernel_perf(
     Parameters
     ----------
     baseline, our_impl : callable
-        As :func:`perf_cuda` takes them, along with `extra_kwargs`.
+        As ``perf_cuda`` takes them, along with `extra_kwargs`.
     memory_footprint : int
         Bytes read plus bytes written by one call.
     description : str

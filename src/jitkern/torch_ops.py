@@ -1,6 +1,6 @@
 """The ops as PyTorch operators, ``torch.ops.jitkern.*``, for tracing and autograd.
 
-Importing this module registers them, as :data:`jitkern.ops.register.OVERLOADS` lists them. The
+Importing this module registers them, as ``ops.register.OVERLOADS`` lists them. The
 public functions do so when they are traced; import it before an exported program is loaded, which
 names the operators but calls no function.
 """
@@ -58,7 +58,7 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
 
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Raise for an op that writes in place and is no operator: see :func:`dispatch.refuse`."""
+    """Raise for an op that writes in place and is no operator: see ``dispatch.refuse``."""
     _refuse_gradients(op, arguments)
     _refuse_batches(op, arguments)
     _refuse_inference_tensors(op, written)

@@ -216,7 +216,7 @@ def build_kernels(
 ) -> int:
     """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
 
-    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as :func:`warm`. Nothing
+    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. Nothing
     is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
     a GPU nor a C++ compiler nor torch.
     """

@@ -1,7 +1,7 @@
 """Benchmark cases and the files that hold them, for the full harness and the CI guard.
 
-A file of cases holds functions under :func:`case`, or a function ``cases(ctx)`` that returns
-:class:`Case` objects, or both.
+A file of cases holds functions under ``case``, or a function ``cases(ctx)`` that returns
+``Case`` objects, or both.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ Pair = tuple[Callable[[], object], Callable[[], object]]
 
 @dataclass(frozen=True)
 class CaseFunction:
-    """What :func:`case` makes of a function: its case, or none where it is for another device."""
+    """What ``case`` makes of a function: its case, or none where it is for another device."""
 
     cases: Callable[[Context], list[Case]]
 
@@ -159,7 +159,7 @@ def case(
 ) -> Callable[[Callable[[Context], Pair]], CaseFunction]:
     """Make a benchmark case of a function that returns two callables: ours, and its reference.
 
-    The function gets a :class:`Context` (``ctx.device`` is ``"cuda"`` or ``"cpu"``). `name` stands
+    The function gets a ``Context`` (``ctx.device`` is ``"cuda"`` or ``"cpu"``). `name` stands
     in tables and baselines, under the group `op`, by default the name of the file. `against` names
     the reference. `bytes_moved` are read and written, for GB/s. `clock`: ``"host"`` is the CPU's
     time for a call, ``"device"`` the GPU's. `device`: the only one that the case is for.

@@ -1,6 +1,6 @@
 """Instructions of one call, counted by Callgrind: a figure that no neighbour changes.
 
-Counts are the same on any x86-64 machine with the same software; :func:`identity` says which. This
+Counts are the same on any x86-64 machine with the same software; ``identity`` says which. This
 file is also the program that is counted, run by its path: it imports the standard library alone.
 """
 

@@ -67,7 +67,7 @@ def freeze(mode: FreezeMode = "raise") -> None:
 
 
 def unfreeze() -> None:
-    """Compile what is missing again, whatever :func:`freeze` or ``JITKERN_FREEZE`` has said.
+    """Compile what is missing again, whatever ``freeze`` or ``JITKERN_FREEZE`` has said.
 
     Examples
     --------
@@ -205,7 +205,7 @@ class Buildable(ABC, Generic[T]):
     has_compiler: bool = True  # without one, any entry that loads will do
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """Tell from its meta how good an entry is here; see :mod:`jitkern.cache.store`."""
+        """Tell from its meta how good an entry is here; see ``cache.store``."""
         return EXACT if self.variant in ("", meta["toolchain"]) else LOADS
 
     @abstractmethod

@@ -21,7 +21,7 @@ _log = logging.getLogger("jitkern")
 
 @dataclass(frozen=True)
 class Stats:
-    """What :func:`jitkern.stats` returns: how often each of these happened.
+    """What ``stats`` returns: how often each of these happened.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class Stats:
 
 
 class LookupEvent(NamedTuple):
-    """What :func:`jitkern.on_compile` tells of one look-up.
+    """What ``on_compile`` tells of one look-up.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ def on_compile(callback: Callback) -> Callable[[], None]:
     Parameters
     ----------
     callback
-        Called with a :class:`LookupEvent`, in the thread that looks up. It must not load kernels
+        Called with a ``LookupEvent``, in the thread that looks up. It must not load kernels
         itself. What it raises is logged with its traceback, and the look-up goes on.
 
     Returns
@@ -139,7 +139,7 @@ def tell(
     where: object = None,
     error: Exception | None = None,
 ) -> None:
-    """Count one look-up, log it if JITKERN_LOG=1, and call what :func:`on_compile` registered."""
+    """Count one look-up, log it if JITKERN_LOG=1, and call what ``on_compile`` registered."""
     if source != "failed" or isinstance(error, CompileError):
         count({"compiled": "compiles", "failed": "failures"}.get(source, source))
     if settings().log and source != "failed":

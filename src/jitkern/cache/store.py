@@ -161,7 +161,7 @@ class Cache:
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[bool]:
-        """Hold the build lock of `key`; see :func:`jitkern.cache.lock.build_lock`."""
+        """Hold the build lock of `key`; see ``cache.lock.build_lock``."""
         # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
         from jitkern.cache.lock import build_lock
 
@@ -205,7 +205,7 @@ class Cache:
         return self.copy(Entry(None, dict(files), render_meta(key, variant, files, notes or {})))
 
     def copy(self, entry: Entry) -> Entry:
-        """Publish an entry of another cache as it is. Raises as :meth:`publish`."""
+        """Publish an entry of another cache as it is. Raises as ``publish``."""
         if self.read_only:
             raise CacheError(f"{self.root}: this cache is read-only")
         target = self.base / entry.key.directory / entry.variant

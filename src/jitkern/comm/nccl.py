@@ -70,7 +70,7 @@ def init_pynccl(
         How the ranks find each other: a gloo group of just these ranks, or a store that is this
         communicator's own (a ``PrefixStore``). It carries no calls.
     max_size_bytes : int
-        Bytes of device memory that are registered with NCCL, for :meth:`PyNCCLCommunicator.empty`;
+        Bytes of device memory that are registered with NCCL, for ``PyNCCLCommunicator.empty``;
         1 GiB at most. Nothing is copied there.
     device : torch.device, optional
         This rank's GPU, by default the current one.
@@ -104,7 +104,7 @@ def init_pynccl(
 
 
 class PyNCCLCommunicator:
-    """A :class:`Communicator` over NCCL, made by :func:`init_pynccl`.
+    """A ``Communicator`` over NCCL, made by ``init_pynccl``.
 
     Every call queues one NCCL operation on the current stream, without a copy or a synchronisation,
     and may be captured in a CUDA graph. Calls on several streams are done one after the other. One
@@ -112,12 +112,12 @@ class PyNCCLCommunicator:
 
     Each call has ``timeout_s`` seconds until the GPU is done with it. After that, or earlier if
     NCCL hears of a rank's end, the communicator is aborted: whatever waits for the GPU goes on with
-    what is there, and the next call, or :meth:`check`, raises :class:`jitkern.CommTimeoutError`. If
-    NCCL fails and no rank is gone, it is :class:`jitkern.CommError`. The ranks that are left make a
+    what is there, and the next call, or ``check``, raises ``CommTimeoutError``. If
+    NCCL fails and no rank is gone, it is ``CommError``. The ranks that are left make a
     new communicator, over a new group.
 
-    :meth:`watch` after the replay of a graph puts it under the deadline. Delete graphs that have
-    captured the communicator before :meth:`close`. Attributes: ``rank``, ``size``, ``device``,
+    ``watch`` after the replay of a graph puts it under the deadline. Delete graphs that have
+    captured the communicator before ``close``. Attributes: ``rank``, ``size``, ``device``,
     ``timeout_s``, and ``nccl_version``, such as ``"2.28.9"``.
     """
 
@@ -189,7 +189,7 @@ class PyNCCLCommunicator:
     # -- calls -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` over all ranks, in place. See :meth:`Communicator.all_reduce`."""
+        """Reduce ``x`` over all ranks, in place. See ``Communicator.all_reduce``."""
         self._run("all_reduce", {"x": x}, {}, x, _op_number("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
@@ -256,7 +256,7 @@ class PyNCCLCommunicator:
     # -- registered memory -------------------------------------------------------------------------
 
     def get_buffer(self) -> int:
-        """Return the address of :attr:`buffer`, 0 if there is none."""
+        """Return the address of ``buffer``, 0 if there is none."""
         return self.buffer.data_ptr()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -22,34 +22,34 @@ _WORKSPACE_FOR_BYTES = 4 << 20  # larger sums take several rounds
 
 
 class PeerCommunicator:
-    """A :class:`Communicator` of the ranks of one host, with small sums in one kernel of ours.
+    """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
-    ``max_bytes``, go over a :class:`PeerMemory`. All other calls go to ``comm``. Those sums are
+    ``max_bytes``, go over a ``PeerMemory``. All other calls go to ``comm``. Those sums are
     made in fp32 in rank order and rounded once: all ranks get the same bits, and an item gets the
     same bits whatever is summed beside it. With a ``max_bytes`` that no tensor exceeds, a model's
     sums do not depend on its batch size.
 
     All calls of a rank are on one stream, or on streams that are ordered; a CUDA graph can capture
-    them. Making one is collective, and raises as :class:`PeerMemory`. ``comm`` is not closed.
+    them. Making one is collective, and raises as ``PeerMemory``. ``comm`` is not closed.
 
     Parameters
     ----------
     comm : Communicator
         Of at most 8 ranks, on one host.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        How the ranks make their memory, as for :class:`PeerMemory`; in the order of `comm`.
+        How the ranks make their memory, as for ``PeerMemory``; in the order of `comm`.
     max_bytes : int, optional
         The largest tensor that goes over peer memory, the same on all ranks. 0: none, and making it
         is not collective. By default as measured.
     algorithm : "auto", "one_shot" or "two_shot"
-        As for :meth:`PeerReducer.all_reduce`, the same on all ranks.
+        As for ``PeerReducer.all_reduce``, the same on all ranks.
     device : torch.device, optional
         By default the current GPU, or the CPU if there is none.
     deadline_s : float
         Seconds that a small sum waits for other ranks, on the device; ``math.inf``: forever.
     timeout_s : float
-        Seconds for each step of the set-up, and of :meth:`reset`.
+        Seconds for each step of the set-up, and of ``reset``.
 
     Examples
     --------
@@ -116,14 +116,14 @@ class PeerCommunicator:
         return f"PeerCommunicator({self._comm!r}, sums up to {self.max_bytes} bytes by peer memory)"
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` over all ranks, in place; see :meth:`Communicator.all_reduce`."""
+        """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
         if self.reducer is not None and self._is_small(x, op):
             self.reducer.all_reduce(x, algorithm=self._algorithm)
         else:
             self._comm.all_reduce(x, op)
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` and write part ``rank`` of it; see :meth:`Communicator.reduce_scatter`."""
+        """Reduce ``x`` and write part ``rank`` of it; see ``Communicator.reduce_scatter``."""
         if self.reducer is not None and self._is_small(x, op):
             self.reducer.reduce_scatter(output, x)
         else:

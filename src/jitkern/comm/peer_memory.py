@@ -32,8 +32,8 @@ class PeerMemory:
 
     On GPUs the driver's virtual memory management makes it, on the CPU it is shared memory. It
     starts as zeros. Each rank maps the memory of all ranks in rank order: a kernel finds rank
-    ``r``'s at ``addresses[r]``, and :meth:`whole` is one tensor over all of it. Ordering is up to
-    the caller: a reader must come after the writer, by :meth:`barrier` and streams, or by flags.
+    ``r``'s at ``addresses[r]``, and ``whole`` is one tensor over all of it. Ordering is up to
+    the caller: a reader must come after the writer, by ``barrier`` and streams, or by flags.
 
     If a step fails on one rank, all ranks raise an error of the same kind, and nothing is left. A
     rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
@@ -117,7 +117,7 @@ class PeerMemory:
 
     @staticmethod
     def page_bytes(device: torch.device | None = None) -> int:
-        """Return what :meth:`whole` needs ``num_bytes`` to be a multiple of. Not collective."""
+        """Return what ``whole`` needs ``num_bytes`` to be a multiple of. Not collective."""
         # A GPU without such memory: all ranks ask for the same size, and all raise.
         ordinal = _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
         return _page_bytes(ordinal) or HOST_PAGE_BYTES
@@ -137,14 +137,14 @@ class PeerMemory:
     def remote(
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:
-        """Return a tensor in any rank's memory, on this rank's device. See :meth:`tensor`."""
+        """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
         rank_arg("PeerMemory.remote", "rank", rank, self.size)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor over the memory of all ranks, in rank order. Raises as :meth:`tensor`.
+        """Return a tensor over the memory of all ranks, in rank order. Raises as ``tensor``.
 
-        ValueError if ``num_bytes`` is no multiple of :meth:`page_bytes`; it says the next that is.
+        ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
         """
         if self.num_bytes != self.share_bytes:
             raise ValueError(

@@ -80,8 +80,8 @@ class PeerReducer:
     rank, size
         This rank and the number of ranks.
     workspace_bytes
-        Of each workspace, the same on all ranks; see :meth:`workspace_bytes_for`. All bytes must be
-        0xFF before the first call: see :meth:`reset`.
+        Of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must be
+        0xFF before the first call: see ``reset``.
     device
         This rank's GPU, or the CPU.
     deadline_s
@@ -158,7 +158,7 @@ class PeerReducer:
             A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
         CommTimeoutError
             Ranks did not come in time to an earlier call, or on the CPU to this one; it names
-            them. All later calls raise it, until :meth:`reset`.
+            them. All later calls raise it, until ``reset``.
         IndexError
             An earlier op on this GPU found an index out of range. The sum was made all the same.
         """
@@ -174,7 +174,7 @@ class PeerReducer:
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
         """Sum ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.
 
-        As the first half of :meth:`all_reduce` in two shots. ``output`` may be this rank's part of
+        As the first half of ``all_reduce`` in two shots. ``output`` may be this rank's part of
         ``x``.
         """
         args = output, x
@@ -184,14 +184,14 @@ class PeerReducer:
         """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
 
         After it all ranks see what any rank's GPU wrote before it. One launch with the deadline of
-        the other calls, also in a CUDA graph. Raises CommTimeoutError as :meth:`all_reduce`.
+        the other calls, also in a CUDA graph. Raises CommTimeoutError as ``all_reduce``.
         """
         self._device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
 
     def reset(self) -> None:
         """Fill this rank's workspace with 0xFF, and forget that it was broken. Waits for the GPU.
 
-        No rank may be in a call meanwhile: call :meth:`synchronize` and a barrier of your own
+        No rank may be in a call meanwhile: call ``synchronize`` and a barrier of your own
         first, and a barrier after.
         """
         self._reset()

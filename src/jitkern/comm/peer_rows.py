@@ -70,26 +70,26 @@ def peer_gather(
     CPU each rank copies all rows to its own memory.
 
     Collective: all ranks pass the same pairs, on one stream each. It starts and ends with a barrier
-    of their streams, some dozens of microseconds: below a few MiB :func:`jitkern.h2d_gather` on
+    of their streams, some dozens of microseconds: below a few MiB ``h2d_gather`` on
     each rank is faster. CUDA graphs can capture it. Takes scratch memory from PyTorch's allocator.
 
     Parameters
     ----------
     src : Tensor
         ``[num_src_rows, ...]`` in host memory, the same rows on all ranks, such as a
-        :class:`jitkern.offload.PinnedPool` that they share. Pinned if ``dsts`` are on GPUs. Rows
+        ``offload.PinnedPool`` that they share. Pinned if ``dsts`` are on GPUs. Rows
         contiguous, row stride free, any row size.
     dsts : sequence of Tensor
-        ``[num_dst_rows, ...]`` by rank: ``peers.remote(rank, ...)`` of a :class:`PeerMemory`. Same
+        ``[num_dst_rows, ...]`` by rank: ``peers.remote(rank, ...)`` of a ``PeerMemory``. Same
         shape, strides and dtype; dtype as ``src``. They overlap neither each other nor ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``dsts``, at most 2**30. A pair with a negative member is skipped. Destinations should be
         distinct.
     group : PeerCommunicator or PeerReducer
-        The ranks, with their barriers and deadline. One rank: :func:`jitkern.h2d_gather`.
+        The ranks, with their barriers and deadline. One rank: ``h2d_gather``.
     num_sms : int, optional
-        Blocks of 1024 threads that read over the bus, as of :func:`jitkern.h2d_gather`.
+        Blocks of 1024 threads that read over the bus, as of ``h2d_gather``.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def peer_scatter(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst``, a part by each rank.
 
-    The reverse of :func:`peer_gather`, with its rules and errors: the rows of ``src`` that
+    The reverse of ``peer_gather``, with its rules and errors: the rows of ``src`` that
     ``pairs`` name are the same on all ranks, and ``dst`` is the host memory that they share. After
     it all ranks see all rows. A destination that appears twice has undefined content.
     """

@@ -44,7 +44,7 @@ class Communicator(Protocol):
         """Write rank ``src``'s ``x`` to that of every rank."""
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Send ``x`` to rank ``dst``, which calls :meth:`recv`."""
+        """Send ``x`` to rank ``dst``, which calls ``recv``."""
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""

@@ -25,16 +25,16 @@ _LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
 
 
 class TorchCommunicator:
-    """A :class:`Communicator` over a group of ``torch.distributed``, of any backend.
+    """A ``Communicator`` over a group of ``torch.distributed``, of any backend.
 
-    Making one is collective. One thread at a time uses it; any thread may call :meth:`abort`.
+    Making one is collective. One thread at a time uses it; any thread may call ``abort``.
 
     With gloo, tensors are on the CPU, and a call returns when it is done or at its deadline (the
     group's own if that is shorter). After a deadline the group's connections are closed: gloo has
     no other way out. If ranks give gloo different sizes, it ends their processes (SIGABRT).
 
     With NCCL, tensors are on the current GPU, and calls are queued on the current stream;
-    :meth:`barrier` waits for the GPU. Their deadline is that of torch's watchdog, which ends the
+    ``barrier`` waits for the GPU. Their deadline is that of torch's watchdog, which ends the
     process: give it to ``init_process_group(timeout=...)``.
 
     Parameters
@@ -85,19 +85,19 @@ class TorchCommunicator:
     # -- the calls ---------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` over all ranks, in place; see :meth:`Communicator.all_reduce`."""
+        """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
         self._check("all_reduce", x=x)
         args.reduced_args("all_reduce", x, op)
         self._reduce("all_reduce", x.detach().view(-1), op)
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
-        """Write every rank's ``x`` to ``output``; see :meth:`Communicator.all_gather`."""
+        """Write every rank's ``x`` to ``output``; see ``Communicator.all_gather``."""
         self._check("all_gather", output=output, x=x)
         args.gather_args("all_gather", output, x, self.size, "output")
         self._run("all_gather", self._dist.all_gather_into_tensor, _bytes(output), _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` and write part ``rank`` of it; see :meth:`Communicator.reduce_scatter`."""
+        """Reduce ``x`` and write part ``rank`` of it; see ``Communicator.reduce_scatter``."""
         call = "reduce_scatter"
         self._check(call, output=output, x=x)
         args.reduced_args(call, x, op)
@@ -111,19 +111,19 @@ class TorchCommunicator:
             self._run(call, self._dist.reduce_scatter_tensor, output, x, op=self._reduce_op(op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
-        """Write rank ``src``'s ``x`` to all ranks'; see :meth:`Communicator.broadcast`."""
+        """Write rank ``src``'s ``x`` to all ranks'; see ``Communicator.broadcast``."""
         self._check("broadcast", x=x)
         args.rank_arg("broadcast", "src", src, self.size)
         self._run("broadcast", self._dist.broadcast, _bytes(x), group_src=src)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Send ``x`` to rank ``dst``; see :meth:`Communicator.send`."""
+        """Send ``x`` to rank ``dst``; see ``Communicator.send``."""
         self._check("send", x=x)
         args.rank_arg("send", "dst", dst, self.size, other_than=self.rank)
         self._run("send", self._dist.isend, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends; see :meth:`Communicator.recv`."""
+        """Write to ``x`` what rank ``src`` sends; see ``Communicator.recv``."""
         self._check("recv", x=x)
         args.rank_arg("recv", "src", src, self.size, other_than=self.rank)
         self._run("recv", self._dist.irecv, _bytes(x), peer=src, group_src=src)
@@ -135,7 +135,7 @@ class TorchCommunicator:
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
     ) -> None:
-        """Send part r of ``x`` to rank r, and so on; see :meth:`Communicator.all_to_all`."""
+        """Send part r of ``x`` to rank r, and so on; see ``Communicator.all_to_all``."""
         call = "all_to_all"
         self._check(call, output=output, x=x)
         if output.shape[1:] != x.shape[1:]:
@@ -149,7 +149,7 @@ class TorchCommunicator:
             self._run(call, self._dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
 
     def barrier(self) -> None:
-        """Return when every rank has come to it; see :meth:`Communicator.barrier`."""
+        """Return when every rank has come to it; see ``Communicator.barrier``."""
         import torch
 
         self._rendezvous.check("barrier")

@@ -36,7 +36,7 @@ CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the c
 
 
 Builder = Callable[..., Any]
-"""What an op says is compiled for a specialisation: returns a :class:`jitkern.DeviceModule`."""
+"""What an op says is compiled for a specialisation: returns a ``DeviceModule``."""
 
 _guard = ForkLocal(threading.RLock)
 _found: Lookup[Module] | None = None
@@ -52,7 +52,7 @@ def module() -> Module:
 
 
 def find() -> Lookup[Module]:
-    """Return how this process came by the host module. Raises as :func:`module`."""
+    """Return how this process came by the host module. Raises as ``module``."""
     if _found is None:
         with _guard.value:
             if _found is None:
@@ -61,7 +61,7 @@ def find() -> Lookup[Module]:
 
 
 def find_built() -> Lookup[Module] | None:
-    """As :func:`find`, but None if it would have to be built."""
+    """As ``find``, but None if it would have to be built."""
     with _guard.value:
         found = _found or get.find(HostModule(CSRC))
         return found if found is None or found is _found else _initialised(found)
@@ -87,7 +87,7 @@ def builds(name: str, builder: Builder) -> None:
 
 @cache
 def op_now(name: str, builder: Builder) -> Callable[..., Any]:
-    """As :func:`op`, but the function runs whatever PyTorch does: for PyTorch's own calls."""
+    """As ``op``, but the function runs whatever PyTorch does: for PyTorch's own calls."""
     _builders[name] = builder
     return module()[f"{name}_now"]
 

@@ -79,7 +79,7 @@ def rows_hint(arch: object) -> str:
 class DeviceModule:
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
-    Made by :func:`jitkern.load_jit` with ``device_files``. Nothing is compiled before an image is
+    Made by ``load_jit`` with ``device_files``. Nothing is compiled before an image is
     needed. Threads may share it. FrozenError ends with `hint`: how to build an arch beforehand.
     """
 
@@ -129,7 +129,7 @@ class DeviceModule:
         return self._memo(arch) or self._kept(arch, get_or_build(DeviceImage(self, arch)))
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
-        """As :meth:`lookup`, but None if it would have to be compiled."""
+        """As ``lookup``, but None if it would have to be compiled."""
         if memo := self._memo(arch):
             return memo
         found = find(DeviceImage(self, arch))
@@ -178,7 +178,7 @@ class DeviceModule:
             The kernel's name in ``device_wrappers``.
         *args
             Members of the kernel's ``Params``, in order. If these are known (see
-            :func:`jitkern.load_jit`), a number is converted to its member's type, and a tensor must
+            ``load_jit``), a number is converted to its member's type, and a tensor must
             be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
             bool ``bool``, and a driver for CUDA 12.4 or newer checks the bytes of all. A ctypes
             value keeps its type. An object with ``__dlpack__``, ``data_ptr()`` or
@@ -318,7 +318,7 @@ def load_own(
     device_wrappers: Sequence[Wrapper],
     sized_by: str = "element_size",
 ) -> DeviceModule:
-    """As :func:`jitkern.load_jit`, for a kernel of jitkern's own, sized by the first of `args`.
+    """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`.
 
     Its FrozenError names the ``jitkern warm`` that was missing.
     """

@@ -58,7 +58,7 @@ def load_jit(
     Parameters
     ----------
     *args
-        The module's name, then its template arguments (see :func:`jitkern.make_cpp_args`).
+        The module's name, then its template arguments (see ``make_cpp_args``).
     cpp_files, cuda_files, device_files
         Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
         source of jitkern's own.
@@ -94,7 +94,7 @@ def load_jit(
     CompileError
         It does not compile; the exception carries the command and the whole log.
     FrozenError
-        It is not compiled yet and :func:`jitkern.freeze` was called.
+        It is not compiled yet and ``freeze`` was called.
     ToolchainError
         There is no compiler; the message ends with what to install.
     ValueError, TypeError
@@ -126,7 +126,7 @@ def load_aot(
     """Compile sources that export their own functions (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
 
     Each file is a translation unit of its own. Arguments, result and exceptions are those of
-    :func:`load_jit`; further `args` only make the name longer.
+    ``load_jit``; further `args` only make the name longer.
 
     Examples
     --------

@@ -75,7 +75,7 @@ class Param:
 
 
 def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
-    """Parse a declaration of a kernel's ``Params``; see :func:`jitkern.load_jit`.
+    """Parse a declaration of a kernel's ``Params``; see ``load_jit``.
 
     Raises ValueError, which quotes the part that makes no sense.
 

@@ -34,7 +34,7 @@ class TPEmbedding(torch.nn.Module):
     ``"all_reduce"``: all ranks look up the same ids; each has zeros for rows of other ranks, and
     the result is the sum over the ranks. It is a sum of integers, so no bit changes.
 
-    ``"peer"``: the weights lie in a :class:`jitkern.comm.PeerMemory`, and each rank reads each row
+    ``"peer"``: the weights lie in a ``comm.PeerMemory``, and each rank reads each row
     from the rank that holds it. That is one launch and not collective: ranks may look up different
     ids at different times. Making the module, ``load_full``, ``load_state_dict``,
     ``reset_parameters`` and ``fence`` are collective. If a gradient is needed, rows are summed.
@@ -59,7 +59,7 @@ class TPEmbedding(torch.nn.Module):
         ``"auto"``: ``"peer"`` if there is a `group`, all ranks can have peer memory, and whole
         pages do not waste it. With one rank it is ``"all_reduce"``, and nothing is sent.
     group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
-        How the ranks of `comm` make their memory, as for :class:`jitkern.comm.PeerMemory`.
+        How the ranks of `comm` make their memory, as for ``comm.PeerMemory``.
     timeout_s : float
         Seconds for each step of making the memory, and for each wait for the other ranks.
 
@@ -67,7 +67,7 @@ class TPEmbedding(torch.nn.Module):
     ----------
     weight : torch.nn.Parameter
         This rank's rows, those of ``vocab_range`` first, then those of ``added_range``, then zeros.
-        For ``"peer"`` other ranks read it: write to it only between two calls of :meth:`fence`.
+        For ``"peer"`` other ranks read it: write to it only between two calls of ``fence``.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
@@ -138,9 +138,9 @@ class TPEmbedding(torch.nn.Module):
     def from_pretrained(
         cls, embeddings: Any, freeze: bool = True, *, comm: Communicator, **options: Any
     ) -> TPEmbedding:
-        """Return the module of a whole table, as :meth:`torch.nn.Embedding.from_pretrained` does.
+        """Return the module of a whole table, as ``torch.nn.Embedding.from_pretrained`` does.
 
-        ``embeddings`` is what :meth:`load_full` takes. A tensor also gives the dtype and device,
+        ``embeddings`` is what ``load_full`` takes. A tensor also gives the dtype and device,
         unless ``options``, the other arguments of the module, do. Added tokens are its last rows.
         """
         num_rows, hidden_size = _shape_of(embeddings)
@@ -189,7 +189,7 @@ class TPEmbedding(torch.nn.Module):
         """Return the rows of `ids`, on the current stream. Differentiable in ``weight``.
 
         ``ids`` are int32 or int64, of any shape, on the device of ``weight``; a negative one gives
-        zeros. An id of ``num_embeddings`` or more is an IndexError, as of :func:`jitkern.indexing`.
+        zeros. An id of ``num_embeddings`` or more is an IndexError, as of ``indexing``.
 
         Summing over ranks is collective, with the same ids, and a graph of ``torch.compile`` breaks
         around it; another tracer is a RuntimeError. For ``"peer"`` that is so only if gradients are

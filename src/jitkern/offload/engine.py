@@ -40,8 +40,8 @@ _SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
 class OffloadEngine:
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
-    A call is one call of :func:`jitkern.copy_blocks` for K and V of its blocks, asynchronous on
-    torch's current stream. The caller, or a :class:`SlotPipeline` (:meth:`load_blocks_into`),
+    A call is one call of ``copy_blocks`` for K and V of its blocks, asynchronous on
+    torch's current stream. The caller, or a ``SlotPipeline`` (``load_blocks_into``),
     orders it with other streams that use a slot. An engine is for one thread at a time.
 
     Parameters
@@ -61,7 +61,7 @@ class OffloadEngine:
     pool : PinnedPool, optional
         Gives the memory of the CPU cache, its next part; by default the engine makes a pool.
     method
-        As of :func:`jitkern.copy_blocks`.
+        As of ``copy_blocks``.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class OffloadEngine:
     TypeError, ValueError
         A wrong argument; a pool that is not pinned, or has not as much left.
     MemoryError, RuntimeError
-        No pinned memory of that size; see :class:`PinnedPool`.
+        No pinned memory of that size; see ``PinnedPool``.
 
     Examples
     --------
@@ -179,7 +179,7 @@ class OffloadEngine:
         ------
         IndexError
             A number on the host is no block or slot. For one on the GPU the next jitkern call on
-            the device or :func:`jitkern.check` raises.
+            the device or ``check`` raises.
         TypeError, ValueError
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
@@ -194,28 +194,28 @@ class OffloadEngine:
         layer: int | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as :meth:`load`."""
+        """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as ``load``."""
         self._move("store", False, slots, blocks, layer, num_tokens)
 
     def load_blocks_into(
         self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
-        """Copy blocks to a tensor of the caller's, such as a slot of a :class:`SlotPipeline`.
+        """Copy blocks to a tensor of the caller's, such as a slot of a ``SlotPipeline``.
 
         The tensor is on the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
-        Block i goes to place i of at least as many. The rest is as of :meth:`load`.
+        Block i goes to place i of at least as many. The rest is as of ``load``.
         """
         self._move("load_blocks_into", True, None, blocks, layer, None, tensor)
 
     def store_blocks_from(
         self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
-        """Copy a tensor of the caller's to blocks: the other way to :meth:`load_blocks_into`."""
+        """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
         self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
-        """Copy back what :meth:`store_all` has written, and wait for it; it raises the same."""
+        """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
         self._move_all("load_all", True, first_block, progress)
 
     def store_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:

@@ -167,7 +167,7 @@ class SlotPipeline:
     A run begins after all work on the caller's current stream, and later work there waits for the
     run; nothing is synchronised. ``with pipeline:`` does so once for several runs. A body may raise
     or ``break``. Ctrl-C inside the pipeline's own code can leave it broken: the next use says so,
-    and :meth:`close` works. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
+    and ``close`` works. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ class SlotPipeline:
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Give out slots for the body to write, and copy each to its block afterwards.
 
-        ``copy(slot.tensor, block)`` queues that copy; the rest is as of :meth:`load`.
+        ``copy(slot.tensor, block)`` queues that copy; the rest is as of ``load``.
         """
         return self._run_of(blocks, None, copy)
 

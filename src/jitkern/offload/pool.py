@@ -103,7 +103,7 @@ class PinnedPool:
     size : int or sequence of int
         Bytes, or the shape of a tensor of ``dtype``.
     dtype : torch.dtype, optional
-        With a shape. :meth:`tensor` without arguments is then that tensor.
+        With a shape. ``tensor`` without arguments is then that tensor.
     share : Share, optional
         One pool for all ranks of a node; every rank makes it, with the same name and size.
     progress : bool, optional
@@ -157,7 +157,7 @@ class PinnedPool:
     def attach(cls, handle: PoolHandle) -> PinnedPool:
         """Return the pool of other processes, registered here too.
 
-        `handle` is the :attr:`handle` of an open shared pool of this user on this node.
+        `handle` is the ``handle`` of an open shared pool of this user on this node.
         """
         if not isinstance(handle, PoolHandle):
             what = type(handle).__name__
@@ -198,7 +198,7 @@ class PinnedPool:
 
     @property
     def handle(self) -> PoolHandle:
-        """What :meth:`attach` takes in a process that is none of the ranks; picklable."""
+        """What ``attach`` takes in a process that is none of the ranks; picklable."""
         self._usable("handle")
         if self._shared is None:
             raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")

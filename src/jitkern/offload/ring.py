@@ -148,7 +148,7 @@ class DescriptorRing:
         return self._await(_PUSH, lambda: self._try_push(descriptors), timeout_s)
 
     def try_push(self, descriptors: Any) -> int | None:
-        """Push as :meth:`push`, at once; return None if the slot is still being read."""
+        """Push as ``push``, at once; return None if the slot is still being read."""
         ticket = self._try_push(descriptors)
         self._refuse_own(_PUSH, ticket)
         return ticket if ticket >= 0 else None
@@ -159,7 +159,7 @@ class DescriptorRing:
         """Return the next slot, to be written in place; other pushes wait until it is pushed.
 
         `num_descriptors` are by default as many as a slot has room for; `timeout_s` is as of
-        :meth:`push`. A slot that is dropped is cancelled.
+        ``push``. A slot that is dropped is cancelled.
 
         Examples
         --------
@@ -205,12 +205,12 @@ class DescriptorRing:
         The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
         What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
         and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
-        There is one server on a device, and no :func:`jitkern.unpack` on its ring meanwhile.
+        There is one server on a device, and no ``unpack`` on its ring meanwhile.
 
         Parameters
         ----------
         src, dst : Tensor
-            As of :func:`jitkern.unpack`.
+            As of ``unpack``.
         num_sms : int, optional
             Blocks of the kernel, each on an SM: 1 to 8, and 1 before compute capability 9.0.
         idle_timeout_s : float, optional
@@ -253,7 +253,7 @@ class DescriptorRing:
     def _unpack(
         self, src: torch.Tensor, dst: torch.Tensor, slot: int | None, num_slots: int
     ) -> None:
-        """Do what :func:`jitkern.unpack` does of a ring."""
+        """Do what ``unpack`` does of a ring."""
         first = -1
         if slot is not None:
             first = count_arg("unpack", "slot", slot, least=0)
@@ -389,7 +389,7 @@ def _field(dtype: str, column: int, doc: str) -> property:
 
 
 class RingSlot:
-    """A slot of a :class:`DescriptorRing` that is written in place: push `ticket` in slot `index`.
+    """A slot of a ``DescriptorRing`` that is written in place: push `ticket` in slot `index`.
 
     The fields are views of the slot, ``[num_descriptors]`` each, and begin as empty rows. The end
     of the ``with`` body pushes the slot, unless the body raises. Do not write views after that.

@@ -99,7 +99,7 @@ def copy_blocks(
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As :func:`jitkern.h2d_gather`; "engine" may be captured with ``pairs`` on the CPU.
+        As ``h2d_gather``; "engine" may be captured with ``pairs`` on the CPU.
 
     Examples
     --------

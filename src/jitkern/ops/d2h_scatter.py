@@ -30,7 +30,7 @@ def d2h_scatter(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    The reverse of :func:`jitkern.h2d_gather`: a persistent kernel on a few SMs writes ``dst`` over
+    The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over
     the link, asynchronously on the current stream. The host may read ``dst`` once the stream has
     passed the call. Calls that sort their pairs take scratch memory from PyTorch's caching
     allocator. With ``pairs`` on the GPU a CUDA graph may capture the call.
@@ -48,22 +48,22 @@ def d2h_scatter(
         ``src`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
         undefined. Pairs on the CPU are read and checked before anything is queued.
     num_sms : int, optional
-        SMs that write over the link; see :func:`jitkern.h2d_gather`.
+        SMs that write over the link; see ``h2d_gather``.
     order : {"auto", "given", "host"}
         Order in which rows are written; the result is the same. "auto" sorts by place in ``dst`` if
-        that is faster; see :func:`jitkern.h2d_gather`.
+        that is faster; see ``h2d_gather``.
     method : {"auto", "sm", "cpu"}
         "sm": SMs write over the link. "cpu", with ``pairs`` on the CPU: the copy engine brings
         chunks to pinned staging memory and CPU threads place the rows. ``dst`` may then be
         pageable, and is complete when the call returns. "auto": "cpu" if ``dst`` is pageable, or is
         12 GiB or more in a call of 32,768 rows with 12 threads or more; else "sm".
     num_threads : int, optional
-        CPU threads; see :func:`jitkern.h2d_gather`.
+        CPU threads; see ``h2d_gather``.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As :func:`jitkern.h2d_gather`.
+        As ``h2d_gather``.
 
     Examples
     --------

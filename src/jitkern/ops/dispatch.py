@@ -137,7 +137,7 @@ def require_wrapper(
 
 
 def through_torch(op: str, overload: str = "default", /, **arguments: Any) -> Any:
-    """Call an op as the PyTorch operator that it is; see :func:`jitkern.torch_ops.call`."""
+    """Call an op as the PyTorch operator that it is; see ``torch_ops.call``."""
     from jitkern import torch_ops
 
     return torch_ops.call(op, overload, **arguments)

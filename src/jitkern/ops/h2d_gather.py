@@ -74,7 +74,7 @@ def h2d_gather(
         pinned memory, the copy engine sends it, and a small kernel places them; ``src`` may be
         pageable. "both": each way for a part of the rows. "cpu" and "both" need ``pairs`` on the
         CPU and no ``reuse_resident``. "auto" is then "cpu" for a pageable source, "both" if page
-        misses would bound the SMs and 8 threads are there. :func:`jitkern.calibrate` finds limits.
+        misses would bound the SMs and 8 threads are there. ``calibrate`` finds limits.
     num_threads : int, optional
         CPU threads including the caller, 1 to the process's cores. Default:
         ``torch.get_num_threads()`` less one core.
@@ -94,7 +94,7 @@ def h2d_gather(
     IndexError
         A row number past the end. On the CPU, and for ``pairs`` on the CPU, at once with nothing
         written. On CUDA the pair is skipped, and the next jitkern call on the device or
-        :func:`jitkern.check` raises.
+        ``check`` raises.
 
     Examples
     --------

@@ -105,7 +105,7 @@ def indexing(
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
         host memory, larger than the GPU's, with ``indices`` on a GPU: each row asked for crosses
-        the link once, in the table's order if that is faster (see :func:`jitkern.h2d_gather`). Keep
+        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep
         it allocated and unchanged until the stream has passed the call. Large calls then take
         scratch memory from PyTorch's caching allocator.
     indices : Tensor
@@ -140,7 +140,7 @@ def indexing(
     IndexError
         An index of ``num_rows`` or more (with ``vocab_range``: of ``vocab_size`` or more). On the
         CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
-        the device or :func:`jitkern.check` raises.
+        the device or ``check`` raises.
 
     Examples
     --------

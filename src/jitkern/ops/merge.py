@@ -134,7 +134,7 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    :func:`merge_states` of two; see there for dtypes, memory, empty partials and errors. After
+    ``merge_states`` of two; see there for dtypes, memory, empty partials and errors. After
     vLLM's ``merge_attn_states`` and FlashInfer's ``merge_state``.
 
     Parameters
@@ -144,8 +144,14 @@ def merge_state(
     lse_a, lse_b : Tensor
         ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: the log of
         the sum of exponentials of the scores, for each row.
-    output, lse, base, lse_layout, scale
-        See :func:`merge_states`.
+    output, scale : Tensor, optional
+        As of ``merge_states``.
+    lse : Tensor or bool, optional
+        As of ``merge_states``.
+    base : {"e", "2"}
+        As of ``merge_states``.
+    lse_layout : {"tokens_heads", "heads_tokens"}
+        As of ``merge_states``.
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.

@@ -104,7 +104,7 @@ def load_sort(
 
 
 def pair_builder(op: str, copy: str, large_in_flight: int) -> Callable[..., DeviceModule]:
-    """Return the cached builder of an op on pairs: see :data:`PairSpec` for its arguments."""
+    """Return the cached builder of an op on pairs: see ``PairSpec`` for its arguments."""
 
     @cache
     def kernel(

@@ -42,7 +42,7 @@ class TorchOverload(NamedTuple):
 
 
 OVERLOADS: dict[str, list[TorchOverload]] = {}
-"""The operators of each op, by its public name; :mod:`jitkern.torch_ops` registers them."""
+"""The operators of each op, by its public name; ``torch_ops`` registers them."""
 
 # The direct call. A plain function, generated: one that binds *args costs 1 us a call.
 _DIRECT = """\

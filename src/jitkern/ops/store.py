@@ -91,7 +91,7 @@ def store_cache(
         An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
         An index of ``num_slots`` or more. On the CPU at once, with nothing written. On CUDA the row
-        is skipped, and the next jitkern call on the device or :func:`jitkern.check` raises.
+        is skipped, and the next jitkern call on the device or ``check`` raises.
 
     Examples
     --------

@@ -104,12 +104,12 @@ def swap_rows(
         GPU for a few microseconds.
     order : {"auto", "given", "host"}
         Order in which rows cross the link; the result is the same. "auto" sorts by place in
-        ``host`` if that is faster; see :func:`jitkern.h2d_gather`.
+        ``host`` if that is faster; see ``h2d_gather``.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As :func:`jitkern.h2d_gather`, for a triple instead of a pair.
+        As ``h2d_gather``, for a triple instead of a pair.
 
     Examples
     --------

@@ -79,7 +79,7 @@ def shared_kernels() -> list[DeviceModule]:
 
 
 class Ring(Protocol):
-    """What there is of a :class:`jitkern.offload.DescriptorRing`, which is of a level above."""
+    """What there is of a ``offload.DescriptorRing``, which is of a level above."""
 
     def _unpack(self, src: Tensor, dst: Tensor, slot: int | None, num_slots: int) -> None: ...
 
@@ -88,7 +88,7 @@ _ring_type: type | None = None  # DescriptorRing, once it is imported
 
 
 def set_ring_type(ring_type: type) -> None:
-    """Have :func:`unpack` take instances of `ring_type`, by their `_unpack(...)`."""
+    """Have ``unpack`` take instances of `ring_type`, by their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
 
@@ -147,7 +147,7 @@ def unpack(
         (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
         sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
         end undefined. On the GPU or the CPU; those on the CPU are read before the call returns. Or
-        a :class:`jitkern.offload.DescriptorRing`.
+        a ``offload.DescriptorRing``.
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
         Clamped to 0 and their number.
@@ -158,7 +158,7 @@ def unpack(
     Notes
     -----
     A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
-    ``num_slots``, and never waits. After its copies :meth:`~jitkern.offload.DescriptorRing.wait`
+    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait``
     returns and the slot is free. Each replay of a captured call takes what was pushed by then. Of
     calls that overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
 
@@ -173,7 +173,7 @@ def unpack(
     IndexError
         A descriptor that reaches outside of ``src`` or ``dst``, or has a negative ``len`` or
         ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise it is
-        skipped, and the next jitkern call on the device or :func:`jitkern.check` raises. A ring's
+        skipped, and the next jitkern call on the device or ``check`` raises. A ring's
         call that raises an earlier error was made: do not repeat it for the same pushes.
 
     Examples
