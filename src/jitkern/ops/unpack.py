@@ -188,5 +188,7 @@ def unpack(
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         cast("Ring", descriptors)._unpack(src, dst, slot, num_slots)
+    elif slot is None and type(num_slots) is int and num_slots == 1:
+        _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
     else:
         _of_tensors(src, dst, descriptors, count=count, slot=slot, num_slots=num_slots)

@@ -105,14 +105,14 @@ BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView 
   if (pairs.on_cuda() || !on_gpu().on_cuda()) pairs.same_device(on_gpu());
   require_last_dim(pairs, 2, "source block, destination block");
   num_pairs = pairs.count / 2;
-  const auto require_same = [this](const std::string& came, const std::string& expected) {
+  const auto require_same = [this](i64 came, i64 expected, const char* before, const char* after) {
     if (came == expected) return;
-    src.value_error(came + " (shape " + src.shape_text() + ")",
-                    expected + " as in dst (shape " + dst.shape_text() + ")");
+    const auto text = [&](i64 value) { return before + std::to_string(value) + after; };
+    src.value_error(text(came) + " (shape " + src.shape_text() + ")",
+                    text(expected) + " as in dst (shape " + dst.shape_text() + ")");
   };
-  require_same(std::to_string(src.outer) + " layers", std::to_string(dst.outer) + " layers");
-  require_same("blocks of " + std::to_string(src.row_bytes) + " bytes a layer",
-               "blocks of " + std::to_string(dst.row_bytes) + " bytes a layer");
+  require_same(src.outer, dst.outer, "", " layers");
+  require_same(src.row_bytes, dst.row_bytes, "blocks of ", " bytes a layer");
   dst.distinct_rows();
   if (dst.ordinal() == src.ordinal() && !dst.is_same_place_as(src)) dst.apart_from(src);
   count = CountArg(kOp, count_arg, pairs);
