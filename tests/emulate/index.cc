@@ -1,5 +1,6 @@
 // The indexing kernel on exact buffers, and the one that makes pairs of the indices of a table in
-// host memory. What is done with those has sweeps of its own. 100 row sizes to a program.
+// host memory. What is done with those has sweeps of its own.
+// 100 row sizes to a program.
 #include "ops/index.cu"
 
 #include <limits>
