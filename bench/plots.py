@@ -195,15 +195,6 @@ PLOTS: dict[str, tuple[str, Lines]] = {
             y="gb_s",
         ),
     ),
-    "copy_blocks": (
-        "copy_blocks",
-        Lines(
-            "random blocks of 32 layers",
-            lambda row, p: row["case"][:3] if p["block_dim"] == 1 else "",
-            "piece_bytes",
-            "bytes of a block in one layer",
-        ),
-    ),
     "merge": (
         "merge",
         Lines(
@@ -225,7 +216,37 @@ def draw(data: report.Payload, folder: Path) -> list[Path]:
     made = _summary(rows, machine, folder / "summary.png")
     for name, (op, plot) in PLOTS.items():
         made += plot.draw(op, rows.get(op, []), machine, folder / f"{name}.png")
-    return made
+    return made + (
+        _beside(rows["beside"], machine, folder / "beside.png") if "beside" in rows else []
+    )
+
+
+def _beside(rows: Sequence[RowData], machine: str, path: Path) -> list[Path]:
+    """Draw how much longer a step of batch 32 is, over the GB/s moved beside it."""
+    at = {
+        row["impl"]: (row["gb_s"], row["params"]["slowdown"])
+        for row in rows
+        if row["params"]["batch"] == 32
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(8.4, 4), sharey=True)
+    for axes, way in zip(panels, ("h2d", "d2h"), strict=True):
+        for label, names in {
+            "copy engine, one piece": [f"engine, contiguous, {way}"],
+            "copy_blocks, layer first, by 1, 2, 3, 4, 8 SMs": [
+                f"copy_blocks {way}, {sms} SMs" for sms in (1, 2, 3, 4, 8)
+            ],
+            "by default": [f"copy_blocks {way}"],
+            "host page first": [f"host page first, {way}"],
+            "pages on both sides": [f"pages, {way}"],
+            "rows of 656 B": [{"h2d": "h2d_gather", "d2h": "d2h_scatter"}[way]],
+        }.items():
+            axes.plot(*zip(*(at[name] for name in names), strict=True), label=label, marker="o")
+        title = {"h2d": "to the GPU", "d2h": "to the host"}[way]
+        axes.set(title=title, xlabel="GB/s beside the step", xlim=(0, None))
+    panels[0].set_ylabel("step, times as long")
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.suptitle(f"decode step of batch 32 beside copies, {machine}", fontsize=10)
+    return save(figure, path, bottom=0.15)
 
 
 def _summary(rows: dict[str, list[RowData]], machine: str, path: Path) -> list[Path]:

@@ -32,7 +32,7 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
 
     if ranks.on_gpu:
         how = {"tp_rank": ranks.rank, "tp_size": ranks.size, "tp_cpu_group": ranks.cpu_group}
-        ours = init_pynccl(**how, max_size_bytes=BYTES[-1])
+        ours = init_pynccl(**how, max_size_bytes=2 * sum(BYTES))
         no_deadline = init_pynccl(**how, timeout_s=float("inf"))
     else:
         ours = TorchCommunicator()

@@ -124,7 +124,9 @@ class Pool:
         # Not in pytest's folder, whose path may be longer than that of a socket.
         self._at = f"{tempfile.mkdtemp(prefix='jitkern-')}/ranks"
         child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
-        env = {**os.environ, "PYTHONPATH": python_path(TESTS), **env}
+        # tvm_ffi asks whether there is a GPU: CUDA's answer would leave none to those forked.
+        fixed = {"PYTHONPATH": python_path(TESTS), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        env = {**os.environ, **fixed, **env}
         self._server = forks.start(child, self._at, env=env)
         wait_until(self._listens, timeout_s=240)
 
