@@ -8,9 +8,7 @@ same in the same order: a replay that holds a collective keeps them in step.
 from __future__ import annotations
 
 import json
-import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +28,9 @@ from jitkern.bench.measure import fill
 from jitkern.bench.timing import Replay, Timing, cpu_replay, cuda_replay, host_ms, time_replays
 
 TIMEOUT_S = 400
-IS_REHEARSAL = os.environ.get("RANKS_ON_ONE_GPU") == "1"
-"""Two ranks share a GPU: every call is made, no figure means anything. See tests/shared_gpu.py."""
 
 KIB, MIB = 1 << 10, 1 << 20
-ROUNDS = 3 if IS_REHEARSAL else 21
+ROUNDS = 21
 SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
 HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
 VOCAB, HIDDEN, CPU_VOCAB, CPU_HIDDEN = 131_072, 4096, 4096, 1024
@@ -56,8 +52,6 @@ class Ranks:
     @property
     def where(self) -> str:
         """What rows call them."""
-        if IS_REHEARSAL:
-            return f"{self.size} ranks of one GPU"
         return f"{self.size} {'GPUs' if self.on_gpu else 'processes'}"
 
     def barrier(self) -> None:
@@ -109,7 +103,7 @@ def _replay(ranks: Ranks, call: Callable[[], object], count: int) -> Replay:
 
 def calls_for(ranks: Ranks, num_bytes: int) -> int:
     """Return the calls of a replay: so many that what it costs once is little beside them."""
-    if IS_REHEARSAL or num_bytes > 8 * MIB:
+    if num_bytes > 8 * MIB:
         return 5
     return 200 if num_bytes <= 128 * KIB and ranks.on_gpu else 50
 
@@ -231,7 +225,7 @@ def embedding_rows(
 def run(op: str, module: str, ctx: Context) -> Iterator[Row]:
     """Measure a benchmark with 2, 4 and 8 ranks, as many as there are GPUs; what fails is a row."""
     sizes = [2]
-    if ctx.device == "cuda" and not IS_REHEARSAL:
+    if ctx.device == "cuda":
         sizes = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
     for size in sizes:
         ctx.say(f"{op}: {size} ranks")
@@ -281,11 +275,8 @@ def _free_port() -> int:
 def _main(rank: int, size: int, port: int, module: str, kind: str, quick: bool, rows: Path) -> None:
     device, backend = torch.device("cpu"), "gloo"
     if kind == "cuda":
-        sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-        import shared_gpu
-
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # of a rehearsal
-        device, backend = shared_gpu.take(rank), "nccl"
+        device, backend = torch.device("cuda", rank), "nccl"
+        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(

@@ -161,7 +161,7 @@ def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
-@pytest.mark.parametrize("peer", ["rows", "ladder"])
+@pytest.mark.parametrize("peer", ["rows", "link"])
 def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from jitkern.env import settings
 

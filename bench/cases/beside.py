@@ -280,10 +280,5 @@ def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
             columns["swap_rows"] = [fetched, slots, written]
             numbers.append(torch.stack(columns[op.__name__], 1).cuda())
         turn = itertools.cycle(numbers)
-        for how, name in (({}, op.__name__), ({"num_sms": 2}, f"{op.__name__}, 2 SMs")):
-            call = partial(_next_rows, op, tensors, turn, **how)
-            yield Way(name, directions * ROWS * ROW_BYTES, [call])
-
-
-def _next_rows(op: Any, tensors: Any, turn: Iterator[torch.Tensor], **how: int) -> None:
-    op(*tensors, next(turn), **how)
+        call = partial(lambda op, tensors, turn: op(*tensors, next(turn)), op, tensors, turn)
+        yield Way(op.__name__, directions * ROWS * ROW_BYTES, [call])

@@ -11,20 +11,18 @@ from bench import peers
 from bench.cases.common import ours
 from bench.cases.h2d_gather import pair_cases, pairs_job
 from bench.peers.host_rows import (
-    LINE_ALIGNED,
-    LOADS_FIRST,
     ROW_BYTES,
     ROWS,
     SLOTS,
     Buffers,
     contiguous,
     copy_engine,
-    rung,
+    kernel,
 )
 from jitkern.bench.case import Case, Context, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.ladder,)
+PEERS = (peers.link, peers.host)
 NEEDS_GPU = True
 
 
@@ -38,9 +36,8 @@ def run(ctx: Context) -> Iterator[Row]:
             impls=[
                 ours(partial(_ours, method="sm")),  # nothing runs beside
                 *(ours(partial(_ours, num_sms=n), f"jitkern, num_sms={n}") for n in sweep),
-                rung("loads before stores, full grid", number=LOADS_FIRST),
-                rung("loads before stores, 4 SMs", 4, LOADS_FIRST),
-                rung("line-aligned, 4 SMs", 4, LINE_ALIGNED),
+                kernel("loads before stores"),
+                kernel("line-aligned", 4),
                 copy_engine(),
                 contiguous(132),
             ],

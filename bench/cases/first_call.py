@@ -34,7 +34,6 @@ INLINE = {
 }
 LARGE_CALL, FIRST_KERNEL = "h2d_gather, large call", "first kernel of a process"
 FRESH = "first call of a process, imports included"
-NO_BYTECODE = ", no bytecode"
 # What a process does, the implementation that it times, and its role; in this order: warm ones
 # find what cold ones leave.
 MODES = [
@@ -43,9 +42,7 @@ MODES = [
     *((f"inline:{op}", "load_inline with nvcc, cold", "peer") for op in INLINE),
     ("inline_warm", "load_module of it, new process", "peer"),
     ("fresh", "jitkern: warm", "ours"),
-    (f"fresh{NO_BYTECODE}", f"jitkern: warm{NO_BYTECODE}", "ours"),
     ("inline_fresh", "load_inline of what is built", "peer"),
-    (f"inline_fresh{NO_BYTECODE}", f"load_inline of what is built{NO_BYTECODE}", "peer"),
 ]
 NUM_CORES, NUM_PROCESSES, TIMEOUT_S = 2, 3, 240
 
@@ -116,9 +113,6 @@ def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
 
     if device == "cuda":
         torch.zeros(1, device="cuda")
-    if mode.endswith(NO_BYTECODE):
-        # Of what is imported from here on: torch is there.
-        sys.pycache_prefix, sys.dont_write_bytecode = str(work / "none"), True
     if "inline" in mode:
         _prepare_nvcc()
     if "fresh" in mode:

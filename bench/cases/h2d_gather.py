@@ -1,4 +1,4 @@
-"""h2d_gather: scattered rows of pinned host memory to rows on the GPU, and the ladder up to it.
+"""h2d_gather: scattered rows of pinned host memory to rows on the GPU.
 
 The parameters are the usual script's: batch 128, top-k 2048, 300,000 slots on both sides, rows of
 656 bytes, random sources with repeats, unique destinations. GB/s counts a row's bytes once: what
@@ -26,19 +26,18 @@ from bench.cases.common import (
     random_rows,
 )
 from bench.peers.host_rows import (
-    LOADS_FIRST,
     ROW_BYTES,
     ROWS,
     SLOTS,
     Buffers,
     contiguous,
     copy_engine,
-    rung,
+    kernel,
 )
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 
-PEERS = (peers.ladder,)
+PEERS = (peers.link, peers.host)
 NEEDS_GPU = True
 # (rows, bytes of a row) of the guard on a GPU: microseconds, and what the bus decides.
 LINK_SIZES = ((128, 656), (262_144, 656))
@@ -47,22 +46,21 @@ WIDE_BYTES = (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    yield from measure(ctx, _case(ctx, ROWS, ROW_BYTES, _ladder(ctx), repeats=True))
-    yield from measure(ctx, _case(ctx, ROWS, ROW_BYTES, _ladder(ctx)[:-2]))
+    for repeats in (True, False):
+        yield from measure(ctx, _case(ctx, ROWS, ROW_BYTES, _impls(ctx), repeats))
     for rows in SMALL_ROWS[::2] if ctx.quick else SMALL_ROWS:
         impls = [
             ours(_ours()),
-            rung("3 warp a row"),
-            rung("4 loads before stores"),
-            rung("6 line-aligned, full grid"),
-            rung("6 line-aligned, 2 SMs", 2),
+            kernel("loads before stores"),
+            kernel("line-aligned"),
+            kernel("line-aligned", 2),
             copy_engine(),
             empty_kernel(),
         ]
         yield from measure(ctx, _case(ctx, rows, ROW_BYTES, impls))
     for row_bytes in WIDE_BYTES[4:5] if ctx.quick else WIDE_BYTES:
-        impls = [ours(_ours()), rung("6 line-aligned, 2 SMs", 2), rung("4 loads before stores")]
-        impls += [copy_engine(), contiguous(132), contiguous(2)]
+        impls = [ours(_ours()), kernel("line-aligned", 2), kernel("loads before stores")]
+        impls += [copy_engine(), contiguous(132)]
         yield from measure(ctx, _case(ctx, ROWS * ROW_BYTES // row_bytes, row_bytes, impls))
 
 
@@ -76,10 +74,9 @@ def _ours(**options: Any) -> Run:
     return lambda b: jitkern.h2d_gather(b.src, b.dst, b.pairs, **options)
 
 
-def _ladder(ctx: Context) -> list[Impl]:
-    options: list[dict[str, Any]] = [{}]
+def _impls(ctx: Context) -> list[Impl]:
+    options: list[dict[str, Any]] = [{}, {"dedup": False}, {"num_sms": 2, "dedup": False}]
     options += [{"num_sms": sms} for sms in ((2,) if ctx.quick else (1, 2, 4, 8, 16))]
-    options += [{"dedup": False}, {"dedup": True}, {"num_sms": 2, "dedup": False}]
     names = [", ".join(["jitkern", *(f"{k}={v}" for k, v in one.items())]) for one in options]
     staging = empty_rows(ROWS, ROW_BYTES, "cpu", pin=True)
 
@@ -93,16 +90,10 @@ def _ladder(ctx: Context) -> list[Impl]:
 
     return [
         *(ours(_ours(**one), name) for one, name in zip(options, names, strict=True)),
-        rung("1 thread a row, byte loads"),
-        rung("2 thread a row, 16-byte loads"),
-        rung("3 warp a row"),
-        rung("4 loads before stores"),
-        rung("5 persistent, 4 SMs", 4, LOADS_FIRST),
-        rung("6 line-aligned, 2 SMs", 2),
-        rung("6 line-aligned, 4 SMs", 4),
+        kernel("loads before stores"),
+        kernel("line-aligned", 2),
         copy_engine(),
         contiguous(132),
-        contiguous(2),
         peer("triton", triton),
         peer("torch: gather on the CPU, copy", on_cpu, graph=False),
     ]

@@ -36,7 +36,6 @@ class Buffers:
     strided: torch.Tensor  # [rows, 2, row_bytes], pinned if there is a GPU
     packed: torch.Tensor  # [rows, row_bytes]
     kind: str
-    pageable: torch.Tensor  # the same as strided
 
     def __post_init__(self) -> None:
         rows, _, row_bytes = self.strided.shape
@@ -81,18 +80,13 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 
 def _buffers(ctx: Context, kind: str, rows: int, row_bytes: int) -> Buffers:
-    pageable = torch.randint(0, 256, (rows, 2, row_bytes), dtype=torch.uint8)
+    strided = torch.randint(0, 256, (rows, 2, row_bytes), dtype=torch.uint8)
     packed = torch.randint(0, 256, (rows, row_bytes), dtype=torch.uint8, device=ctx.device)
-    return Buffers(pageable.pin_memory() if kind != "h2h" else pageable, packed, kind, pageable)
+    return Buffers(strided.pin_memory() if kind != "h2h" else strided, packed, kind)
 
 
 def _case(ctx: Context, kind: str, rows: int, row_bytes: int) -> Case:
     shared = _buffers(ctx, kind, rows, row_bytes)
-
-    def pageable(b: Buffers) -> None:
-        host = b.pageable[:, 0]
-        dst, src = (b.packed, host) if kind == "h2d" else (host, b.packed)
-        dst.copy_(src, non_blocking=True)
 
     return Case(
         op="memcpy_2d",
@@ -108,8 +102,6 @@ def _case(ctx: Context, kind: str, rows: int, row_bytes: int) -> Case:
             peer(
                 "torch copy_, pinned", lambda b: b.to.copy_(b.rows, non_blocking=True), graph=False
             ),
-            # To the host, what comes back lies in the other memory.
-            peer("torch copy_, pageable", pageable, graph=False, check=kind == "h2d"),
             memcpy(lambda b: b.dst, lambda b: b.src, rows * row_bytes),
         ],
         calls=3 if rows * row_bytes > 50_000_000 else 20,
@@ -123,7 +115,3 @@ def _ours(b: Buffers) -> None:
 def _bare() -> Any:
     copy_2d = peers.host().copy_2d
     return lambda b: copy_2d(b.dst, b.src, *b.shape)
-
-
-def _pinned(b: Buffers) -> None:
-    b.to.copy_(b.rows, non_blocking=True)

@@ -78,14 +78,6 @@ def rows_of(pool: torch.Tensor, gib: float, row_bytes: int) -> torch.Tensor:
     return pool[: count * row_bytes].view(count, row_bytes)
 
 
-def zipf(rows: int, count: int, exponent: float = 1.1) -> torch.Tensor:
-    """Return row numbers on the GPU, drawn by Zipf's law, the ranks spread over all rows."""
-    uniform = torch.rand(count, dtype=torch.float64, device="cuda")
-    power = 1.0 - exponent  # the inverse of the continuous law's distribution
-    ranks = (uniform * (rows**power - 1.0) + 1.0) ** (1.0 / power)
-    return (ranks.long() * 0x9E3779B1) % rows
-
-
 def distinct(rows: int, count: int) -> torch.Tensor:
     """Return random rows of a pool, each once, on the GPU."""
     if rows < 1 << 28:

@@ -1,6 +1,5 @@
-// The ladder of h2d_gather and d2h_scatter: the same job, row pairs[i][0] of src to row pairs[i][1]
-// of dst with one side in pinned host memory, from the naive kernel upwards. One rung, one idea.
-// Single-source: loaded with load_jit(cuda_files=...). Rows are a multiple of 16 bytes.
+// Peers of h2d_gather and d2h_scatter: row pairs[i][0] of src to row pairs[i][1] of dst, one side in
+// pinned host memory. Rows are a multiple of 16 bytes.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -8,7 +7,7 @@
 
 #include <cstdint>
 
-namespace ladder {
+namespace link {
 
 using tvm::ffi::TensorView;
 
@@ -23,71 +22,33 @@ struct Job {
   __device__ const char* from(std::int64_t i) const { return src + pairs[i].x * row_bytes; }
 };
 
-__device__ inline std::int64_t thread_index() {
-  return std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+__device__ inline std::int64_t warp_index() {
+  return (std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
 }
-__device__ inline std::int64_t warp_index() { return thread_index() / 32; }
 __device__ inline std::int64_t num_warps() { return std::int64_t{gridDim.x} * (blockDim.x / 32); }
 
-// Rung 1: one thread a row, byte by byte.
-__global__ void byte_loads(const __grid_constant__ Job job) {
-  const std::int64_t i = thread_index();
-  if (i >= job.num_pairs) return;
-  char* to = job.to(i);
-  const char* from = job.from(i);
-#pragma unroll 1
-  for (std::int64_t at = 0; at < job.row_bytes; ++at) to[at] = from[at];
-}
-
-// Rung 2: one thread a row, 16 bytes a load.
-__global__ void vector_loads(const __grid_constant__ Job job) {
-  const std::int64_t i = thread_index();
-  if (i >= job.num_pairs) return;
-  auto* to = reinterpret_cast<uint4*>(job.to(i));
-  const auto* from = reinterpret_cast<const uint4*>(job.from(i));
-#pragma unroll 1
-  for (std::int64_t at = 0; at < job.row_bytes / 16; ++at) to[at] = from[at];
-}
-
-// Rung 3: one warp a row; each step of 512 bytes is stored before the next is loaded.
-__global__ void warp_a_row(const __grid_constant__ Job job) {
-  const std::int64_t i = warp_index();
-  if (i >= job.num_pairs) return;
-  auto* to = reinterpret_cast<uint4*>(job.to(i));
-  const auto* from = reinterpret_cast<const uint4*>(job.from(i));
-#pragma unroll 1
-  for (std::int64_t at = threadIdx.x % 32; at < job.row_bytes / 16; at += 32) to[at] = from[at];
-}
-
-constexpr int kBatch = 4;  // 16-byte loads in flight per lane: 2 KB of a row per warp
-
-__device__ inline void copy_loads_first(char* to_row, const char* from_row,
-                                        std::int64_t row_bytes) {
-  auto* to = reinterpret_cast<uint4*>(to_row);
-  const auto* from = reinterpret_cast<const uint4*>(from_row);
-  const std::int64_t num_vecs = row_bytes / 16;
-  for (std::int64_t base = threadIdx.x % 32; base < num_vecs; base += 32 * kBatch) {
-    uint4 value[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * 32 < num_vecs) value[j] = from[base + j * 32];
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      if (base + j * 32 < num_vecs) to[base + j * 32] = value[j];
-    }
-  }
-}
-
-// Rung 4: one warp a row, all loads before all stores. Rung 5 is the same on a persistent grid
-// of few SMs, which leaves the others to the model.
+// One warp a row, all loads before all stores; 4 loads of 16 bytes in flight per lane.
 __global__ void __launch_bounds__(1024) loads_before_stores(const __grid_constant__ Job job) {
+  constexpr int kBatch = 4;
+  const std::int64_t num_vecs = job.row_bytes / 16;
   for (std::int64_t i = warp_index(); i < job.num_pairs; i += num_warps()) {
-    copy_loads_first(job.to(i), job.from(i), job.row_bytes);
+    auto* to = reinterpret_cast<uint4*>(job.to(i));
+    const auto* from = reinterpret_cast<const uint4*>(job.from(i));
+    for (std::int64_t base = threadIdx.x % 32; base < num_vecs; base += 32 * kBatch) {
+      uint4 value[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (base + j * 32 < num_vecs) value[j] = from[base + j * 32];
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (base + j * 32 < num_vecs) to[base + j * 32] = value[j];
+      }
+    }
   }
 }
 
-// Rung 6: several rows in flight per warp, and lanes counted from the 128-byte line below the row:
+// Several rows in flight per warp, and lanes counted from the 128-byte line below the row:
 // a row of 656 bytes then asks for 6 lines instead of 7.
 template <int kRows, int kSteps>
 __global__ void __launch_bounds__(1024) line_aligned(const __grid_constant__ Job job) {
@@ -129,7 +90,7 @@ __global__ void __launch_bounds__(1024) line_aligned(const __grid_constant__ Job
   }
 }
 
-// The SM path's own ceiling: full lines, in order, as much in flight as rung 6.
+// The SM path's own ceiling: full lines, in order, as much in flight as line_aligned.
 __global__ void __launch_bounds__(1024)
     contiguous(char* __restrict__ dst, const char* __restrict__ src, std::int64_t num_vecs) {
   constexpr int kSteps = 8;
@@ -171,45 +132,24 @@ inline Job job_of(const TensorView& src, const TensorView& dst, const TensorView
              static_cast<const int2*>(pairs.data_ptr()), pairs.size(0), row_bytes};
 }
 
-// rung: 1 byte loads, 2 vector loads, 3 warp a row, 4 loads before stores, 6 line aligned.
-// num_blocks 0: as many as the rows need (rung 4, 6: of 256 threads); else a persistent grid
-// of num_blocks x 1024 threads.
-inline void gather(std::int64_t rung, TensorView src, TensorView dst, TensorView pairs,
+// num_blocks 0: as many blocks of 256 threads as the rows need; else a persistent grid of
+// num_blocks x 1024 threads.
+inline void gather(bool is_aligned, TensorView src, TensorView dst, TensorView pairs,
                    std::int64_t num_blocks) {
   const Job job = job_of(src, dst, pairs);
   if (job.num_pairs == 0) return;
   const cudaStream_t stream = stream_of(src, dst);
-  const auto blocks_for = [&](std::int64_t per_block) {
-    return static_cast<unsigned>((job.num_pairs + per_block - 1) / per_block);
-  };
   const unsigned threads = num_blocks > 0 ? 1024 : 256;
-  const unsigned warps = threads / 32;
-  const auto grid = [&](std::int64_t per_block) {
-    return num_blocks > 0 ? static_cast<unsigned>(num_blocks) : blocks_for(per_block);
-  };
-  const bool small_rows = job.row_bytes + 112 <= 1024;
-  switch (rung) {
-    case 1:
-      byte_loads<<<blocks_for(256), 256, 0, stream>>>(job);
-      break;
-    case 2:
-      vector_loads<<<blocks_for(256), 256, 0, stream>>>(job);
-      break;
-    case 3:
-      warp_a_row<<<blocks_for(8), 256, 0, stream>>>(job);
-      break;
-    case 4:
-      loads_before_stores<<<grid(warps), threads, 0, stream>>>(job);
-      break;
-    case 6:
-      if (small_rows) {
-        line_aligned<4, 2><<<grid(4 * warps), threads, 0, stream>>>(job);
-      } else {
-        line_aligned<1, 8><<<grid(warps), threads, 0, stream>>>(job);
-      }
-      break;
-    default:
-      TVM_FFI_THROW(ValueError) << "rung: got " << rung << ", expected 1, 2, 3, 4 or 6";
+  const bool is_small = is_aligned && job.row_bytes + 112 <= 1024;
+  const std::int64_t per_block = threads / 32 * (is_small ? 4 : 1);
+  const auto grid = static_cast<unsigned>(
+      num_blocks > 0 ? num_blocks : (job.num_pairs + per_block - 1) / per_block);
+  if (!is_aligned) {
+    loads_before_stores<<<grid, threads, 0, stream>>>(job);
+  } else if (is_small) {
+    line_aligned<4, 2><<<grid, threads, 0, stream>>>(job);
+  } else {
+    line_aligned<1, 8><<<grid, threads, 0, stream>>>(job);
   }
   check_cuda(cudaGetLastError());
 }
@@ -221,9 +161,4 @@ inline void copy_contiguous(TensorView src, TensorView dst, std::int64_t num_byt
   check_cuda(cudaGetLastError());
 }
 
-inline void copy_engine(TensorView src, TensorView dst, std::int64_t num_bytes) {
-  check_cuda(cudaMemcpyAsync(dst.data_ptr(), src.data_ptr(), static_cast<std::size_t>(num_bytes),
-                             cudaMemcpyDefault, stream_of(src, dst)));
-}
-
-}  // namespace ladder
+}  // namespace link
