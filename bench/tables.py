@@ -30,9 +30,9 @@ index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
 rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
 jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
 
-ladder | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
+h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
-1 thread a row, byte loads ~ one thread a row, byte loads | 2 thread a row, 16-byte loads ~ one thread a row, 16-byte loads | 3 warp a row ~ a warp a row | 4 loads before stores ~ loads before stores | 5 persistent, 4 SMs ~ the same on 4 SMs | 6 line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
+4 loads before stores ~ loads before stores | 6 line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
 
 pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB, uniform | gb_s | `h2d_gather`
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64

@@ -91,7 +91,7 @@ rows = _cuda(
         *((f"index_{n}", f"peer::IndexKernel<{n}, {k}>::run") for n, k in INDEX_ROW_BYTES.items()),
     ],
 )
-link = _cuda("link", _exports("link", "gather copy_contiguous"))
+link = _cuda("link", _exports("link_peer", "gather copy_contiguous"))
 empty = _device(EMPTY_KERNEL, "peer::EmptyKernel")
 pieces = _device("pieces", "peer::Pieces")
 triton = Once(lambda: importlib.import_module("bench.peers.triton_rows"))

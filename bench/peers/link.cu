@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace link {
+namespace link_peer {
 
 using tvm::ffi::TensorView;
 
@@ -161,4 +161,4 @@ inline void copy_contiguous(TensorView src, TensorView dst, std::int64_t num_byt
   check_cuda(cudaGetLastError());
 }
 
-}  // namespace link
+}  // namespace link_peer
