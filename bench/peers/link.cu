@@ -1,5 +1,5 @@
-// Peers of h2d_gather and d2h_scatter: row pairs[i][0] of src to row pairs[i][1] of dst, one side in
-// pinned host memory. Rows are a multiple of 16 bytes.
+// Peers of h2d_gather and d2h_scatter: row pairs[i][0] of src to row pairs[i][1] of dst, one side
+// in pinned host memory. Rows are a multiple of 16 bytes.
 #include <cuda_runtime.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
