@@ -1,25 +1,14 @@
-"""The example of a radix tree: against a dict of all prefixes, by hand, and the day it serves."""
+"""The example of a radix tree: what is cached, locked and evicted, and the day it serves."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 from processes import example_module
 from torch import Tensor
 
@@ -30,200 +19,29 @@ def example() -> Iterator[ModuleType]:
         yield module
 
 
-def check_invariants(tree: Any) -> None:
-    """What holds of a tree after whatever was done to it."""
-    assert tree.root.parent is None and len(tree.root.key) == 0
-    evictable, protected = 0, 0
-    slots: list[int] = []
-    for node in tree.nodes():
-        assert len(node.key) == len(node.slots) > 0
-        assert len(node.key) % tree.page_size == 0
-        assert node.parent.last_use >= node.last_use or node.parent is tree.root
-        slots += node.slots.tolist()
-        if node.users:
-            protected += len(node.key)
-        else:
-            evictable += len(node.key)
-    for node in [tree.root, *tree.nodes()]:
-        assert 0 <= node.locks <= node.users
-        assert node.users == node.locks + sum(child.users for child in node.children.values())
-        for page, child in node.children.items():
-            first = child.key[: tree.page_size].tolist()
-            assert page == (first[0] if tree.page_size == 1 else tuple(first))
-            assert child.parent is node
-    assert (tree.evictable_size, tree.protected_size) == (evictable, protected)
-    assert len(set(slots)) == len(slots)
-
-
-Prefix = tuple[int, ...]
-
-
-class Reference:
-    """All cached prefixes of whole pages, each with the slots of its last page and its last use."""
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.slots: dict[Prefix, list[int]] = {}
-        self.last_use: dict[Prefix, int] = {}
-        self.locked: list[Prefix] = []
-        self.clock = 0
-
-    def prefixes(self, tokens: Prefix) -> list[Prefix]:
-        ends = range(self.page_size, len(tokens) + 1, self.page_size)
-        return [tokens[:end] for end in ends]
-
-    def match(self, tokens: Prefix) -> Prefix:
-        """Return the longest cached prefix, which is used by that."""
-        self.clock += 1
-        found: Prefix = ()
-        for prefix in self.prefixes(tokens):
-            if prefix in self.slots:
-                found = prefix
-                self.last_use[prefix] = self.clock
-        return found
-
-    def slots_of(self, tokens: Prefix) -> list[int]:
-        return [slot for prefix in self.prefixes(tokens) for slot in self.slots[prefix]]
-
-    def insert(self, tokens: Prefix, slots: list[int]) -> int:
-        cached = len(self.match(tokens))
-        for prefix in self.prefixes(tokens):
-            if prefix not in self.slots:
-                self.slots[prefix] = slots[len(prefix) - self.page_size : len(prefix)]
-                self.last_use[prefix] = self.clock
-        return cached
-
-    @property
-    def protected(self) -> set[Prefix]:
-        return {prefix for tokens in self.locked for prefix in self.prefixes(tokens)}
-
-    def evict_a_page(self) -> tuple[list[int], int]:
-        """Return the slots and the last use of the page that goes first."""
-        inner = {prefix[: -self.page_size] for prefix in self.slots} | self.protected
-        leaves = [prefix for prefix in self.slots if prefix not in inner]
-        uses = [self.last_use[prefix] for prefix in leaves]
-        assert len(set(uses)) == len(uses)  # so that the order is defined
-        first = min(leaves, key=lambda prefix: self.last_use[prefix])
-        return self.slots.pop(first), self.last_use.pop(first)
-
-
-class Machine(RuleBasedStateMachine):
-    """The tree does what the dict does; a node is what the tree makes of it."""
-
-    def __init__(self, example: ModuleType, page_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.tree = example.RadixCache(page_size, token_dtype=dtype)
-        self.reference = Reference(page_size)
-        self.dtype, self.new_slot = dtype, itertools.count()
-        self.locked: list[Any] = []
-        self.requests: list[Prefix] = [()]
-        last = page_size - 1
-        # Pages that differ in the first token, the last one or none; -1 and -2 have one hash.
-        pages = {(5,) * page_size, (6, *[5] * last), (*[5] * last, -1), (*[5] * last, -2)}
-        self.pages = sorted(pages)
-
-    def drawn(self, data: st.DataObject) -> tuple[Prefix, Tensor]:
-        """What begins like an earlier request, as most do, and ends within a page."""
-        page_size = self.tree.page_size
-        begin = data.draw(st.sampled_from(self.requests))
-        keep = data.draw(st.integers(0, len(begin) // page_size))
-        pages = data.draw(st.lists(st.sampled_from(self.pages), max_size=4))
-        tail = data.draw(st.sampled_from(self.pages))
-        tail = tail[: data.draw(st.integers(0, page_size - 1))]
-        tokens = (*begin[: keep * page_size], *itertools.chain(*pages))
-        self.requests.append(tokens)
-        tokens = (*tokens, *tail)
-        return tokens, torch.tensor(tokens, dtype=self.dtype)
-
-    @rule(data=st.data())
-    def insert(self, data: st.DataObject) -> None:
-        tokens, tensor = self.drawn(data)
-        slots = [next(self.new_slot) for _ in tokens]
-        cached = self.tree.insert(tensor, torch.tensor(slots, dtype=torch.int64))
-        assert cached == self.reference.insert(tokens, slots)
-        tensor.fill_(7)  # the tree has its own
-
-    @rule(data=st.data(), lock=st.booleans())
-    def match(self, data: st.DataObject, lock: bool) -> None:
-        tokens, tensor = self.drawn(data)
-        slots, node = self.tree.match_prefix(tensor)
-        found = self.reference.match(tokens)
-        assert slots.tolist() == self.reference.slots_of(found)
-        keys = []
-        above = node
-        while above is not None:
-            keys.append(above.key)
-            above = above.parent
-        assert torch.cat(keys[::-1]).tolist() == list(found)
-        if lock:
-            self.tree.lock(node)
-            self.locked.append(node)
-            self.reference.locked.append(found)
-
-    @precondition(lambda self: self.locked)
-    @rule(data=st.data(), again=st.booleans())
-    def unlock(self, data: st.DataObject, again: bool) -> None:
-        which = data.draw(st.integers(0, len(self.locked) - 1))
-        node = self.locked.pop(which)
-        self.reference.locked.pop(which)
-        self.tree.unlock(node)
-        if again and node not in self.locked:
-            with pytest.raises(ValueError, match=r"^unlock: node: 0 locks, expected at least 1$"):
-                self.tree.unlock(node)
-
-    @rule(pages=st.integers(0, 12), fewer=st.integers(0, 15))
-    def evict(self, pages: int, fewer: int) -> None:
-        num_tokens = max(0, pages * self.tree.page_size - fewer)
-        there = self.tree.evictable_size
-        freed = self.tree.evict(num_tokens).tolist()
-        assert len(freed) % self.tree.page_size == 0
-        assert min(num_tokens, there) <= len(freed) <= there
-        expected: list[int] = []
-        enough_at = None
-        while len(expected) < len(freed):
-            slots, last_use = self.reference.evict_a_page()
-            expected += slots
-            if enough_at is None and len(expected) >= num_tokens:
-                enough_at = last_use
-            assert enough_at in (None, last_use)  # what is beyond is of the same leaf
-        assert sorted(freed) == sorted(expected)
-        if num_tokens == 0:
-            assert freed == []
-
-    @invariant()
-    def the_same_is_cached(self) -> None:
-        check_invariants(self.tree)
-        cached = {}
-        stack = [(self.tree.root, ())]
-        while stack:
-            node, before = stack.pop()
-            key, slots = node.key.tolist(), node.slots.tolist()
-            for end in range(self.tree.page_size, len(key) + 1, self.tree.page_size):
-                cached[(*before, *key[:end])] = slots[end - self.tree.page_size : end]
-            stack += [(child, (*before, *key)) for child in node.children.values()]
-        assert cached == self.reference.slots
-        protected = len(self.reference.protected) * self.tree.page_size
-        assert self.tree.protected_size == protected
-        assert self.reference.protected <= cached.keys()
-
-
-@pytest.mark.parametrize(
-    ("page_size", "dtype"), [(1, torch.int32), (3, torch.int64), (16, torch.int32)], ids=str
-)
-def test_it_is_a_dict_of_all_prefixes(
-    example: ModuleType, page_size: int, dtype: torch.dtype
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_pages_are_matched_inserted_and_evicted_oldest_first(
+    example: ModuleType, page_size: int
 ) -> None:
-    run_state_machine_as_test(
-        lambda: Machine(example, page_size, dtype),
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    tree = example.RadixCache(page_size)
+
+    def pages(*numbers: int) -> Tensor:
+        return torch.tensor(numbers).repeat_interleave(page_size)
+
+    first, second = pages(1, 2, 3), pages(1, 2, 4, 5)
+    slots = torch.arange(len(first) + len(second))
+    assert tree.insert(first, slots[: len(first)]) == 0
+    assert tree.insert(second, slots[len(first) :]) == 2 * page_size
+    expected = torch.cat([slots[: 2 * page_size], slots[len(first) + 2 * page_size :]])
+    found, node = tree.match_prefix(torch.cat([second, pages(9)[: page_size - 1]]))
+    assert torch.equal(found, expected)
+    assert (tree.evictable_size, tree.protected_size) == (5 * page_size, 0)
+    tree.lock(node)
+    assert (tree.evictable_size, tree.protected_size) == (page_size, 4 * page_size)
+    assert tree.evict(99).tolist() == slots[2 * page_size : len(first)].tolist()
+    tree.unlock(node)
+    assert sorted(tree.evict(1).tolist()) == expected[2 * page_size :].tolist()
+    assert torch.equal(tree.match_prefix(second)[0], expected[: 2 * page_size])
 
 
 # -- the day ---------------------------------------------------------------------------------------
