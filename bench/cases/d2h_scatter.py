@@ -9,7 +9,7 @@ from typing import Any
 import jitkern
 from bench import peers
 from bench.cases.common import ours
-from bench.cases.h2d_gather import pair_cases, pairs_job
+from bench.cases.h2d_gather import pair_cases, sides
 from bench.peers.host_rows import (
     ROW_BYTES,
     ROWS,
@@ -18,6 +18,7 @@ from bench.peers.host_rows import (
     contiguous,
     copy_engine,
     kernel,
+    pairs_job,
 )
 from jitkern.bench.case import Case, Context, Row
 from jitkern.bench.measure import measure
@@ -42,7 +43,7 @@ def run(ctx: Context) -> Iterator[Row]:
                 contiguous(132),
             ],
             calls=3 if rows > 100_000 else 20,
-            **pairs_job(ctx, "cpu", SLOTS, rows, ROW_BYTES),
+            **pairs_job(*sides(ctx, "cpu", SLOTS, ROW_BYTES), rows),
         )
         yield from measure(ctx, case)
 

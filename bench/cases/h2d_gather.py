@@ -33,6 +33,7 @@ from bench.peers.host_rows import (
     contiguous,
     copy_engine,
     kernel,
+    pairs_job,
 )
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
@@ -110,7 +111,7 @@ def _case(
         bytes_moved=rows * row_bytes,
         impls=impls,
         calls=3 if rows * row_bytes > 50_000_000 else 20,
-        **pairs_job(ctx, ctx.device, slots, rows, row_bytes, repeats),
+        **pairs_job(*sides(ctx, ctx.device, slots, row_bytes), rows, repeats),
     )
 
 
@@ -121,6 +122,7 @@ def pair_cases(
     ctx: Context, op: str, function: Callable[..., None], dst_device: str
 ) -> Iterator[Case]:
     """Yield the guard's cases of an op that takes a source, a destination and pairs."""
+    link_slots = SLOTS if ctx.device == "cuda" else 0
     for rows, row_bytes in LINK_SIZES if ctx.device == "cuda" else CPU_SIZES:
         yield host_copy_case(
             ctx,
@@ -129,42 +131,18 @@ def pair_cases(
             lambda b, rows=rows: b.dst[:rows].copy_(b.src[:rows], non_blocking=True),
             op=op,
             name=f"{rows} rows of {row_bytes} B",
-            **pairs_job(
-                ctx, dst_device, SLOTS if ctx.device == "cuda" else 2 * rows, rows, row_bytes
-            ),
+            **pairs_job(*sides(ctx, dst_device, max(2 * rows, link_slots), row_bytes), rows),
         )
-    b = pairs_job(ctx, dst_device, 64, 1, 656)["make"](0)
+    b = pairs_job(*sides(ctx, dst_device, 64, 656), 1)["make"](0)
     yield from call_cases(op, function, (b.src, b.dst, b.pairs[:0]), (b.src, b.dst, b.pairs))
 
 
-def pairs_job(
-    ctx: Context, dst_device: str, slots: int, rows: int, row_bytes: int, repeats: bool = False
-) -> dict[str, Any]:
-    """Return the fields of a case that say which rows go where, and how that is checked.
-
-    The side in host memory is pinned if there is a GPU. Sources are distinct, or drawn at random.
-    """
-    src, dst = _sides(ctx.device, dst_device, slots, row_bytes)
-
-    def make(_: int) -> Buffers:
-        columns = [torch.randperm(slots, device=ctx.device)[:rows] for _ in range(2)]
-        if repeats:
-            columns[0] = torch.randint(0, slots, (rows,), device=ctx.device)
-        pairs64 = torch.stack(columns, 1)
-        return Buffers(src, dst, pairs64.to(torch.int32), pairs64)
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        picked = b.src[b.pairs64[:, 0].to(b.src.device)].to(b.dst.device)
-        return (b.dst.clone().index_copy_(0, b.pairs64[:, 1].to(b.dst.device), picked),)
-
-    return {"make": make, "outputs": lambda b: (b.dst,), "reference": reference}
-
-
 @lru_cache(maxsize=2)
-def _sides(
-    device: str, dst_device: str, slots: int, row_bytes: int
+def sides(
+    ctx: Context, dst_device: str, slots: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    on_gpu = device == "cuda"
-    src_device = "cpu" if dst_device == device else device
+    """Return source and destination; the one in host memory is pinned if there is a GPU."""
+    on_gpu = ctx.device == "cuda"
+    src_device = "cpu" if dst_device == ctx.device else ctx.device
     src = random_rows(slots, row_bytes, src_device, pin=on_gpu and src_device == "cpu")
     return src, empty_rows(slots, row_bytes, dst_device, pin=on_gpu and dst_device == "cpu")

@@ -8,7 +8,6 @@ they come and in the order of the pool, beside the same kernels as peers, the wa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import jitkern
 from bench import peers
 from bench.cases.common import empty_rows, ours, peer
 from bench.peers import host_pool
-from bench.peers.host_rows import ROW_BYTES, ROWS, copy_engine, kernel
+from bench.peers.host_rows import ROW_BYTES, ROWS, Buffers, copy_engine, kernel, pairs_job
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
@@ -41,17 +40,6 @@ CALLS: tuple[tuple[str, int, int, tuple[float, ...]], ...] = (
 )
 
 
-@dataclass
-class Buffers:
-    """One working set; `src` or `dst` is the pool."""
-
-    src: torch.Tensor
-    dst: torch.Tensor
-    pairs: torch.Tensor  # int32 if the rows are few enough, else int64
-    sources: torch.Tensor
-    targets: torch.Tensor
-
-
 def run(ctx: Context) -> Iterator[Row]:
     fit = host_pool.sizes(4 if ctx.quick else 96)
     if not fit:
@@ -70,35 +58,14 @@ def _case(pool: torch.Tensor, kind: str, rows: int, row_bytes: int, gib: float) 
     if kind == "scatter":
         device.random_()
 
-    def make(_: int) -> Buffers:
-        # Distinct where rows are written: of one that is written twice the content is undefined.
-        numbers = host_pool.distinct(len(host), rows)
-        slots = torch.randperm(DEVICE_ROWS, device="cuda")[:rows]
-        narrow = torch.int32 if len(host) < 1 << 31 else torch.int64
-        src, dst = (host, device) if kind == "gather" else (device, host)
-        sources, targets = (numbers, slots) if kind == "gather" else (slots, numbers)
-        pairs = torch.stack([sources, targets], 1).to(narrow)
-        return Buffers(src, dst, pairs, sources, targets)
-
-    def written(b: Buffers) -> tuple[torch.Tensor, ...]:
-        return (b.dst[b.targets.to(b.dst.device)],)  # a copy: the pool is too large for another
-
-    def erase(b: Buffers) -> None:
-        b.dst[b.targets.to(b.dst.device)] = 0
-
-    def reference(b: Buffers) -> tuple[torch.Tensor, ...]:
-        return (b.src[b.sources.to(b.src.device)].to(b.dst.device),)
-
+    src, dst = (host, device) if kind == "gather" else (device, host)
     return Case(
         op="pools",
         name=f"{kind} of {rows} rows of {row_bytes} B, pool of {gib:g} GiB",
         params={"kind": kind, "rows": rows, "row_bytes": row_bytes, "pool_gib": gib},
         bytes_moved=rows * row_bytes,
         impls=_impls(kind, row_bytes),
-        make=make,
-        outputs=written,
-        reference=reference,
-        prepare=erase,
+        **pairs_job(src, dst, rows),
         calls=3 if rows * row_bytes > 50_000_000 else 10,
     )
 

@@ -78,9 +78,9 @@ def rows_of(pool: torch.Tensor, gib: float, row_bytes: int) -> torch.Tensor:
     return pool[: count * row_bytes].view(count, row_bytes)
 
 
-def distinct(rows: int, count: int) -> torch.Tensor:
-    """Return random rows of a pool, each once, on the GPU."""
+def distinct(rows: int, count: int, device: str) -> torch.Tensor:
+    """Return the numbers of random rows, each once."""
     if rows < 1 << 28:
-        return torch.randperm(rows, device="cuda")[:count]
-    found = torch.randint(0, rows, (count + count // 64,), device="cuda").unique()
-    return found[torch.randperm(found.numel(), device="cuda")[:count]]
+        return torch.randperm(rows, device=device)[:count]
+    found = torch.randint(0, rows, (count + count // 64,), device=device).unique()
+    return found[torch.randperm(found.numel(), device=device)[:count]]
