@@ -14,7 +14,7 @@ import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import STREAM, Fault, cuda, driver, log, params
 
-from jitkern.comm import PeerReducer, peer_reduce
+from jitkern.comm import PeerReducer
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
@@ -125,7 +125,6 @@ def check_another_stream_waits_for_the_last_one() -> None:
 
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
-    peer_reduce._register_errors()
     report_checks(globals(), log)
 
 

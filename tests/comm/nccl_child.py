@@ -52,9 +52,8 @@ def known(tensor: torch.Tensor) -> Any:
     return on_gpu(tensor)
 
 
-def of_memory(memory: Any, _: torch.device) -> torch.Tensor:
-    (num_bytes,) = memory.__cuda_array_interface__["shape"]
-    there = (ctypes.c_ubyte * num_bytes).from_address(memory.address)
+def of_memory(memory: Any) -> torch.Tensor:
+    there = (ctypes.c_ubyte * memory.shape[0]).from_address(memory.data_ptr())
     there.owner = memory
     return torch.frombuffer(there, dtype=torch.uint8)
 
@@ -68,7 +67,7 @@ torch.cuda.set_device = set_device
 torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
-nccl._zeros, nccl._as_tensor = zeros, of_memory
+nccl._zeros, nccl.as_torch = zeros, of_memory
 
 # -- what tests ask for ----------------------------------------------------------------------------
 

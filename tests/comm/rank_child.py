@@ -400,7 +400,7 @@ def left() -> dict[str, int]:
     return found
 
 
-def as_cpu(view: Any, real: Any = peer_memory._as_torch) -> torch.Tensor:
+def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:
     """The bytes of a view on a fake GPU, which PyTorch may not touch under that name."""
     on_gpu = real(view)
     seen_devices.append(str(on_gpu.device))
@@ -452,7 +452,7 @@ def be_a_rank(end: socket.socket) -> None:
 def main() -> None:
     if IS_FAKE:
         torch.cuda._lazy_init = lambda: None
-        peer_memory._as_torch = as_cpu
+        peer_memory.as_torch = as_cpu
     host.module()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch a rank
     with socket.socket(socket.AF_UNIX) as listener:

@@ -40,7 +40,7 @@ def late(rank: Rank, code: str, *texts: str) -> None:
 # -- at the set-up ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [f"{CLASS}, '_connect'", "nccl, '_Memory'"])
+@pytest.mark.parametrize("at", [f"{CLASS}, '_connect'", "nccl, 'as_torch'"])
 def test_killed_while_nccl_is_set_up(fake_gpus: Pool, at: str) -> None:
     """The ranks have met, and the other one never comes to NCCL, or to register its memory."""
     two = fake_gpus.join(2)

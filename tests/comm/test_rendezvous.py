@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from ranks import LATE_S, Pool, Rank, all_do, all_tell, errors
 from torch.distributed import HashStore
 
 from jitkern.comm.rendezvous import Rendezvous
-from jitkern.comm.threads import Watch, call_with_timeout
+from jitkern.comm.threads import call_with_timeout
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 
 Place = tuple[int, str]
@@ -243,28 +242,6 @@ def test_the_first_failure_is_quoted() -> None:
 
 
 # -- threads ---------------------------------------------------------------------------------------
-
-
-def test_ranks_that_are_threads_start_one_thread_of_a_watch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two starts of one thread at once end in a KeyError of threading, which nobody catches."""
-    watch, starts, real = Watch("test"), [], threading.Thread.start
-
-    def start(self: threading.Thread) -> None:
-        if self is watch._thread:
-            starts.append(self)
-            time.sleep(0.05)
-        real(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    adders = [threading.Thread(target=watch.add, args=(lambda: False,)) for _ in range(4)]
-    for adder in adders:
-        adder.start()
-    for adder in adders:
-        adder.join()
-    assert len(starts) == 1
-    watch._stop()
 
 
 def test_call_with_timeout() -> None:

@@ -104,7 +104,7 @@ def diagnose() -> Iterator[Check]:
     if gpus and ops_run:
         from jitkern.comm import nccl
 
-        yield _look("NCCL", lambda: nccl.version_name(nccl.load()))
+        yield _look("NCCL", lambda: nccl.load())
         yield _look("calibration", partial(_calibration, str(module().gpu_name(0)), version))
     if ops_run:
         for device in ("cpu", *(f"cuda:{i}" for i in range(gpus))):

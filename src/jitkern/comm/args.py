@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from jitkern.comm.protocol import REDUCE_OPS
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from jitkern.comm.protocol import REDUCE_OPS, Communicator
 from jitkern.errors import CommError, name_unreadable
 from jitkern.host.faults import is_of_earlier_call
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.distributed.distributed_c10d import Store
-
-    from jitkern.comm.protocol import Communicator
 
 # What both gloo and NCCL reduce. Any dtype can be moved.
 REDUCED_DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"
@@ -33,7 +31,7 @@ def communicator_arg(call: str, value: Any) -> Communicator:
     if not 0 <= value.rank < value.size:
         given = f"rank {value.rank} of {value.size}"
         raise ValueError(f"{call}: comm: {given}, expected a rank of 0 to size - 1")
-    return cast("Communicator", value)
+    return cast(Communicator, value)
 
 
 def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -44,6 +42,12 @@ def int_arg(call: str, name: str, value: Any, least: int, most: int | None = Non
         expected = f"at least {least}" if most is None else f"{least} to {most}"
         raise ValueError(f"{call}: {name}: {value}, expected {expected}")
     return value
+
+
+def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
+    """Raise for what is no rank, or is `other_than`, this one."""
+    if int_arg(call, name, value, 0, size - 1) == other_than:
+        raise ValueError(f"{call}: {name}: {value}, expected another rank than this one")
 
 
 def seconds_arg(
@@ -58,63 +62,54 @@ def seconds_arg(
     return float(value)
 
 
-def device_arg(call: str, name: str, device: Any) -> torch.device:
-    """Return a GPU with its number, or the CPU."""
-    import torch
+def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
+    return cast(str, value)
 
+
+def device_arg(call: str, name: str, device: Any) -> torch.device:
+    """Return a GPU with its number, or the CPU. None is the current GPU, if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(device, str):
-        try:
-            device = torch.device(device)
-        except RuntimeError:
-            raise ValueError(f'{call}: {name}: {device!r}, expected "cuda" or "cpu"') from None
-    if not isinstance(device, torch.device):
-        raise TypeError(f"{call}: {name}: {type_text(device)}, expected a torch.device")
-    if device.type not in ("cuda", "cpu"):
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = torch.device("meta")
+    if found.type not in ("cuda", "cpu"):
         raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
+    if found.type == "cpu":
+        return torch.device("cpu")
+    number = torch.cuda.current_device() if found.index is None else found.index
+    return torch.device("cuda", number)
 
 
 # -- how ranks meet --------------------------------------------------------------------------------
 
 
-def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[Store, int, int]:
-    """Return the store of a group, or the one that is given, and this process's rank and size.
-
-    Raises CommError if torch.distributed is not initialised.
-    """
-    from torch import distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    store, own = group, None
-    if not isinstance(group, c10d.Store):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{call}: group: this process is not in it, expected one of its ranks")
-        if not isinstance(group, dist.ProcessGroup | None):
-            expected = "a ProcessGroup, a Store or None"
-            raise TypeError(f"{call}: group: {type_text(group)}, expected {expected}")
-        if not dist.is_initialized():
-            what_to_do = "call torch.distributed.init_process_group() first"
-            raise CommError(f"{call}: group: torch.distributed is not initialised; {what_to_do}")
-        own = dist.get_rank(group), dist.get_world_size(group)
-        rank, size = own[0] if rank is None else rank, own[1] if size is None else size
-        store = c10d._get_process_group_store(group or c10d._get_default_group())
-    size = int_arg(call, "size", size, 1)
-    rank = int_arg(call, "rank", rank, 0, size - 1)
-    if own not in (None, (rank, size)):
-        expected = f"expected rank {own[0]} of size {own[1]} as in the group"
-        raise ValueError(f"{call}: rank {rank} of size {size}, {expected}")
-    return store, rank, size
+def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, int, int]:
+    """Return a group's store, or the one that is given, and this process's rank and size."""
+    if isinstance(group, c10d.Store):
+        size = int_arg(call, "size", size, 1)
+        return group, int_arg(call, "rank", rank, 0, size - 1), size
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{call}: group: this process is not in it, expected one of its ranks")
+    if not isinstance(group, dist.ProcessGroup | None):
+        expected = "a ProcessGroup, a Store or None"
+        raise TypeError(f"{call}: group: {type_text(group)}, expected {expected}")
+    if not dist.is_initialized():
+        what_to_do = "call torch.distributed.init_process_group() first"
+        raise CommError(f"{call}: group: torch.distributed is not initialised; {what_to_do}")
+    own = dist.get_rank(group), dist.get_world_size(group)
+    if (given := (own[0] if rank is None else rank, own[1] if size is None else size)) != own:
+        expected = f"rank {own[0]} of size {own[1]} as in the group"
+        raise ValueError(f"{call}: rank {given[0]} of size {given[1]}, expected {expected}")
+    return c10d._get_process_group_store(group or c10d._get_default_group()), *own
 
 
 def serves(store: Any, rank: int) -> bool:
     """Tell whether a TCPStore's server is in this process: rank 0's, unless torchrun has it."""
-    from torch import distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     is_first = (dist.get_rank() if dist.is_initialized() else rank) == 0
@@ -125,10 +120,42 @@ def serves(store: Any, rank: int) -> bool:
 # -- of a call -------------------------------------------------------------------------------------
 
 
+def call_cpp(
+    op: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    names: str,
+    written: tuple[Any, ...],
+    read: tuple[Any, ...] = (),
+    indices: tuple[Any, ...] = (),
+) -> Any:
+    """Call C++, and return what it returns: any result but None and 0 says that it was not made.
+
+    ``names`` are those of what is written, read, and an index. Raises RuntimeError if PyTorch would
+    have to see the call.
+    """
+    if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
+        named = iter(names.split())
+        parts = [{next(named): one for one in part} for part in (written, read)]
+        dispatch.refuse(op, *parts)
+    try:
+        result = function(*args)
+    except Exception as error:
+        if not is_of_earlier_call(error):
+            tensors = (*written, *read, *indices)
+            name_unreadable(error, op, **dict(zip(names.split(), tensors, strict=True)))
+        dispatch.wrote(*written)  # this call was made all the same
+        raise
+    if not result:
+        dispatch.wrote(*written)
+    return result
+
+
+# -- of a call of TorchCommunicator ----------------------------------------------------------------
+
+
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:
     """Raise for what is no dense, contiguous tensor on one of `devices`."""
-    import torch
-
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a tensor")
     if value.device not in devices:
@@ -141,70 +168,11 @@ def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]
         raise ValueError(f"{call}: {name}: not contiguous, expected contiguous; {what_to_do}")
 
 
-def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
-    return cast("str", value)
-
-
 def reduced_args(call: str, x: Tensor, op: Any) -> None:
     """Raise for an unknown op, and for a dtype that is not reduced."""
     choice_arg(call, "op", op, REDUCE_OPS)
     if str(x.dtype).removeprefix("torch.") not in REDUCED_DTYPES.split(", "):
         raise TypeError(f"{call}: x: {x.dtype}, expected one of {REDUCED_DTYPES}")
-
-
-def traced_error(call: str) -> RuntimeError:
-    """Return what a call raises that a tracer would lose."""
-    return RuntimeError(
-        f"{call}: called while a tracer or a dispatch mode of PyTorch is active, expected neither: "
-        "it would see nothing of the call"
-    )
-
-
-def call_cpp(
-    op: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    written: dict[str, Any],
-    read: dict[str, Any],
-    indices: dict[str, Any] | None = None,
-) -> Any:
-    """Call C++ with tensors, which are given by name as well; return what it returns.
-
-    Raises RuntimeError if PyTorch would have to see the call. True means that a tracer is active,
-    and any other number but 0 that the call was not made.
-    """
-    into = tuple(written.values())
-    if not dispatch.in_inference_mode() and not dispatch.may_write(into, tuple(read.values())):
-        dispatch.refuse(op, written, read)
-    try:
-        result = function(*args)
-    except Exception as error:
-        if not is_of_earlier_call(error):
-            name_unreadable(error, op, **read, **(indices or {}), **written)
-        dispatch.wrote(*into)  # this call was made all the same
-        raise
-    if result is True:
-        raise traced_error(op)
-    if not result:
-        dispatch.wrote(*into)
-    return result
-
-
-def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
-    """Raise for what is no rank, or is `other_than`, this one."""
-    if int_arg(call, name, value, 0, size - 1) == other_than:
-        raise ValueError(f"{call}: {name}: {value}, expected another rank than this one")
-
-
-def pair_args(call: str, output: Tensor, x: Tensor) -> None:
-    """Raise if the two differ in dtype or device."""
-    if output.dtype != x.dtype:
-        raise TypeError(f"{call}: output: {output.dtype}, expected {x.dtype} as x")
-    if output.device != x.device:
-        raise ValueError(f"{call}: output: on {output.device}, expected on {x.device} as x")
 
 
 def gather_args(call: str, whole: Tensor, part: Tensor, size: int, name: str) -> None:

@@ -13,7 +13,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from jitkern.comm.args import (
     MAX_TIMEOUT_S,
@@ -23,19 +26,15 @@ from jitkern.comm.args import (
     int_arg,
     rows_arg,
     seconds_arg,
-    traced_error,
 )
+from jitkern.comm.peer_memory import as_torch
 from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
-from jitkern.comm.threads import Watch, call_with_timeout
+from jitkern.comm.threads import call_with_timeout, watch
 from jitkern.env import settings
 from jitkern.errors import CommError, UnsupportedError
 from jitkern.fs import ForkLocal
 from jitkern.host import module as host
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _FILE = "libnccl.so.2"
 _ALIGN_BYTES = 512  # of PyTorch's allocator
@@ -45,7 +44,7 @@ _GRAPHS_S = 10.0  # for graphs to go when a communicator is closed
 _EXIT_S = 5.0  # for calls to end when the process does
 
 # CallStatus in csrc/comm/communicator.h.
-_DONE, _STOPPED, _LATE, _FAILED, _TRACED = range(5)
+_DONE, _STOPPED, _LATE, _FAILED = range(4)
 
 
 def init_pynccl(
@@ -91,8 +90,6 @@ def init_pynccl(
     >>> comm = init_pynccl(tp_rank=0, tp_size=2, tp_cpu_group=group)  # doctest: +SKIP
     >>> comm.all_reduce(x, "sum")  # doctest: +SKIP
     """
-    import torch
-
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
     int_arg(call, "max_size_bytes", max_size_bytes, 0)
@@ -132,9 +129,7 @@ class PyNCCLCommunicator:
         num_bytes: int,
         timeout_s: float,
     ) -> None:
-        import torch
-
-        self.nccl_version: str = version_name(load())
+        self.nccl_version: str = load()
         self._failing = threading.Lock()  # while one thread finds out why
         self._error: CommError | None = None  # the first, which every later call raises again
         self._is_over = False  # closed by its user
@@ -160,10 +155,9 @@ class PyNCCLCommunicator:
             self.buffer: Tensor = _zeros(0, "uint8", device)
             """The registered memory, uint8: what lies there is sent without a copy."""
             if num_bytes:
-                memory = _Memory(device, num_bytes)
-                status = self._calls.register_memory(memory.address, num_bytes)
+                self.buffer = as_torch(host.module()["nccl_allocate"](device.index, num_bytes))
+                status = self._calls.register_memory(self.buffer.data_ptr(), num_bytes)
                 self._settle("init_pynccl", status)
-                self.buffer = _as_tensor(memory, device)
         except BaseException as error:
             self._fail("init_pynccl", error)
             self._end("has not made it")
@@ -184,34 +178,34 @@ class PyNCCLCommunicator:
         _open_ones.value.add(self)
         if math.isfinite(self.timeout_s):
             own = weakref.ref(self)
-            _watch.value.add(lambda: (one := own()) is not None and one._look())
+            watch("deadline", lambda: (one := own()) is not None and one._look())
 
     # -- calls -------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place. See ``Communicator.all_reduce``."""
-        self._run("all_reduce", {"x": x}, {}, x, _op_number("all_reduce", op))
+        self._run("all_reduce", "x", (x,), (), x, _op_number("all_reduce", op))
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``, by rank. ``x`` may be its own part of it."""
-        self._run("all_gather", {"output": output}, {"x": x}, output, x)
+        self._run("all_gather", "output x", (output,), (x,), output, x)
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
         number = _op_number("reduce_scatter", op)
-        self._run("reduce_scatter", {"output": output}, {"x": x}, output, x, number)
+        self._run("reduce_scatter", "output x", (output,), (x,), output, x, number)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""
-        self._run("broadcast", {"x": x}, {}, x, src)
+        self._run("broadcast", "x", (x,), (), x, src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``."""
-        self._run("send", {}, {"x": x}, x, dst)
+        self._run("send", "x", (), (x,), x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends."""
-        self._run("recv", {"x": x}, {}, x, src)
+        self._run("recv", "x", (x,), (), x, src)
 
     def all_to_all(
         self,
@@ -223,29 +217,24 @@ class PyNCCLCommunicator:
         """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
         splits = {"output_splits": output_splits, "input_splits": input_splits}
         rows = [s if s is None else rows_arg("all_to_all", name, s) for name, s in splits.items()]
-        self._run("all_to_all", {"output": output}, {"x": x}, output, x, *rows)
+        self._run("all_to_all", "output x", (output,), (x,), output, x, *rows)
 
     def barrier(self) -> None:
         """Return when every rank has come to it, and the GPU is done with all before it.
 
         Raises RuntimeError while the current stream is being captured.
         """
-        import torch
-
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
-        self._run("barrier", {}, {}, self._word)
-        if math.isfinite(self.timeout_s):
-            self._settle("barrier", self._calls.wait_done())
-        else:
-            torch.cuda.current_stream(self.device).synchronize()
+        self._run("barrier", "", (), (), self._word)
+        self._settle("barrier", self._calls.wait_done())
 
     def watch(self) -> None:
         """Put all that is queued on the current stream under the deadline, such as a graph replay.
 
         Every rank calls it, as any other call; it queues nothing.
         """
-        self._run("watch", {}, {}, self._word)
+        self._run("watch", "", (), (), self._word)
 
     def check(self) -> None:
         """Raise if a call has failed, or was not done in time. Waits for nothing."""
@@ -314,18 +303,16 @@ class PyNCCLCommunicator:
     # -- calls and their errors --------------------------------------------------------------------
 
     def _run(
-        self, op: str, written: dict[str, Tensor], read: dict[str, Tensor], *args: Any
+        self, op: str, names: str, written: tuple[Any, ...], read: tuple[Any, ...], *args: Any
     ) -> None:
-        """Make a call, with the tensors that it writes and reads by name."""
-        if status := call_cpp(op, getattr(self._calls, op), args, written, read):
+        """Make a call; ``names`` are those of the tensors that it writes and reads."""
+        if status := call_cpp(op, getattr(self._calls, op), args, names, written, read):
             self._settle(op, status)
 
     def _settle(self, op: str, status: int) -> None:
         """Raise for a call that was not made, or not done in time."""
         if status == _DONE:
             return
-        if status == _TRACED:
-            raise traced_error(op)
         if status in (_LATE, _FAILED):
             self._fail(op, is_late=status == _LATE)
         if self._error is not None:
@@ -426,7 +413,6 @@ def _namespace(found: Any) -> SimpleNamespace:
     return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
-_watch = ForkLocal(lambda: Watch("jitkern-comm-watch"))
 _open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)
 
 
@@ -444,32 +430,7 @@ def _at_exit() -> None:
                 time.sleep(0.01)
 
 
-# -- registered memory -----------------------------------------------------------------------------
-
-
-class _Memory:
-    """Device memory of NCCL's, of which PyTorch makes a tensor; the tensor keeps it."""
-
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
-        self._device = device.index
-        self.address = int(host.module()["nccl_allocate"](self._device, num_bytes))
-        where = {"data": (self.address, False), "shape": (num_bytes,), "typestr": "|u1"}
-        self.__cuda_array_interface__ = {**where, "version": 3}
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the process there may be no driver any more
-            host.module()["nccl_free"](self._device, self.address)
-
-
-def _as_tensor(memory: _Memory, device: torch.device) -> Tensor:
-    import torch
-
-    return torch.as_tensor(memory, device=device)
-
-
 def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
-    import torch
-
     return torch.zeros(count, dtype=getattr(torch, dtype), device=device)
 
 
@@ -477,8 +438,8 @@ def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
 
 
 @cache
-def load() -> int:
-    """Load the libnccl that PyTorch has, else an installed one; return its version, such as 22809.
+def load() -> str:
+    """Load the libnccl that PyTorch has, else an installed one; return its version as 2.28.9.
 
     Raises UnsupportedError, which says what to install.
     """
@@ -488,18 +449,13 @@ def load() -> int:
     errors = []
     for path in [_FILE, *_of_a_package()] if given is None else [str(given)]:
         try:
-            return int(host.module()["nccl_load"](path))
+            return str(host.module()["nccl_load"](path))
         except RuntimeError as error:
             errors.append(error)
     cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
     if given is not None:
         cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
     raise UnsupportedError(f"init_pynccl: no usable NCCL: {errors[-1]}; {cure}") from errors[-1]
-
-
-def version_name(version: int) -> str:
-    """Return ``2.28.9`` for 22809."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def _of_a_package() -> list[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
 from jitkern.comm.protocol import Communicator, ReduceOp
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 # The default max_bytes, by the number of ranks. Two H200s: 0.43 of NCCL's time at 4 MiB, the
 # largest size measured. More ranks are not measured: where two ranks still take a third of it.
@@ -68,8 +67,6 @@ class PeerCommunicator:
         deadline_s: float = 10.0,
         timeout_s: float = 600.0,
     ) -> None:
-        import torch
-
         call = "PeerCommunicator"
         communicator_arg(call, comm)
         if max_bytes is None:

@@ -8,7 +8,10 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
 
 from jitkern.comm.args import device_arg, int_arg, rank_arg
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
@@ -17,9 +20,6 @@ from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.ops.common import type_text
-
-if TYPE_CHECKING:
-    import torch
 
 HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
 _MAX_BYTES = 1 << 46  # per rank: less than a process can address
@@ -205,8 +205,6 @@ class PeerMemory:
     def _tensor(
         self, name: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
     ) -> torch.Tensor:
-        import torch
-
         range_, call = self._usable(name), f"PeerMemory.{name}"
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
@@ -225,16 +223,14 @@ class PeerMemory:
             given = f"{num_bytes} bytes from {offset} on"
             raise ValueError(f"{call}: shape: {given}, expected at most {limit_bytes} in all")
         view = range_.view(rank * self.share_bytes + offset, num_bytes)
-        return _as_torch(view).view(dtype).view(sizes)
+        return as_torch(view).view(dtype).view(sizes)
 
     def _position(self) -> tuple[int, str]:
         return self._num_barriers, "barrier"
 
 
-def _as_torch(view: Any) -> torch.Tensor:
+def as_torch(view: Any) -> torch.Tensor:
     """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
-    from torch.utils.dlpack import from_dlpack
-
     tensor: torch.Tensor = from_dlpack(view.__dlpack__())
     return tensor
 

@@ -6,17 +6,17 @@ import math
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from tvm_ffi.error import register_error
 
 from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, load_own, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
@@ -102,8 +102,6 @@ class PeerReducer:
         deadline_s: float = 10.0,
         owner: Any = None,
     ) -> None:
-        import torch
-
         call = "PeerReducer"
         self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
         self.rank: int = int_arg(call, "rank", rank, 0, size - 1)
@@ -113,7 +111,6 @@ class PeerReducer:
         self.device: torch.device = device_arg(call, "device", device)
         self.deadline_s: float = seconds_arg(call, deadline_s, "deadline_s", math.inf)
         self._owner = owner
-        _register_errors()
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         functions = host.op("make_peer_reducer")(
@@ -166,9 +163,10 @@ class PeerReducer:
         if way is None:
             choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
         if output is None or output is x:  # each tensor that C++ is given takes 0.2 us
-            call_cpp("all_reduce", self._all_reduce, (x, None, way), {"x": x}, {})
+            call_cpp("all_reduce", self._all_reduce, (x, None, way), "x", (x,))
             return x
-        call_cpp("all_reduce", self._all_reduce, (x, output, way), {"output": output}, {"x": x})
+        args = x, output, way
+        call_cpp("all_reduce", self._all_reduce, args, "output x", (output,), (x,))
         return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
@@ -178,7 +176,7 @@ class PeerReducer:
         ``x``.
         """
         args = output, x
-        call_cpp("reduce_scatter", self._reduce_scatter, args, {"output": output}, {"x": x})
+        call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 
     def device_barrier(self) -> None:
         """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
@@ -198,8 +196,6 @@ class PeerReducer:
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU."""
-        import torch
-
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -211,17 +207,10 @@ class _PeersLateError(RuntimeError):
     """What C++ raises, with a text only: becomes a CommTimeoutError."""
 
     def __new__(cls, message: str) -> Any:
-        found = _LATE.match(message)
-        if found is None:
-            return super().__new__(cls, message)
-        op, number, rank, missing = found.groups()
+        op, number, rank, missing = cast("re.Match[str]", _LATE.match(message)).groups()
         ranks = [int(one) for one in missing.split(", ")]
         return CommTimeoutError(message, op=op, number=int(number), rank=int(rank), missing=ranks)
 
 
-@cache
-def _register_errors() -> None:
-    from tvm_ffi.error import register_error
-
-    register_error("jitkern.PeersLate", _PeersLateError)
-    register_error("jitkern.PeersBroken", CommError)
+register_error("jitkern.PeersLate", _PeersLateError)
+register_error("jitkern.PeersBroken", CommError)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
-from jitkern.comm.peer_reduce import PeerReducer
+from jitkern.comm.peer_reduce import MAX_RANKS, PeerReducer
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops.common import type_text
@@ -16,11 +18,12 @@ from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import load_sort, pair_kernels
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 # Vectors in flight, as of h2d_gather and d2h_scatter, which move the same bytes over each link.
 _COPIES = {"peer_gather": ("PeerGather", 8), "peer_scatter": ("PeerScatter", 4)}
+_GATHER_NAMES = [
+    " ".join([*(f"dsts[{rank}]" for rank in range(size)), "src", "pairs"])
+    for size in range(MAX_RANKS + 1)
+]
 
 
 @cache
@@ -119,9 +122,9 @@ def peer_gather(
     if reducer is None:
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
         return
-    written = {f"dsts[{rank}]": dst for rank, dst in enumerate(dsts)}
     args = (src, list(dsts), pairs, num_sms, reducer.rank, *reducer.barrier_in_cpp)
-    call_cpp("peer_gather", _function("peer_gather"), args, written, {"src": src}, {"pairs": pairs})
+    function, names = _function("peer_gather"), _GATHER_NAMES[size]
+    call_cpp("peer_gather", function, args, names, tuple(dsts), (src,), (pairs,))
 
 
 def peer_scatter(
@@ -143,8 +146,8 @@ def peer_scatter(
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
     args = (src, dst, pairs, num_sms, reducer.rank, reducer.size, *reducer.barrier_in_cpp)
-    read, indices = {"src": src}, {"pairs": pairs}
-    call_cpp("peer_scatter", _function("peer_scatter"), args, {"dst": dst}, read, indices)
+    function = _function("peer_scatter")
+    call_cpp("peer_scatter", function, args, "dst src pairs", (dst,), (src,), (pairs,))
 
 
 def _reducer(op: str, group: Any) -> PeerReducer | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, get_args, runtime_checkable
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)  # in NCCL's order

@@ -13,20 +13,18 @@ import socket
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import jitkern
 from jitkern.comm.args import seconds_arg, serves, store_of
-from jitkern.comm.threads import Watch, call_with_timeout
+from jitkern.comm.threads import call_with_timeout, polls, watch
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
-from jitkern.fs import ForkLocal
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 Missing = dict[int, str]  # ranks, each with what is known of it
@@ -36,9 +34,6 @@ _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end o
 _LEAVE_S = 1.0  # for the store to take the reason of an end
 _LACKING = "has not come to it"
 _STEP_ERRORS = {kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)}
-
-# Not the thread that watches deadlines: this one may hang in a store.
-_answers = ForkLocal(lambda: Watch("jitkern-comm-answer"))
 
 
 class PeerInfo(NamedTuple):
@@ -103,12 +98,10 @@ class Rendezvous:
         self._mine = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
         self._known = {rank: self._mine}
         if size > 1:
-            from torch.distributed.distributed_c10d import PrefixStore
-
             root = PrefixStore("jitkern", root)
             self._wait(lambda until: self._meet(root, until), timeout_s)
             self._store = PrefixStore(_token(self._known), root)
-            _answers.value.add(self._look)
+            watch("answer", self._look)
         self.peers: list[PeerInfo] = [self._known[one] for one in range(size)]
         for key in sorted({key for one in self.peers for key in one.facts if key[0] != "_"}):
             if any(one.facts.get(key) != facts.get(key) for one in self.peers):
@@ -161,7 +154,7 @@ class Rendezvous:
 
         def work(until: float) -> Missing:
             store.set(keys[self.rank], json.dumps(value))
-            for is_last in _polls(until):
+            for is_last in polls(until):
                 if store.check(keys):
                     break
                 ends = {
@@ -272,7 +265,7 @@ class Rendezvous:
             self._tell(store)
             store.set("trouble", "1")
             begun = time.monotonic()
-            for _ in _polls(begun + _ANSWER_S):
+            for _ in polls(begun + _ANSWER_S):
                 for one in ranks:
                     at[one] = self._at(store, one)
                     if text := self.peers[one].trouble(is_late):
@@ -322,7 +315,7 @@ class Rendezvous:
     # -- this rank's position, for others ----------------------------------------------------------
 
     def _look(self) -> bool:
-        """Answer if a rank asks: for the Watch."""
+        """Answer if a rank asks. Returns whether to look again."""
         if self._position is not None and self._position() is None:
             self.close("has dropped it")
         elif self._end is None and self._store is not None and self._store.check(["trouble"]):
@@ -345,7 +338,7 @@ class Rendezvous:
         num_left = store.add("left", 1)
         if self._mine.serves and str(self._end).startswith("has failed"):
             # This process is likely to end, and the store with it: first the others read its error.
-            for _ in _polls(time.monotonic() + _LEAVE_S):
+            for _ in polls(time.monotonic() + _LEAVE_S):
                 if (num_left := store.add("left", 0)) == self.size:
                     break
         if num_left == self.size:
@@ -387,7 +380,7 @@ class Rendezvous:
         seen: list[str] = []
         names = [f"rank/{one}" for one in range(self.size)]
         root.set(names[self.rank], mine)
-        for _ in _polls(until):
+        for _ in polls(until):
             texts = [root.get(one).decode() if root.check([one]) else "" for one in names]
             # After that: a rank that is at its next meeting has seen this one complete.
             if token and root.check(seen):
@@ -424,16 +417,6 @@ def short(error: BaseException | None) -> str:
 def _token(known: Mapping[int, PeerInfo]) -> str:
     nonces = "".join(known[one].nonce for one in sorted(known))
     return hashlib.sha256(nonces.encode()).hexdigest()[:24]
-
-
-def _polls(until: float) -> Iterator[bool]:
-    """Yield until a time has come, each time whether it has, with pauses that grow."""
-    pause_s = 0.0005
-    while (left_s := until - time.monotonic()) > 0:
-        yield False
-        time.sleep(min(pause_s, left_s))
-        pause_s = min(2 * pause_s, 0.05)
-    yield True
 
 
 @cache

@@ -1,18 +1,35 @@
-"""Threads of communicators: a call with a timeout, and one that calls functions at intervals."""
+"""Waiting: polls with growing pauses, a call with a timeout, a thread that looks at intervals."""
 
 from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
+from jitkern.fs import ForkLocal
+
 T = TypeVar("T")
 
-_LOOK_S = 0.25  # between two rounds of a Watch
-_STOP_S = 2.0  # for a Watch to end with the interpreter
+_LOOK_S = 0.25  # between two looks of a watch
+_STOP_S = 2.0  # for a watch to end with the interpreter
+
+_is_over = ForkLocal(threading.Event)
+_watches: ForkLocal[weakref.WeakSet[threading.Thread]] = ForkLocal(weakref.WeakSet)
+
+
+def polls(until: float) -> Iterator[bool]:
+    """Yield until ``time.monotonic()`` is `until`, each time whether it is; pauses grow."""
+    pause_s = 0.0005
+    while (left_s := until - time.monotonic()) > 0:
+        yield False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, 0.05)
+    yield True
 
 
 def call_with_timeout(function: Callable[[], T], timeout_s: float) -> T:
@@ -35,31 +52,23 @@ def call_with_timeout(function: Callable[[], T], timeout_s: float) -> T:
     return outcome.result()
 
 
-class Watch:
-    """A daemon thread that calls functions four times a second, each until it returns False."""
+def watch(name: str, look: Callable[[], bool]) -> None:
+    """Call it four times a second, in a thread of its own, until it returns False."""
 
-    def __init__(self, name: str) -> None:
-        self._looks: set[Callable[[], bool]] = set()
-        self._is_over = threading.Event()
-        self._starting = threading.Lock()  # ranks may be threads of one process
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def run() -> None:
+        is_watched = True
+        while is_watched and not _is_over.value.wait(_LOOK_S):
+            with suppress(Exception):
+                is_watched = look()
 
-    def add(self, look: Callable[[], bool]) -> None:
-        """Call `look` from now on."""
-        self._looks.add(look)
-        with self._starting:
-            if self._thread.ident is None:
-                self._thread.start()
-                atexit.register(self._stop)
+    thread = threading.Thread(target=run, name=f"jitkern-comm-{name}", daemon=True)
+    thread.start()
+    _watches.value.add(thread)
 
-    def _stop(self) -> None:
-        # An interpreter that ends while the thread is in a store's C++ code aborts.
-        self._is_over.set()
-        self._thread.join(_STOP_S)
 
-    def _run(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
-            for look in list(self._looks):
-                with suppress(Exception):
-                    if not look():
-                        self._looks.discard(look)
+@atexit.register
+def _end_watches() -> None:
+    """End threads: an interpreter that ends while one is in a store's C++ code aborts."""
+    _is_over.value.set()
+    for thread in list(_watches.value):
+        thread.join(_STOP_S)

@@ -6,17 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from jitkern.comm import args
 from jitkern.comm.protocol import ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.ops import dispatch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
@@ -59,8 +58,6 @@ class TorchCommunicator:
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        import torch
-
         call, self._dist = "TorchCommunicator", cast("Any", torch.distributed)
         self._group, self._issued, self._op = group, 0, ""
         args.store_of(call, group, None, None)
@@ -150,8 +147,6 @@ class TorchCommunicator:
 
     def barrier(self) -> None:
         """Return when every rank has come to it; see ``Communicator.barrier``."""
-        import torch
-
         self._rendezvous.check("barrier")
         # A sum, since the barrier of torch's gloo has no deadline in all versions.
         x = torch.zeros(1, dtype=torch.int32, device=self._devices[-1])
@@ -192,8 +187,11 @@ class TorchCommunicator:
             args.tensor_arg(call, name, tensor, self._devices)
         if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
             dispatch.refuse(call, {}, tensors)
-        if "output" in tensors:
-            args.pair_args(call, **tensors)
+        x, output = tensors["x"], tensors.get("output", tensors["x"])
+        if output.dtype != x.dtype:
+            raise TypeError(f"{call}: output: {output.dtype}, expected {x.dtype} as x")
+        if output.device != x.device:
+            raise ValueError(f"{call}: output: on {output.device}, expected on {x.device} as x")
 
     def _position(self) -> tuple[int, str]:
         return self._issued, self._op
@@ -260,8 +258,6 @@ class TorchCommunicator:
         It does so when a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
         thread waiting for the group's own timeout, and so would the group's destructor.
         """
-        import torch
-
         for rank in range(self.size):
             if rank != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
@@ -284,6 +280,4 @@ def _is_timeout(error: RuntimeError) -> bool:
 
 def _bytes(x: Tensor) -> Tensor:
     """Return the bytes of a tensor that is only moved: no backend then needs to know its dtype."""
-    import torch
-
     return x.detach().view(-1).view(torch.uint8)

@@ -2,6 +2,8 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
@@ -10,7 +12,6 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/operand.h"
 
 namespace jitkern {
 
@@ -279,24 +280,32 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"progress", Function::FromTyped([comm] { return progress(*comm); })}};
 }
 
-// Memory on a GPU that NCCL can register.
-int64_t nccl_allocate(int64_t ordinal, int64_t bytes) {
-  const ContextScope scope(Device::get(static_cast<int>(ordinal)));
-  void* memory = nullptr;
-  const Nccl& nccl = Nccl::get();
-  nccl.check(nccl.ncclMemAlloc(&memory, static_cast<size_t>(bytes)), "ncclMemAlloc");
-  return reinterpret_cast<int64_t>(memory);
-}
+// Memory of NCCL's on a GPU, for a tensor.
+struct NcclMemory {
+  void AllocData(DLTensor* tensor) {
+    const ContextScope scope(Device::get(tensor->device.device_id));
+    const Nccl& nccl = Nccl::get();
+    nccl.check(nccl.ncclMemAlloc(&tensor->data, static_cast<size_t>(*tensor->shape)),
+               "ncclMemAlloc");
+  }
+  void FreeData(DLTensor* tensor) {
+    try {
+      const ContextScope scope(Device::get(tensor->device.device_id));
+      Nccl::get().ncclMemFree(tensor->data);
+    } catch (const tvm::ffi::Error&) {  // at the end of the process there may be no driver any more
+    }
+  }
+};
 
-void nccl_free(int64_t ordinal, int64_t address) {
-  const ContextScope scope(Device::get(static_cast<int>(ordinal)));
-  Nccl::get().check(Nccl::get().ncclMemFree(reinterpret_cast<void*>(address)), "ncclMemFree");
+// Bytes on a GPU that NCCL can register.
+tvm::ffi::Tensor nccl_allocate(int64_t ordinal, int64_t bytes) {
+  return tvm::ffi::Tensor::FromNDAlloc(NcclMemory{}, {bytes}, DLDataType{kDLUInt, 8, 1},
+                                       DLDevice{kDLCUDA, static_cast<int>(ordinal)});
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_nccl_communicator, make_nccl_communicator);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_allocate, nccl_allocate);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_free, nccl_free);
 
 }  // namespace jitkern

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/nccl.h"
+#include "comm/operand.h"
 
 namespace jitkern {
 
@@ -23,7 +24,6 @@ enum CallStatus : int64_t {
   kCallStopped,  // the communicator is closed, or has failed
   kCallLate,     // of a wait: the deadline has passed
   kCallFailed,   // see Progress::trouble
-  kCallTraced,   // a tracer or a dispatch mode of PyTorch is active
 };
 
 class NcclCommunicator {
@@ -47,7 +47,7 @@ class NcclCommunicator {
     const std::lock_guard<std::mutex> turn(turn_);
     if (is_stopped_) return kCallStopped;
     if (is_broken_) return kCallFailed;
-    if (torch_has_to_see_it()) return kCallTraced;
+    refuse_tracers(op);
     return run_now(op, peer, std::cref(run));  // no copy of what it holds
   }
 

@@ -23,11 +23,11 @@ void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
 }
 
-// Loads the library, unless one is loaded; returns its version, such as 22809. RuntimeError if it
-// is no NCCL, or too old.
-int64_t nccl_load(String path) {
+// Loads the library, unless one is loaded; returns its version, such as "2.28.9". RuntimeError if
+// it is no NCCL, or too old.
+String nccl_load(String path) {
   const std::lock_guard<std::mutex> lock(loading);
-  if (is_loaded) return library.version;
+  if (is_loaded) return library.version_name();
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_error("RuntimeError", dlerror());
   Nccl found{};
@@ -47,7 +47,7 @@ int64_t nccl_load(String path) {
   }
   library = found;
   is_loaded = true;
-  return library.version;
+  return library.version_name();
 }
 
 Bytes nccl_unique_id() {

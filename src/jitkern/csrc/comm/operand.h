@@ -5,6 +5,15 @@
 
 namespace jitkern {
 
+// RuntimeError if something of PyTorch's traces, which would see nothing of the call.
+inline void refuse_tracers(const char* op) {
+  if (!torch_has_to_see_it()) return;
+  raise_error("RuntimeError",
+              std::string(op) +
+                  ": called while a tracer or a dispatch mode of PyTorch is active, expected "
+                  "neither: it would see nothing of the call");
+}
+
 // A contiguous tensor on the device that `owner`, such as "the communicator", is on.
 struct Operand : Tensor {
   char* data;

@@ -206,16 +206,13 @@ class PeerReducer {
   PeerReducer(const PeerReducer&) = delete;
   PeerReducer& operator=(const PeerReducer&) = delete;
 
-  // True, and nothing was done, if PyTorch has to see the call.
-  bool all_reduce(AnyView x, AnyView out, int64_t way) {
-    if (torch_has_to_see_it()) return true;
+  void all_reduce(AnyView x, AnyView out, int64_t way) {
+    refuse_tracers("all_reduce");
     run(all_reduce_call(plan_, x, out, way), kSites[0]);
-    return false;
   }
-  bool reduce_scatter(AnyView output, AnyView x) {
-    if (torch_has_to_see_it()) return true;
+  void reduce_scatter(AnyView output, AnyView x) {
+    refuse_tracers("reduce_scatter");
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
-    return false;
   }
   // `is_inside`: inside another call of all ranks, which raises earlier faults itself.
   void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
@@ -366,11 +363,9 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
       std::make_shared<PeerReducer>(plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes),
                                     addresses, static_cast<u64>(deadline_ns));
   return {
-      Function::FromTyped([made](AnyView x, AnyView out, int64_t way) -> bool {
-        return made->all_reduce(x, out, way);
-      }),
       Function::FromTyped(
-          [made](AnyView output, AnyView x) -> bool { return made->reduce_scatter(output, x); }),
+          [made](AnyView x, AnyView out, int64_t way) { made->all_reduce(x, out, way); }),
+      Function::FromTyped([made](AnyView output, AnyView x) { made->reduce_scatter(output, x); }),
       Function::FromTyped([made] { made->reset(); }),
       // A GPU's tensor makes the FFI tell PyTorch's stream; calls from C++ give none.
       Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "comm/operand.h"
 #include "ops/pairs_host.h"
 
 namespace jitkern {
@@ -158,6 +159,7 @@ void run(RowsCall& call, KernelTable& table) {
 void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
                  Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_gather";
+  refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   const auto dsts = dsts_arg.cast<Array<Any>>();
@@ -175,6 +177,7 @@ void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, 
 void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
                   int64_t num_ranks, Function barrier, int64_t intact) {
   constexpr const char* kOp = "peer_scatter";
+  refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms),
@@ -188,7 +191,7 @@ void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int6
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_gather, UnlessTorch<peer_gather>::call);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_scatter, UnlessTorch<peer_scatter>::call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_gather, peer_gather);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_scatter, peer_scatter);
 
 }  // namespace jitkern
