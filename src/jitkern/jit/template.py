@@ -35,7 +35,7 @@ class KernelConfig(NamedTuple):
 
     Unpacks to its three values: ``make_cpp_args(element_size, *config)``.
 
-    Parameters
+    Attributes
     ----------
     num_threads
         Threads per block, 1 to 1024.
