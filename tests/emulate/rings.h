@@ -282,8 +282,6 @@ class RingRound {
         ring_(num_slots_, max_),
         host_(num_slots_, max_),
         content_(9000, 60'000, 6000, random),
-        over_(num_slots_),
-        consumed_(num_slots_),
         producer_(age(), is_copy_ ? host_ : ring_, random) {
     ring_.poison(true, !is_copy_);
     host_.poison(false, true);
@@ -301,19 +299,19 @@ class RingRound {
     params.base = ring_.base;
     params.dones = dones().base + ring_.header.dones_at;
     params.state = state_.data();
-    params.consumed = consumed_.data();
     params.call = call;
     params.busy = kBusySite;
     params.broken = kBrokenSite;
     params.fault = fault.record();
     return params;
   }
-  void check_state() const {
-    check(state_[0].generations == turn_ / num_slots_ && state_[0].slot == turn_ % num_slots_,
-          "turn");
-    for (u32 slot = 0; slot < num_slots_; ++slot) {
-      check(consumed_[slot] == over_[slot], "the generation that was taken last");
-    }
+  void check_state() const { check(state_ticket() == turn_, "turn"); }
+  // The ticket that is next, as the kernel has it.
+  u64 state_ticket() const { return state_[0].generations * num_slots_ + state_[0].slot; }
+  void set_turn(u64 ticket) {
+    turn_ = ticket;
+    state_[0].generations = ticket / num_slots_;
+    state_[0].slot = static_cast<u32>(ticket % num_slots_);
   }
   static void stop_watching() {
     on_fresh_load = nullptr, fresh_vector = nullptr, on_system_store = nullptr;
@@ -326,10 +324,8 @@ class RingRound {
   const bool is_copy_;  // what kernels read is not where the completion words are
   RingMemory ring_, host_;
   Content content_;
-  std::vector<u64> over_;  // by slot, the generation that was taken; as the kernel should have it
-  u64 turn_ = 0;           // the ticket that is next
-  std::vector<jitkern::RingState> state_{1};  // each of exactly its size
-  std::vector<u64> consumed_;
+  u64 turn_ = 0;  // the ticket that is next, as the kernel should have it
+  std::vector<jitkern::RingState> state_{1};  // of exactly its size
   StepwiseProducer producer_;
   Halves halves_;
 
@@ -339,9 +335,7 @@ class RingRound {
     const unsigned left = static_cast<unsigned>(random_.below(max_ + 1));
     ring_.grow_old(old, left);
     host_.grow_old(old, left);
-    turn_ = old * num_slots_;
-    state_[0].generations = old;
-    for (u32 slot = 0; slot < num_slots_; ++slot) over_[slot] = consumed_[slot] = old;
+    set_turn(old * num_slots_);
     return ring_;
   }
 };

@@ -61,8 +61,6 @@ class Round : RingRound {
   }
 
  private:
-  bool is_over(u64 ticket) const { return over_[slot_of(ticket)] >= generation(ticket); }
-
   ServeParams any_params() {
     ServeParams params{};
     params.ring = ring_params(kCall, fault_);
@@ -76,25 +74,17 @@ class Round : RingRound {
 
   // -- what others do
 
-  // Some pushes in front of the server; a call that named its slot has taken one of them.
+  // Some pushes in front of the server.
   void push_some() {
     for (i64 count = random_.below(num_slots_ + 1); count > 0; --count) {
       if (!producer_.begin(content_.any_push(max_))) return;
       producer_.finish();
     }
-    if (producer_.pushed.empty() || random_.below(2) == 0) return;
-    take_away(turn_ + static_cast<u64>(random_.below(i64(producer_.pushed.size()))));
-  }
-  void take_away(u64 ticket) {
-    over_[slot_of(ticket)] = consumed_[slot_of(ticket)] = generation(ticket);
-    *dones().done(ticket) = generation(ticket);
   }
   void other_call() {
-    if (state_[0].owner != 0) return;
-    while (is_over(turn_)) ++turn_;
-    if (producer_.pushed.count(turn_) != 0) take_away(turn_++);
-    state_[0].generations = turn_ / num_slots_;
-    state_[0].slot = static_cast<u32>(turn_ % num_slots_);
+    if (state_[0].owner != 0 || producer_.pushed.count(turn_) == 0) return;
+    *dones().done(turn_) = generation(turn_);
+    set_turn(turn_ + 1);
   }
   void push_all() {
     while (producer_.begin(content_.any_push(max_))) producer_.finish();
@@ -146,20 +136,15 @@ class Round : RingRound {
   // -- what should be
 
   bool is_all_done() const {
-    for (const auto& [ticket, push] : producer_.pushed) {
-      if (!is_over(ticket)) return false;
-    }
-    return true;
+    return producer_.pushed.empty() || producer_.pushed.rbegin()->first < turn_;
   }
   // In front of the store that says so.
   void completes(const void* to) {
     check(state_[0].owner == kCall, "completes what another call may take");
-    while (is_over(turn_)) ++turn_;
     check(to == dones().done(turn_), "completes another slot than that which is next");
     const bool is_there = producer_.pushed.count(turn_) != 0;
     check(is_there && !(is_broken_ && turn_ == broken_ticket_), "completes what is not there");
     content_.expect(producer_.pushed[turn_], slot_of(turn_), 0, max_, fault_);
-    over_[slot_of(turn_)] = generation(turn_);
     ++turn_;
     check(++num_done_ <= most_done_, "begins with a push though it was told to stop");
     content_.dst.check();
@@ -174,11 +159,11 @@ class Round : RingRound {
       fault_.expect(kBusySite, 0, 0, 0);
     } else {
       check_reason(idle_ns, waited);
-      while (is_over(turn_)) ++turn_;
     }
     check_state();
     for (u32 slot = 0; slot < num_slots_; ++slot) {
-      check(*dones().done(slot) == over_[slot], "a completion word");
+      const u64 over = turn_ / num_slots_ + (slot < turn_ % num_slots_);
+      check(*dones().done(slot) == over, "a completion word");
     }
     content_.dst.check();
     content_.src.check();
@@ -190,7 +175,6 @@ class Round : RingRound {
       content_.expect(producer_.pushed[broken_ticket_], slot, 0,
                       broken_at_ / Serve::kChunk * Serve::kChunk, fault_);
       fault_.expect(kBrokenSite, slot, 0, 0);
-      while (is_over(turn_)) ++turn_;
       check(turn_ == broken_ticket_, "ends at another push than the wrong one");
     } else if (kind_ == kStop || kind_ == kEndless || kind_ == kBroken) {
       check(stop_[0] == 1, "ends though nobody told it to");

@@ -37,11 +37,6 @@ enum Kind {
   kIsTaken,  // or has the ring from then on
 };
 
-struct Takeable {
-  std::vector<u64> tickets;
-  u64 end;  // the ticket to go on with
-};
-
 class Round : RingRound {
  public:
   Round(const Kernel& kernel, Random& random)
@@ -73,22 +68,12 @@ class Round : RingRound {
   bool is_there(u64 ticket) const {
     return producer_.pushed.count(ticket) != 0 && ticket != wrong_ticket_;
   }
-  // Which pushes a call takes that looks now. `slot` as in RingParams.
-  Takeable takeable(i64 slot, size_t most) const {
-    Takeable found{{}, turn_};
-    std::vector<u64> over = over_;
-    u64 number = slot < 0 ? turn_ : static_cast<u64>(slot);
-    for (; found.tickets.size() < most; ++number) {
-      u64& generations = over[slot_of(number)];
-      // Taken by a call that named its slot: of such ones the first pushes are left out.
-      const bool is_over = slot < 0 && generations >= generation(number);
-      if (is_over && found.tickets.empty()) continue;
-      const u64 ticket = slot < 0 ? number : generations * num_slots_ + slot_of(number);
-      if (is_over || !is_there(ticket)) break;
-      found.tickets.push_back(ticket);
-      ++generations;
+  // The pushes that a call takes that looks now.
+  std::vector<u64> takeable(size_t most) const {
+    std::vector<u64> found;
+    for (u64 ticket = turn_; found.size() < most && is_there(ticket); ++ticket) {
+      found.push_back(ticket);
     }
-    if (slot < 0) found.end = number;
     return found;
   }
   void check_dones() {
@@ -139,25 +124,19 @@ class Round : RingRound {
   // Another call comes and has gone, or stays, if nobody is there.
   void other_call() {
     if (state().owner != 0) return;
-    const Takeable taken = takeable(random_.pick({i64(-1), i64(slot_of(turn_)), slot_}), 1);
     if (kind_ == kIsTaken) {
       state().owner = kOther;
-    } else if (!taken.tickets.empty()) {
-      turn_ = taken.end;
-      state().generations = turn_ / num_slots_;
-      state().slot = static_cast<u32>(turn_ % num_slots_);
-      const u64 ticket = taken.tickets[0];
-      const u32 slot = slot_of(ticket);
-      dones_[slot] = over_[slot] = consumed_[slot] = generation(ticket);
-      *dones().done(slot) = generation(ticket);
-      least_ = takeable(slot_, most_).tickets.size();
+    } else if (is_there(turn_)) {
+      *dones().done(turn_) = dones_[slot_of(turn_)] = generation(turn_);
+      set_turn(turn_ + 1);
+      least_ = takeable(most_).size();
     }
     was_other_ = true;
   }
   // One that is there becomes none; the words that were changed, as they were.
   std::vector<std::pair<u64*, u64>> make_wrong() {
     std::vector<std::pair<u64*, u64>> before;
-    const std::vector<u64> tickets = takeable(slot_, most_).tickets;
+    const std::vector<u64> tickets = takeable(most_);
     if (tickets.empty()) return before;
     const u64 ticket = tickets[static_cast<size_t>(random_.below(i64(tickets.size())))];
     const auto change = [&](u64* at, u64 value) {
@@ -195,7 +174,6 @@ class Round : RingRound {
     params.unpack.fault = fault.record();
     params.board = board_.data();
     params.staged = staged_.data();
-    params.slot = slot_;
     params.most = most_;
     return params;
   }
@@ -208,12 +186,11 @@ class Round : RingRound {
   }
 
   void call() {
-    slot_ = random_.below(3) == 0 ? random_.below(num_slots_) : -1;
     most_ = static_cast<u32>(1 + random_.below(num_slots_));
     push_some();
     kind_ = random_.pick(
         {kNothing, kWrong, kWrong, kPushes, kPushes, kBusy, kChanges, kChanges, kIsTaken});
-    now_running += ", kind " + std::to_string(kind_) + ", from slot " + std::to_string(slot_);
+    now_running += ", kind " + std::to_string(kind_);
     pace_ = random_.pick({2, 20, 200});
     looks_ = 0;
     // At any moment, or while the thread that takes the ring does.
@@ -226,7 +203,7 @@ class Round : RingRound {
     const auto wrong = kind_ == kWrong ? make_wrong() : std::vector<std::pair<u64*, u64>>();
     state().owner = kind_ == kBusy ? kOther : 0;
     for (u32 slot = 0; slot < num_slots_; ++slot) dones_[slot] = *dones().done(slot);
-    least_ = takeable(slot_, most_).tickets.size();
+    least_ = takeable(most_).size();
     FaultWord fault(kind_ == kChanges ? 0 : random_.pick({0u, 0u, 0u, 1u}));
     const unsigned blocks = random_.pick({1u, 2u, 5u});
     const ConsumeParams params = any_params(fault);
@@ -246,21 +223,17 @@ class Round : RingRound {
   // Behind the copies, in front of the first completion: what was taken, which is to be there.
   void check_copies(FaultWord& fault) {
     is_complete_ = true;
-    size_t num_taken = 0;
-    for (u32 slot = 0; slot < num_slots_; ++slot) num_taken += consumed_[slot] != over_[slot];
+    const u64 num_taken = state_ticket() - turn_;
     check(num_taken <= most_, "too many pushes");
     check(num_taken >= least_, "a push that is there was not taken");
-    const Takeable now = takeable(slot_, num_taken);
-    check(now.tickets.size() == num_taken, "a push that is not there");
-    for (const u64 ticket : now.tickets) {
-      const u32 slot = slot_of(ticket);
-      dones_[slot] = over_[slot] = generation(ticket);
-      content_.expect(producer_.pushed[ticket], slot, 0, max_, fault);
+    const std::vector<u64> now = takeable(num_taken);
+    check(now.size() == num_taken, "a push that is not there");
+    for (const u64 ticket : now) {
+      dones_[slot_of(ticket)] = generation(ticket);
+      content_.expect(producer_.pushed[ticket], slot_of(ticket), 0, max_, fault);
     }
-    if (slot_ < 0) turn_ = now.end;
-    // It has looked for one behind the slots that calls by slot have taken.
-    while (slot_ < 0 && num_taken == 0 && over_[slot_of(turn_)] >= generation(turn_)) ++turn_;
-    check_staged(now.tickets);
+    turn_ += num_taken;
+    check_staged(now);
     content_.dst.check();
   }
 
@@ -291,7 +264,6 @@ class Round : RingRound {
 
   Kind kind_ = kNothing;
   u64 call_ = 0;
-  i64 slot_ = -1;
   u32 most_ = 1;
   size_t least_ = 0;  // pushes that the call has to take
   u64 wrong_ticket_ = ~0ull;

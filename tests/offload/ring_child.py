@@ -25,8 +25,8 @@ from jitkern.offload import DescriptorRing, memory, ring
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
-FAULT_AT = 120  # the address of the record that the kernel may write to, in ConsumeParams
-driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(248), 512)
+FAULT_AT = 112  # the address of the record that the kernel may write to, in ConsumeParams
+driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(232), 512)
 
 
 class Stream:
@@ -110,9 +110,9 @@ def check_a_call_is_one_launch() -> None:
             driver.fake_capture(capturing)
             for sides, how in (
                 ((on_gpu(src), on_gpu(dst)), {}),
-                ((on_gpu(src), on_gpu(dst)), {"slot": 2, "num_slots": 3}),
+                ((on_gpu(src), on_gpu(dst)), {"num_slots": 3}),
                 ((tvm_ffi.from_dlpack(pinned), on_gpu(dst)), {"num_slots": 2}),
-                ((on_gpu(src), tvm_ffi.from_dlpack(pinned)), {"slot": 0}),
+                ((on_gpu(src), tvm_ffi.from_dlpack(pinned)), {}),
             ):
                 unpack(*sides, made, **how)
                 (line,) = log().splitlines()

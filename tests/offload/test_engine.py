@@ -187,22 +187,15 @@ def test_through_a_pipeline(model: Model) -> None:
 
 
 @pytest.mark.parametrize("first", [0, BLOCKS - SLOTS])
-def test_all_slots(
-    model: Model, first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In steps of three blocks: the last one is shorter."""
+def test_all_slots(model: Model, first: int) -> None:
     engine = model.engine
-    step_bytes = 3 * engine.gpu_cache.nbytes // SLOTS + 1
-    monkeypatch.setattr("jitkern.offload.engine._STEP_BYTES", step_bytes)
     engine.store_all(first)
     for slot in range(SLOTS):
         model.offload(slot, first + slot)
     model.check()
     engine.gpu_cache.zero_()
-    engine.load_all(first, progress=True)
+    engine.load_all(first)
     model.check()
-    said = capsys.readouterr()
-    assert "OffloadEngine: loading" in said.err and not said.out
 
 
 @settings(max_examples=40)

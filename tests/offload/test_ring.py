@@ -144,7 +144,7 @@ def test_a_slot_is_written_in_place() -> None:
         assert layout.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
         assert layout.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
         assert layout.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
-        unpack(src, dst, ring, slot=0)
+        unpack(src, dst, ring)
         dst.zero_()
         unpack(src, dst, ring)
         wanted = torch.zeros(100, dtype=torch.uint8)
@@ -365,7 +365,6 @@ def test_a_closed_one() -> None:
         lambda: ring.address,
         lambda: ring.num_pushed,
         lambda: unpack(buffer[4:], buffer[:4], ring),
-        lambda: unpack(buffer[4:], buffer[:4], ring, slot=1),
         ring.__enter__,
     ):
         with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):

@@ -20,84 +20,31 @@ from jitkern.offload import DescriptorRing
 SIZE = 200
 
 
-class Taken:
-    """A ring whose push t copies byte t, and what calls have taken of it."""
-
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self.ring = DescriptorRing(num_slots, 4, device)
-        self._src = torch.arange(1, SIZE + 1, dtype=torch.uint8, device=device)
-        self._dst = torch.zeros(SIZE, dtype=torch.uint8, device=device)
-
-    def push(self, count: int) -> None:
-        for _ in range(count):
-            at = self.ring.num_pushed
-            assert self.ring.try_push(rows((at, at, 1))) == at
-
-    def _by_one(self, num_slots: int, slot: int | None) -> list[int]:
-        self._dst.zero_()
-        assert unpack(self._src, self._dst, self.ring, slot=slot, num_slots=num_slots) is None
-        if self._dst.is_cuda:
-            torch.cuda.synchronize()
-            jitkern.check()
-        taken: list[int] = self._dst.nonzero().flatten().tolist()
-        return taken
-
-    def by(self, num_slots: int = 1, slot: int | None = None) -> list[int]:
-        """Return the tickets that a call takes, all of which are completed and no others.
-
-        A call in turn on a GPU that has taken something ends in front of a slot that a call has
-        named before: another one goes on.
-        """
-        before = [self.ring.done(ticket) for ticket in range(self.ring.num_pushed)]
-        taken = self._by_one(num_slots, slot)
-        while slot is None and self._dst.is_cuda and 0 < len(taken) < num_slots:
-            more = self._by_one(num_slots - len(taken), slot)
-            if not more:
-                break
-            taken += more
-        for ticket, was_done in enumerate(before):
-            assert self.ring.done(ticket) == (was_done or ticket in taken)
-            assert not (was_done and ticket in taken)
-        return taken
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_any_calls_take_each_push_once(seed: int, device: torch.device) -> None:
-    """Against a list of what each slot holds."""
+def test_calls_take_each_push_once_and_in_turn(seed: int, device: torch.device) -> None:
+    """Push t copies byte t."""
     draw = random.Random(seed)
-    num_slots = 1 + seed
-    taken = Taken(num_slots, device)
-    holds: list[int | None] = [None] * num_slots
-    turn = 0
-    while taken.ring.num_pushed < SIZE:
-        ticket = taken.ring.num_pushed
-        if holds[ticket % num_slots] is None and draw.random() < 0.6:
-            taken.push(1)
-            holds[ticket % num_slots] = ticket
-            continue
-        most = draw.randint(1, num_slots)
-        wanted: list[int] = []
-        if draw.random() < 0.5:
-            slot = draw.randrange(num_slots)
-            for number in range(slot, slot + most):
-                found = holds[number % num_slots]
-                if found is None:
-                    break
-                wanted.append(found)
-            assert taken.by(slot=slot, num_slots=most) == sorted(wanted)
-        else:
-            while turn < ticket and len(wanted) < most:
-                if holds[turn % num_slots] == turn:
-                    wanted.append(turn)
-                turn += 1
-            assert taken.by(num_slots=most) == wanted
-        holds = [None if held in wanted else held for held in holds]
+    num_slots, first = 1 + seed, 0
+    src = torch.arange(1, SIZE + 1, dtype=torch.uint8, device=device)
+    dst = torch.zeros(SIZE, dtype=torch.uint8, device=device)
+    with DescriptorRing(num_slots, 4, device) as ring:
+        while first < SIZE - num_slots:
+            at, most = ring.num_pushed, draw.randint(1, num_slots)
+            if at - first < num_slots and draw.random() < 0.6:
+                assert ring.try_push(rows((at, at, 1))) == at
+                continue
+            dst.zero_()
+            assert unpack(src, dst, ring, num_slots=most) is None
+            if dst.is_cuda:
+                torch.cuda.synchronize()
+                jitkern.check()
+            end = min(first + most, at)
+            assert dst.nonzero().flatten().tolist() == list(range(first, end))
+            assert [ring.done(ticket) for ticket in range(at)] == [t < end for t in range(at)]
+            first = end
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"slot": -1}, ValueError, "slot: -1, expected at least 0"),
-    ({"slot": 2}, ValueError, "slot: 2, expected below 2"),
-    ({"slot": 0.0}, TypeError, "slot: float, expected an int"),
     ({"num_slots": 3}, ValueError, "num_slots: 3, expected 1 to 2"),
     ({"num_slots": None}, TypeError, "num_slots: NoneType, expected an int"),
     ({"count": torch.tensor(1)}, ValueError,
@@ -229,7 +176,7 @@ def test_tensors_that_cannot_be_read(name: str) -> None:
 
 
 def test_many_threads_consume() -> None:
-    """In turn and by slots at once: each push goes to one of them."""
+    """At once: each push goes to one of them."""
     rounds, num_threads, num_slots = 2000, 4, 7
     src = torch.ones(1, dtype=torch.uint8)
     found = torch.zeros(num_threads, rounds, dtype=torch.uint8)
@@ -239,8 +186,7 @@ def test_many_threads_consume() -> None:
         def consume(number: int) -> None:
             draw = random.Random(number)
             while not is_over.is_set():
-                slot = draw.randrange(num_slots) if number % 2 else None
-                unpack(src, found[number], ring, slot=slot, num_slots=draw.randint(1, 3))
+                unpack(src, found[number], ring, num_slots=draw.randint(1, 3))
 
         threads = [threading.Thread(target=consume, args=(i,)) for i in range(num_threads)]
         for thread in threads:
@@ -263,8 +209,7 @@ def test_many_threads_consume() -> None:
 # -- nothing torn or stale, nothing out of range --------------------------------------------------
 
 
-@pytest.mark.parametrize("by_slot", [False, True])
-def test_never_torn_or_stale(by_slot: bool) -> None:
+def test_never_torn_or_stale() -> None:
     """Words and seals that a producer cannot have written, put there by hand."""
     src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     with DescriptorRing(2, 8, device="cpu") as ring:
@@ -272,7 +217,7 @@ def test_never_torn_or_stale(by_slot: bool) -> None:
 
         def is_there() -> bool:
             completed = memory.done(slot).value
-            unpack(src, dst, ring, slot=slot if by_slot else None)
+            unpack(src, dst, ring)
             return memory.done(slot).value != completed
 
         for ticket in range(6):

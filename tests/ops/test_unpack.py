@@ -263,7 +263,6 @@ def good_arguments() -> dict[str, Any]:
         "src": torch.ones(20, 8),
         "descriptors": torch.tensor([[0, 8, 100], [64, 200, 8]]),
         "count": torch.tensor([2]),
-        "slot": None,
         "num_slots": 1,
     }
 
@@ -312,10 +311,9 @@ def mistakes() -> list[Mistake]:
         ({"descriptors": torch.tensor([[0, 8, 1, -2, 0, 0]])}, IndexError,
          "descriptors[:, 3]: -2 in descriptor 0, expected 0 or more; nothing was written"),
     ]  # fmt: skip
-    wrong = ({"slot": 0}, {"slot": "1", "num_slots": 2}, {"num_slots": 2}, {"num_slots": None})
-    for change in (*wrong, {"num_slots": torch.ones(2).numpy()}):
-        text = f"{next(iter(change))}: given, expected a DescriptorRing as descriptors"
-        table.append((change, ValueError, text))
+    for wrong in (2, None, torch.ones(2).numpy()):
+        text = "num_slots: given, expected a DescriptorRing as descriptors"
+        table.append(({"num_slots": wrong}, ValueError, text))
     return table
 
 

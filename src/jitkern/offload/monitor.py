@@ -35,7 +35,6 @@ class OverlapSnapshot:
     iterations: int  # queued so far, also those still under way
     captured: int  # in captures, which `iterations` leaves out
     timed: int  # whose times are known
-    dropped: int  # whose times were not read in time
     window: int  # timed iterations that the means are of
     compute_ms: float  # mean of a body
     transfer_ms: float  # mean of a copy, the longer one if there are two
@@ -98,9 +97,9 @@ class OverlapMonitor:
         # Times of begin and end of load, compute and store, and what follows from them.
         self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_SHOWN, self._window))
         self._harvest: Any = None  # of a pipeline
-        self._counts: Callable[[], Sequence[int]] = lambda: (0, 0, 0)
         self._observe: Callable[[Iteration], object] | None = None
-        self._timed = self._looked_at = self._captured = self._alarms = 0
+        self._iterations = self._copies = self._captured = 0  # by the pipeline
+        self._timed = self._looked_at = self._alarms = 0
         self._pipeline: Callable[[], Any] = lambda: None
         self._slot_bytes = 0
         self._is_alarmed = False
@@ -114,7 +113,7 @@ class OverlapMonitor:
         self._poll()
         pipeline = self._pipeline()
         with self._lock:
-            iterations, transfers, dropped = self._counts()
+            iterations, copies = self._iterations, self._copies
             rows = self._last(self._window)
             timed, fill_ms = self._timed, self._fill_ms
         count, stall_ms = len(rows), sum(one.stall_ms for _, one in rows)
@@ -125,14 +124,14 @@ class OverlapMonitor:
             return value / other if other else math.nan
 
         return OverlapSnapshot(
-            *(self._name, iterations, self._captured, timed, dropped, count),
+            *(self._name, iterations, self._captured, timed, count),
             compute_ms=by(compute_ms, count),
             transfer_ms=by(transfer_ms, count),
             stall_ms=by(stall_ms, count),
             fill_ms=fill_ms,
             ratio=by(compute_ms, transfer_ms),
             stall_share=by(sum(one.is_stalled() for _, one in rows), count),
-            bytes_moved=transfers * self._slot_bytes,
+            bytes_moved=copies * self._slot_bytes,
             gb_s=by(num_transfers * self._slot_bytes, transfer_ms * 1e6),
             alarms=self._alarms,
             depth=0 if pipeline is None else pipeline.depth,
@@ -158,7 +157,7 @@ class OverlapMonitor:
     ) -> None:
         if self._harvest is not None:
             raise ValueError("SlotPipeline: monitor: that of another pipeline, expected a new one")
-        self._harvest, self._counts, self._observe = streams.harvest, streams.counts, observe
+        self._harvest, self._observe = streams.harvest, observe
         self._pipeline, self._slot_bytes = weakref.ref(pipeline), pipeline.slot_bytes
 
     def _poll(self, most: int = sys.maxsize) -> None:

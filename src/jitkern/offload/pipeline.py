@@ -60,8 +60,7 @@ class Streams:
     def _connect(self, *how: object) -> None:
         made: Any = host.module()["make_slot_streams"](*how)
         self.next: Any = made[0]
-        self._enter, self.start, self.fork, self._leave, self._add_slot = made[1:6]
-        self.harvest, self.counts = made[6:]
+        self._enter, self.start, self.fork, self._leave, self._add_slot, self.harvest = made[1:]
 
     def enter(self) -> bool:
         """Begin a session after the caller's work; tell whether that is being captured."""
@@ -226,7 +225,6 @@ class SlotPipeline:
             self._controller = DepthController(depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
-        self._left = _EVERY  # iterations until times are read
         self._streams = Streams(self.device, monitor is not None, max_slots is not None)
         self.load_stream, self.compute_stream, self.store_stream = self._streams.all
         self._free = deque[Slot]()  # the slot used longest ago first
@@ -336,7 +334,7 @@ class SlotPipeline:
         takes_time = not isinstance(blocks, list | tuple | range)
         ahead = deque[Slot]()
         failed: Exception | None = None
-        done = 0
+        done, num_copies = 0, (load is not None) + (store is not None)
         self._begin_run(run, COMPUTE if load is None else LOAD, COMPUTE if store is None else STORE)
         try:
             monitor = None if self._is_captured else self._monitor
@@ -367,8 +365,9 @@ class SlotPipeline:
                 self._free.append(slot)
                 done += 1
                 if monitor is not None:
-                    self._left -= 1
-                    if self._left == 0:
+                    monitor._iterations += 1
+                    monitor._copies += num_copies
+                    if monitor._iterations % _EVERY == 0:
                         self._measure(monitor)
             if failed is not None:
                 raise failed
@@ -474,7 +473,6 @@ class SlotPipeline:
             slot.block = None
 
     def _measure(self, monitor: OverlapMonitor) -> None:
-        self._left = _EVERY
         monitor._poll(2 * _EVERY)
         monitor._look()
         if self._controller is not None and self._controller.depth != self._wanted:

@@ -250,20 +250,13 @@ class DescriptorRing:
         text = f"{self.num_slots} {slots} of {self.max_descriptors} descriptors, {state}"
         return f"DescriptorRing({text})"
 
-    def _unpack(
-        self, src: torch.Tensor, dst: torch.Tensor, slot: int | None, num_slots: int
-    ) -> None:
+    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None:
         """Do what ``unpack`` does of a ring."""
-        first = -1
-        if slot is not None:
-            first = count_arg("unpack", "slot", slot, least=0)
-            if first >= self.num_slots:
-                raise ValueError(f"unpack: slot: {first}, expected below {self.num_slots}")
         if type(num_slots) is not int or num_slots != 1:
             num_slots = count_arg("unpack", "num_slots", num_slots, self.num_slots)
         _require_writable("unpack", dst, src)
         try:
-            self._consume(src, dst, first, num_slots)
+            self._consume(src, dst, num_slots)
         except (TypeError, ValueError):
             raise  # nothing was queued
         except Exception as error:

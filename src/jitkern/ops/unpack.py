@@ -81,7 +81,7 @@ def shared_kernels() -> list[DeviceModule]:
 class Ring(Protocol):
     """What there is of a ``offload.DescriptorRing``, which is of a level above."""
 
-    def _unpack(self, src: Tensor, dst: Tensor, slot: int | None, num_slots: int) -> None: ...
+    def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None: ...
 
 
 _ring_type: type | None = None  # DescriptorRing, once it is imported
@@ -105,7 +105,6 @@ def _of_tensors(
     descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
-    slot: int | None = None,
     num_slots: int = 1,
 ) -> None:
     if type(descriptors) is _ring_type:
@@ -114,9 +113,8 @@ def _of_tensors(
             "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
-    if slot is not None or type(num_slots) is not int or num_slots != 1:
-        name = "num_slots" if slot is None else "slot"
-        raise ValueError(f"unpack: {name}: given, expected a DescriptorRing as descriptors")
+    if type(num_slots) is not int or num_slots != 1:
+        raise ValueError("unpack: num_slots: given, expected a DescriptorRing as descriptors")
     _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
 
 
@@ -127,7 +125,6 @@ def unpack(
     descriptors: Tensor | Ring,
     *,
     count: Tensor | None = None,
-    slot: int | None = None,
     num_slots: int = 1,
 ) -> None:
     """Copy pieces of ``src`` to the places in ``dst`` that descriptors name.
@@ -151,9 +148,8 @@ def unpack(
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
         Clamped to 0 and their number.
-    slot, num_slots : int, optional
-        For a ring: the first slot, by default the next push in turn, and how many slots are looked
-        at.
+    num_slots : int, optional
+        For a ring: how many slots are looked at.
 
     Notes
     -----
@@ -166,7 +162,7 @@ def unpack(
     ------
     TypeError, ValueError
         A wrong dtype, device, shape or stride; pageable memory; memory that overlaps;
-        ``descriptors`` on the CPU during graph capture; ``slot`` or ``num_slots`` without a ring,
+        ``descriptors`` on the CPU during graph capture; ``num_slots`` without a ring,
         ``count`` with one. Nothing was written.
     RuntimeError
         An argument requires grad, or an output is an inference tensor outside of inference mode.
@@ -187,8 +183,8 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        cast("Ring", descriptors)._unpack(src, dst, slot, num_slots)
-    elif slot is None and type(num_slots) is int and num_slots == 1:
+        cast("Ring", descriptors)._unpack(src, dst, num_slots)
+    elif type(num_slots) is int and num_slots == 1:
         _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
     else:
-        _of_tensors(src, dst, descriptors, count=count, slot=slot, num_slots=num_slots)
+        _of_tensors(src, dst, descriptors, count=count, num_slots=num_slots)

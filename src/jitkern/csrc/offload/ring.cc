@@ -64,10 +64,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
 class DescriptorRing {
  public:
   DescriptorRing(tvm::ffi::Tensor memory)
-      : memory_(std::move(memory)),
-        producer_(memory_.data_ptr()),
-        consumer_(memory_.data_ptr()),
-        consumed_(consumer_.header().num_slots) {}
+      : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
 
   // The ticket, or why there is none.
   i64 push(AnyView rows) {
@@ -127,35 +124,19 @@ class DescriptorRing {
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
-  // Takes the pushes that are there, as unpack_ring.cu does: up to `num_slots` of them from slot
-  // `slot` on, or of those that are next in turn where that is below 0. Of one with a descriptor
-  // that is out of range nothing is copied.
-  void consume(AnyView src_arg, AnyView dst_arg, i64 slot, i64 num_slots) {
+  // Takes the pushes that are there, in turn, up to `num_slots` of them, as unpack_ring.cu does. Of
+  // one with a descriptor that is out of range nothing is copied.
+  void consume(AnyView src_arg, AnyView dst_arg, i64 num_slots) {
     const UnpackSides sides(src_arg, dst_arg);
     for (const Rows* side : {&sides.src, &sides.dst}) {
       if (side->on_cuda()) side->value_error("device " + side->device_name(), "cpu");
     }
-    const RingHeader& header = consumer_.header();
     const std::lock_guard<std::mutex> lock(consuming_);
-    for (i64 taken = 0; taken < num_slots;) {
-      u64 ticket = next_;
-      if (slot >= 0) {
-        const u64 number = static_cast<u64>(slot + taken) % header.num_slots;
-        ticket = consumed_[number] * header.num_slots + number;
-      }
-      const u64 generation = header.generation(ticket);
-      u64& consumed = consumed_[header.slot(ticket)];
-      if (consumed < generation) {
-        u32 count = 0;
-        const Descriptor* const from = consumer_.find(ticket, &count);
-        if (from == nullptr) return;
-        consumed = generation;
-        ++taken;
-        if (slot < 0) ++next_;
-        take(sides, ticket, from, count);
-      } else {
-        ++next_;  // a call that named its slot took it
-      }
+    for (i64 taken = 0; taken < num_slots; ++taken) {
+      u32 count = 0;
+      const Descriptor* const from = consumer_.find(next_, &count);
+      if (from == nullptr) return;
+      take(sides, next_++, from, count);
     }
   }
 
@@ -198,8 +179,7 @@ class DescriptorRing {
   RingConsumer consumer_;
   std::mutex mutex_;  // of pushes
   std::mutex consuming_;
-  std::vector<u64> consumed_;  // by slot, the generation that was taken last
-  u64 next_ = 0;               // the ticket that is next in turn
+  u64 next_ = 0;  // the ticket that is next in turn
   bool is_reserved_ = false;
 };
 
@@ -221,8 +201,8 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t ma
       Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
       Function::FromTyped(
           [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
-      Function::FromTyped([made](AnyView src, AnyView dst, int64_t slot, int64_t num_slots) {
-        made->consume(src, dst, slot, num_slots);
+      Function::FromTyped([made](AnyView src, AnyView dst, int64_t num_slots) {
+        made->consume(src, dst, num_slots);
       }),
       Function::FromTyped([made] { return made->next(); }),
   };

@@ -67,14 +67,13 @@ constexpr u32 kBoards = 16'384;
 
 // Device memory of a ring: the state, and what it has behind it.
 struct RingMemory {
-  i64 consumed, boards, staged, bytes;
+  i64 boards, staged, bytes;
 
   explicit RingMemory(const RingHeader& ring) {
     const auto behind = [](i64 at, i64 count, size_t each) {
       return ceil_div(at + count * static_cast<i64>(each), 128) * 128;
     };
-    consumed = behind(0, 1, sizeof(RingState));
-    boards = behind(consumed, ring.num_slots, sizeof(u64));
+    boards = behind(0, 1, sizeof(RingState));
     staged = behind(boards, kBoards, sizeof(RingBoard));
     bytes = behind(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
   }
@@ -93,14 +92,13 @@ class RingOnGpu {
     char* const at = static_cast<char*>(state_.data_ptr());
     const RingMemory memory(ring.ring);
     ring.state = reinterpret_cast<RingState*>(at);
-    ring.consumed = reinterpret_cast<u64*>(at + memory.consumed);
     ring.busy = kBusy;
     ring.broken = kBroken;
     params_.staged = reinterpret_cast<Descriptor*>(at + memory.staged);
     boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
   }
 
-  void consume(AnyView src, AnyView dst, i64 slot, i64 num_slots) {
+  void consume(AnyView src, AnyView dst, i64 num_slots) {
     const UnpackSides sides = checked_sides(src, dst);
     const CollectiveScope scope(sides.on_gpu().ordinal());
     const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
@@ -109,7 +107,6 @@ class RingOnGpu {
     params.ring.fault = scope.device.fault_device;
     params.unpack = unpack_params(sides, scope.device);
     params.board = board_for(scope.stream());
-    params.slot = slot;
     params.most = static_cast<u32>(num_slots);
     // More than a warp for each segment do not help.
     const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
@@ -192,8 +189,8 @@ int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
 Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
   const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
   return {
-      Function::FromTyped([made](AnyView src, AnyView dst, int64_t slot, int64_t num_slots) {
-        made->consume(src, dst, slot, num_slots);
+      Function::FromTyped([made](AnyView src, AnyView dst, int64_t num_slots) {
+        made->consume(src, dst, num_slots);
       }),
       Function::FromTyped(
           [made](AnyView src, AnyView dst, int64_t num_sms, int64_t idle_ns, int64_t stop,

@@ -53,8 +53,8 @@ class SlotTimes {
       if (iteration == nullptr) iteration = take();  // else it was cut short
       iteration->has = {};
       iteration->is_first = false;
-      const i64 number = num_begun_++;
-      iteration->is_timed = all_timed_ || number < 2 * kBurst || number % kPeriod < kBurst;
+      iteration->is_timed = all_timed_ || num_begun_ < 2 * kBurst || num_begun_ % kPeriod < kBurst;
+      iteration->number = ++num_begun_;
     }
     if (access == kCompute) iteration->is_first = std::exchange(is_first_, false);
     if (iteration->is_timed) mark(iteration->moments[begin_of(access)], stream);
@@ -64,16 +64,10 @@ class SlotTimes {
     if (iteration->is_timed) mark(iteration->moments[begin_of(access) + 1], stream);
     iteration->has[static_cast<size_t>(access)] = true;
     if (access != last_access_) return;
+    if (!iteration->is_timed) return;
     iteration->slot = slot;
     const std::lock_guard<std::mutex> lock(mutex_);
-    iteration->number = ++num_iterations_;
-    num_transfers_ += last_access_ - first_access_;
-    if (!iteration->is_timed) return;
     queue_.push_back(std::exchange(iteration, nullptr));
-    if (queue_.size() <= kCapacity) return;
-    free_.push_back(queue_.front());
-    queue_.pop_front();
-    ++num_dropped_;
   }
 
   // By any thread: a row for each of up to `most` iterations that are over. Begin and end of load,
@@ -102,15 +96,8 @@ class SlotTimes {
     return {reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(double)};
   }
 
-  // Of all iterations that were queued: how many, their transfers, and those that were dropped.
-  std::array<i64, 3> counts() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return {num_iterations_, num_transfers_, num_dropped_};
-  }
-
  private:
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
-  static constexpr size_t kCapacity = 1024;  // iterations that wait to be read
   static constexpr i64 kBurst = 32, kPeriod = 256;
 
   // A place in the work of a stream; on the CPU a time.
@@ -180,7 +167,6 @@ class SlotTimes {
   std::vector<Iteration*> free_;
   std::deque<Iteration*> queue_;
   Iteration* base_ = nullptr;  // the last that was read
-  i64 num_iterations_ = 0, num_transfers_ = 0, num_dropped_ = 0;
 };
 
 }  // namespace jitkern

@@ -123,10 +123,6 @@ class SlotStreams {
     const Scope scope(device_);
     return times_->harvest(most);
   }
-  Array<int64_t> counts() {
-    const auto counts = times_->counts();
-    return {counts[0], counts[1], counts[2]};
-  }
 
  private:
   struct Lane {
@@ -201,7 +197,7 @@ class SlotStreams {
   std::unique_ptr<SlotTimes> times_;
 };
 
-// next, enter, start, fork, leave, add_slot, harvest and counts of streams, given by access.
+// next, enter, start, fork, leave, add_slot and harvest of streams, given by access.
 Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
   const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
@@ -218,7 +214,6 @@ Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams
       Function::FromTyped([made] { made->leave(); }),
       Function::FromTyped([made](int64_t slot) { made->add_slot(static_cast<size_t>(slot)); }),
       Function::FromTyped([made](int64_t most) { return made->harvest(most); }),
-      Function::FromTyped([made] { return made->counts(); }),
   };
 }
 

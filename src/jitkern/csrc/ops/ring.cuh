@@ -35,14 +35,12 @@ __device__ inline void release_ring(const RingParams& p) {
 }
 
 // Makes a call the owner of the ring; returns the owner if there is another. If a call of another
-// stream ended after `begin` and `consumed` were read, these are old, and the ring counts as owned.
-__device__ inline u64 take_ring(const RingParams& p, const Turn& begin, u32 slot, u64 consumed) {
+// stream ended after `begin` was read, that is old, and the ring counts as owned.
+__device__ inline u64 take_ring(const RingParams& p, const Turn& begin) {
   const u64 owner = claim(&p.state->owner, p.call);
   if (owner != 0) return owner;
   const Turn now = turn_of(p);
-  const bool is_current = now.generation == begin.generation && now.slot == begin.slot &&
-                          load_fresh(&p.consumed[slot]) == consumed;
-  if (is_current) return 0;
+  if (now.generation == begin.generation && now.slot == begin.slot) return 0;
   release_ring(p);
   return p.call;
 }

@@ -44,9 +44,7 @@ struct ConsumeRing {
   struct Lead {
     typename Reader::Shared reader;
     u64 owner;
-    u64 consumed;  // of the slot that is looked at
-    Turn begin;    // what is next in turn
-    Turn first;    // what was taken
+    Turn begin;  // what is next in turn
     u32 num_taken;
   };
   struct Control {
@@ -63,26 +61,16 @@ struct ConsumeRing {
     __syncthreads();
     const Turn begin = own.begin;
     Reader reader(ring, own.reader);
-    Turn turn = p.slot < 0 ? begin : Turn{0, static_cast<u32>(p.slot)};
+    Turn turn = begin;
     u32 num_taken = 0, num_staged = 0;
     bool has_long = false;
-    for (u32 looks = 0; num_taken < p.most; ++looks) {
+    for (; num_taken < p.most; ++num_taken) {
       const u64 word = reader.look(turn.slot, true, [&] {
-        own.consumed = load_fresh(&ring.consumed[turn.slot]);
-        if (looks == 0) own.owner = take_ring(ring, begin, turn.slot, own.consumed);
+        if (num_taken == 0) own.owner = take_ring(ring, begin);
       });
-      const u64 consumed = own.consumed;
-      if (p.slot >= 0) turn.generation = consumed + 1;
-      const bool is_over = consumed >= turn.generation;  // a call that named its slot took it
-      if (own.owner != 0 || (is_over && num_taken > 0)) break;
-      if (!is_over) {
-        if (ring_generation(word) != turn.generation) break;
-        if (!stage(p, reader, word, turn.slot, num_staged, has_long)) break;
-        if (threadIdx.x == 0 && num_taken == 0) own.first = turn;
-        if (threadIdx.x == 0) ring.consumed[turn.slot] = turn.generation;
-        num_staged += ring_count(word);
-        ++num_taken;
-      }
+      if (own.owner != 0 || ring_generation(word) != turn.generation) break;
+      if (!stage(p, reader, word, turn.slot, num_staged, has_long)) break;
+      num_staged += ring_count(word);
       turn = turn.next(ring.ring.num_slots);
     }
     has_long = __syncthreads_or(has_long);  // and all that was staged is there
@@ -90,7 +78,7 @@ struct ConsumeRing {
     store_control(&p.board->control, ring_control(num_staged, has_long));
     own.num_taken = num_taken;
     if (own.owner != 0) return report_fault(ring.fault, ring.busy, 0, 0, 0);
-    if (p.slot < 0) set_turn(ring, turn);
+    set_turn(ring, turn);
   }
 
   static __device__ bool stage(const Params& p, Reader& reader, u64 word, u32 slot, u32 num_staged,
@@ -121,10 +109,8 @@ struct ConsumeRing {
   static __device__ void complete(const Params& p, const Lead& own) {
     if (threadIdx.x != 0) return;
     while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
-    Turn turn = own.first;
+    Turn turn = own.begin;
     for (u32 i = 0; i < own.num_taken; ++i, turn = turn.next(p.ring.ring.num_slots)) {
-      // From a slot on, the push that is newest may be followed by the one that is oldest.
-      if (p.slot >= 0) turn.generation = load_fresh(&p.ring.consumed[turn.slot]);
       complete_push(p.ring, turn);
     }
     *p.board = {};
@@ -171,7 +157,7 @@ struct ServeRing {
         begin += kChunk;
         cluster_sync();
       } while (begin < count && !ends);
-      if (leads && threadIdx.x == 0) ends ? leave(p.ring, turn, own) : complete(p.ring, turn);
+      if (leads && threadIdx.x == 0) ends ? leave(p.ring, turn, own) : complete_push(p.ring, turn);
       turn = turn.next(p.ring.ring.num_slots);
     }
   }
@@ -195,7 +181,7 @@ struct ServeRing {
   static __device__ Turn take_over(const RingParams& p, Shared& own) {
     if (threadIdx.x == 0) {
       own.turn = turn_of(p);
-      own.owner = take_ring(p, own.turn, own.turn.slot, load_fresh(&p.consumed[own.turn.slot]));
+      own.owner = take_ring(p, own.turn);
       own.ends = own.owner != 0;
       if (own.ends) report_fault(p.fault, p.busy, 0, 0, 0);
     }
@@ -205,10 +191,8 @@ struct ServeRing {
 
   // Waits for a push, or the server's end. A server told to stop takes no further push: it would
   // run on for as long as a producer always has one.
-  static __device__ void wait_for_push(const Params& p, Reader& reader, Turn& turn, Shared& own) {
-    while (load_fresh(&p.ring.consumed[turn.slot]) >= turn.generation) {
-      turn = turn.next(p.ring.ring.num_slots);  // a call that named its slot took it
-    }
+  static __device__ void wait_for_push(const Params& p, Reader& reader, const Turn& turn,
+                                       Shared& own) {
     if (threadIdx.x == 0) own.slot = turn.slot;
     const u64 since = nanoseconds();
     const auto look_at_end = [&] {
@@ -243,12 +227,6 @@ struct ServeRing {
       report_fault(p.ring.fault, p.ring.broken, own.slot, 0, 0);
       own.ends = true;
     }
-  }
-
-  // After the barrier that follows the copies of all blocks.
-  static __device__ void complete(const RingParams& p, const Turn& turn) {
-    p.consumed[turn.slot] = turn.generation;
-    complete_push(p, turn);
   }
 
   static __device__ void leave(const RingParams& p, const Turn& turn, const Shared& own) {

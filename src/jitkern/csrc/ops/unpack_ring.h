@@ -35,8 +35,7 @@ struct RingParams {
   const char* base;  // the ring, as kernels read it
   char* dones;       // completion words, in host memory
   RingState* state;
-  u64* consumed;  // by slot, the generation that was taken last
-  u64 call;       // a number that no other call has
+  u64 call;  // a number that no other call has
   FaultSite busy;
   FaultSite broken;  // where a producer has not kept to the protocol
   FaultRecord* fault;
@@ -48,7 +47,6 @@ struct ConsumeParams {
   UnpackParams unpack;
   RingBoard* board;
   Descriptor* staged;
-  i64 slot;  // the first; below 0: that of the push that is next in turn
   u32 most;  // pushes
 };
 
