@@ -71,10 +71,6 @@ CUresult cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
   uuid[15] = (unsigned char)gpu_of(device);
   return device >= fake_gpu_count() ? 101 : 0;
 }
-CUresult cuDeviceCanAccessPeer(int* can, int device, int other) {
-  if (device == other) return INVALID;  // as the real one: it says no
-  return *can = reaches(gpu_of(device), gpu_of(other)), 0;
-}
 static int are_right(const struct Properties* p) {
   return p->type == 1 && p->location.type == 1 && p->location.id < fake_gpu_count() &&
          (p->handle_types == 0 || p->handle_types == 1) && p->windows == NULL;

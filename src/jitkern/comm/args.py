@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -118,6 +119,11 @@ def serves(store: Any, rank: int) -> bool:
 
 
 # -- of a call -------------------------------------------------------------------------------------
+
+
+def namespace(found: Any) -> Any:
+    """Return a map that comes from C++ as an object with its keys as attributes."""
+    return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
 def call_cpp(

@@ -37,8 +37,13 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
     """
     ends: dict[int, socket.socket] = {}
     with ExitStack() as sockets:
-        listener = sockets.enter_context(_socket(met))
-        name = f"\0jitkern-{secrets.token_hex(16)}"
+
+        def new_socket() -> socket.socket:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            made.settimeout(met.timeout_s * OWN_PART)
+            return sockets.enter_context(made)
+
+        listener, name = new_socket(), f"\0jitkern-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen()
         names = met.exchange("listen", name)
@@ -47,28 +52,26 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
             for giver in givers:
                 if giver == met.rank:
                     continue
-                end = ends[giver] = sockets.enter_context(_socket(met))
+                end = ends[giver] = new_socket()
                 with suppress(ConnectionRefusedError):  # it has left: this step's end says why
                     end.connect(names[giver])
                     if (uid := peer_uid(end)) != os.geteuid():
                         text = f"{met.peers[giver]} is of uid {uid}, expected uid {os.geteuid()}"
                         raise CommError(f"{met.name}: {text} as this process")
 
-        def give() -> None:
+        def take() -> None:
             num_left = met.size - 1 if met.rank in givers else 0
             while num_left:  # all have connected: this waits for nobody
                 with listener.accept()[0] as end:
                     if peer_uid(end) == os.geteuid():
                         num_left -= 1
-                        with suppress(OSError):  # it has ended: the next step says so
+                        with suppress(OSError):  # it has ended: this step's end says so
                             socket.send_fds(end, [b"fd"], [fds[met.rank]])
-
-        def take() -> None:
             for giver, end in ends.items():
-                fds[giver] = _take(met, giver, end)
+                fds[giver] = _receive(met, giver, end)
 
-        for step in (connect, give, take):
-            met.all_or_none(step.__name__, step)
+        met.all_or_none("connect", connect)
+        met.all_or_none("take", take)
 
 
 def peer_uid(end: socket.socket) -> int:
@@ -79,13 +82,7 @@ def peer_uid(end: socket.socket) -> int:
     return uid
 
 
-def _socket(met: Rendezvous) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(met.timeout_s * OWN_PART)
-    return made
-
-
-def _take(met: Rendezvous, giver: int, end: socket.socket) -> int:
+def _receive(met: Rendezvous, giver: int, end: socket.socket) -> int:
     """Return the descriptor that a rank has sent."""
     room = socket.CMSG_LEN(array.array("i").itemsize)
     try:  # not socket.recv_fds, which ignores its flags

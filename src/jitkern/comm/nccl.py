@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from jitkern.comm.args import (
     choice_arg,
     device_arg,
     int_arg,
+    namespace,
     rows_arg,
     seconds_arg,
 )
@@ -84,11 +84,6 @@ def init_pynccl(
         together: two of one number, on one GPU, or of other versions.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
-
-    Examples
-    --------
-    >>> comm = init_pynccl(tp_rank=0, tp_size=2, tp_cpu_group=group)  # doctest: +SKIP
-    >>> comm.all_reduce(x, "sum")  # doctest: +SKIP
     """
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
@@ -165,7 +160,7 @@ class PyNCCLCommunicator:
 
     def _connect(self, unique_id: bytes) -> None:
         make = host.op("make_nccl_communicator")
-        calls = _namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
+        calls = namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
         for function in vars(calls).values():
             function.release_gil = True  # another thread has to watch
         try:
@@ -371,7 +366,7 @@ class PyNCCLCommunicator:
 
     def _progress(self) -> Any:
         """Return how far this rank is: see csrc/comm/communicator.h."""
-        return _namespace(self._calls.progress())
+        return namespace(self._calls.progress())
 
     def _position(self) -> tuple[int, str]:
         if self._calls is None:
@@ -407,10 +402,6 @@ class PyNCCLCommunicator:
 
 def _op_number(call: str, op: str) -> int:
     return REDUCE_OPS.index(choice_arg(call, "op", op, REDUCE_OPS))
-
-
-def _namespace(found: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
 _open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)

@@ -11,16 +11,12 @@ from torch import Tensor
 from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
-from jitkern.comm.protocol import Communicator, ReduceOp
+from jitkern.comm.protocol import Closing, Communicator, ReduceOp
 
-# The default max_bytes, by the number of ranks. Two H200s: 0.43 of NCCL's time at 4 MiB, the
-# largest size measured. More ranks are not measured: where two ranks still take a third of it.
-_MAX_BYTES = {2: 4 << 20}
-_MAX_BYTES_OF_MORE = 1 << 20
 _WORKSPACE_FOR_BYTES = 4 << 20  # larger sums take several rounds
 
 
-class PeerCommunicator:
+class PeerCommunicator(Closing):
     """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
@@ -49,11 +45,6 @@ class PeerCommunicator:
         Seconds that a small sum waits for other ranks, on the device; ``math.inf``: forever.
     timeout_s : float
         Seconds for each step of the set-up, and of ``reset``.
-
-    Examples
-    --------
-    >>> comm = PeerCommunicator(init_pynccl(...), group)  # doctest: +SKIP
-    >>> comm.all_reduce(x)  # doctest: +SKIP
     """
 
     def __init__(
@@ -70,7 +61,9 @@ class PeerCommunicator:
         call = "PeerCommunicator"
         communicator_arg(call, comm)
         if max_bytes is None:
-            max_bytes = _MAX_BYTES.get(comm.size, _MAX_BYTES_OF_MORE)
+            # Two H200s: 0.43 of NCCL's time at 4 MiB, the largest size measured. More ranks are not
+            # measured: where two ranks still take a third of it.
+            max_bytes = 4 << 20 if comm.size == 2 else 1 << 20
         int_arg(call, "max_bytes", max_bytes, 0)
         choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
         if comm.size > MAX_RANKS:
@@ -108,9 +101,6 @@ class PeerCommunicator:
         )  # fmt: skip
         self.reducer.reset()
         self._peers.barrier()
-
-    def __repr__(self) -> str:
-        return f"PeerCommunicator({self._comm!r}, sums up to {self.max_bytes} bytes by peer memory)"
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
@@ -150,9 +140,3 @@ class PeerCommunicator:
         if self.reducer is not None:
             self.max_bytes, self.reducer = 0, None
             self._peers.close()
-
-    def __enter__(self) -> PeerCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

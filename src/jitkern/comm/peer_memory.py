@@ -6,15 +6,16 @@ import hashlib
 import math
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from jitkern.comm.args import device_arg, int_arg, rank_arg
+from jitkern.comm.args import device_arg, int_arg, namespace, rank_arg
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
+from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
@@ -27,7 +28,7 @@ _PATTERN_BYTES = 512
 _INSTEAD = "use init_pynccl's all_reduce between them"
 
 
-class PeerMemory:
+class PeerMemory(Closing):
     """Memory on each rank of a host that all ranks read and write. Making one is collective.
 
     On GPUs the driver's virtual memory management makes it, on the CPU it is shared memory. It
@@ -68,13 +69,6 @@ class PeerMemory:
         Ranks did not come in time, or have ended, and it names them; or they differ in an argument.
     MemoryError, RuntimeError
         A GPU has not enough memory left; there is no CUDA driver, or it reports an error.
-
-    Examples
-    --------
-    >>> peers = PeerMemory(1 << 20, group)  # doctest: +SKIP
-    >>> peers.tensor((256, 1024), torch.float32).fill_(peers.rank)  # doctest: +SKIP
-    >>> peers.barrier()  # doctest: +SKIP
-    >>> peers.remote(0, (256, 1024), torch.float32)  # of rank 0  # doctest: +SKIP
     """
 
     def __init__(
@@ -110,17 +104,10 @@ class PeerMemory:
         self.size: int = self._rendezvous.size
         try:
             self.share_bytes: int = _share_bytes(num_bytes, self._rendezvous.peers)
-            self._range: Range | None = _make_range(self._rendezvous, self.share_bytes)
+            self._range: Any = _make_range(self._rendezvous, self.share_bytes)
         except BaseException as error:
             self._rendezvous.fail(error)
             raise
-
-    @staticmethod
-    def page_bytes(device: torch.device | None = None) -> int:
-        """Return what ``whole`` needs ``num_bytes`` to be a multiple of. Not collective."""
-        # A GPU without such memory: all ranks ask for the same size, and all raise.
-        ordinal = _ordinal(device_arg("PeerMemory.page_bytes", "device", device))
-        return _page_bytes(ordinal) or HOST_PAGE_BYTES
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -181,12 +168,6 @@ class PeerMemory:
             self._range = None
             self._rendezvous.close()
 
-    def __enter__(self) -> PeerMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = ", closed" if self._range is None else ""
         where = f"rank {self.rank} of {self.size} on {self.device}"
@@ -194,7 +175,7 @@ class PeerMemory:
 
     # -- private -----------------------------------------------------------------------------------
 
-    def _usable(self, call: str) -> Range:
+    def _usable(self, call: str) -> Any:
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's memory; make one of its own"
             raise RuntimeError(f"PeerMemory.{call}: {text}")
@@ -213,15 +194,12 @@ class PeerMemory:
         except TypeError:
             expected = "an int or a sequence of ints"
             raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"{call}: shape: {[*sizes]}, expected no negative size")
-        if int_arg(call, "offset", offset, 0) % dtype.itemsize:
-            expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
-            raise ValueError(f"{call}: offset: {offset}, expected {expected}")
         num_bytes = math.prod(sizes) * dtype.itemsize
-        if offset + num_bytes > limit_bytes:
-            given = f"{num_bytes} bytes from {offset} on"
-            raise ValueError(f"{call}: shape: {given}, expected at most {limit_bytes} in all")
+        end = int_arg(call, "offset", offset, 0) + num_bytes
+        if min(sizes, default=0) < 0 or end > limit_bytes or offset % dtype.itemsize:
+            given = f"{[*sizes]} of {dtype} from byte {offset} on"
+            expected = f"at most {limit_bytes} bytes in all, from a multiple of {dtype.itemsize} on"
+            raise ValueError(f"{call}: shape: {given}, expected {expected}")
         view = range_.view(rank * self.share_bytes + offset, num_bytes)
         return as_torch(view).view(dtype).view(sizes)
 
@@ -294,23 +272,7 @@ def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
 # -- the range of addresses ------------------------------------------------------------------------
 
 
-class Range(NamedTuple):
-    """The C++ functions of a range, in the order of csrc/comm/peer_memory.cc.
-
-    The range lives as long as one of them, or a view.
-    """
-
-    base: Callable[[], int]
-    create: Callable[[int], int]
-    map: Callable[[int, int], None]
-    write: Callable[[int, bytes, float], None]
-    read: Callable[[int, int, float], bytes]
-    clear: Callable[[int, int, float], None]
-    view: Callable[[int, int], Any]
-    release: Callable[[], None]
-
-
-def _make_range(met: Rendezvous, share_bytes: int) -> Range:
+def _make_range(met: Rendezvous, share_bytes: int) -> Any:
     """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise.
 
     A wrong IOMMU setting gives wrong data, and correct reads do not prove correct writes. So each
@@ -328,8 +290,9 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Range:
     with ExitStack() as undo:
         fds = undo.enter_context(Descriptors())
 
-        def make() -> Range:
-            made = Range(*host.module()["make_peer_range"](len(peers), share_bytes, ordinal))
+        def make() -> Any:
+            functions = host.module()["make_peer_range"](len(peers), share_bytes, ordinal)
+            made = namespace(functions)  # which keep the range, as its tensors do
             # Explicitly: whoever keeps the error also keeps the last reference.
             undo.push(lambda kind, *_: made.release() if kind is not None else None)
             if ordinal >= 0:
@@ -369,21 +332,13 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Range:
     return range_
 
 
-def _map(range_: Range, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
+def _map(range_: Any, mine: PeerInfo, other: PeerInfo, fd: int) -> None:
     """Map another rank's memory, or raise UnsupportedError."""
-    own, module = mine.facts["_ordinal"], host.module()
-    # Of a GPU that this process does not see the driver is not asked: the mapping fails.
-    visible = {_gpu_id(one): one for one in range(module["device_count"]())} if own >= 0 else {}
-    gpu = visible.get(other.facts["_gpu"], own)
     try:
-        if gpu != own and not module["gpu_reaches"](own, gpu):
-            raise RuntimeError("the driver has no peer access between them")
         range_.map(other.rank, fd)
     except RuntimeError as error:
-        why = str(error).removeprefix("jitkern: ")
-        if own >= 0 and gpu == own:
-            why += " (where CUDA_VISIBLE_DEVICES hides that GPU from this process, show it)"
         raise UnsupportedError(
-            f"PeerMemory: {_place(mine)} cannot address the memory of {_place(other)}: {why}; "
-            f"{_INSTEAD}"
+            f"PeerMemory: {_place(mine)} cannot address the memory of {_place(other)}: "
+            f"{str(error).removeprefix('jitkern: ')}; {_INSTEAD}, or if CUDA_VISIBLE_DEVICES hides "
+            "that GPU from this process, show it"
         ) from error

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from torch import Tensor
 
 ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)  # in NCCL's order
+
+C = TypeVar("C", bound="Closing")
+
+
+class Closing:
+    """``with`` closes it at its end."""
+
+    def close(self) -> None:
+        """Make no more calls."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from jitkern.comm import args
-from jitkern.comm.protocol import ReduceOp
+from jitkern.comm.protocol import Closing, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.ops import dispatch
 
@@ -23,7 +23,7 @@ _LEFT_S = 1.0  # for a thread of gloo to leave a call whose connections are clos
 _LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
 
 
-class TorchCommunicator:
+class TorchCommunicator(Closing):
     """A ``Communicator`` over a group of ``torch.distributed``, of any backend.
 
     Making one is collective. One thread at a time uses it; any thread may call ``abort``.
@@ -48,13 +48,6 @@ class TorchCommunicator:
     CommTimeoutError, CommError
         Ranks did not come, or have ended, and it names them; there is no group, or ranks have
         different versions of jitkern.
-
-    Examples
-    --------
-    >>> from torch import distributed as dist  # doctest: +SKIP
-    >>> dist.init_process_group("gloo")  # doctest: +SKIP
-    >>> with TorchCommunicator(timeout_s=60) as comm:  # doctest: +SKIP
-    ...     comm.all_reduce(x)
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -74,10 +67,6 @@ class TorchCommunicator:
         )  # fmt: skip
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
-
-    def __repr__(self) -> str:
-        devices = ", ".join(str(device) for device in self._devices)
-        return f"{type(self).__name__}(rank={self.rank}, size={self.size}, devices=[{devices}])"
 
     # -- the calls ---------------------------------------------------------------------------------
 
@@ -172,12 +161,6 @@ class TorchCommunicator:
         self._rendezvous.close()
 
     destroy = close
-
-    def __enter__(self) -> TorchCommunicator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- one call ----------------------------------------------------------------------------------
 

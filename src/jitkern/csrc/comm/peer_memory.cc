@@ -4,6 +4,7 @@
 // multicast).
 #include <jitkern/launch.h>
 #include <sys/mman.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
@@ -22,9 +23,10 @@ namespace jitkern {
 
 namespace {
 
-using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
+using tvm::ffi::Map;
+using tvm::ffi::String;
 
 VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
@@ -35,12 +37,6 @@ Bytes gpu_uuid(int64_t ordinal) {
   char uuid[16] = {};
   JITKERN_CU(cuDeviceGetUuid_v2, uuid, device_handle(ordinal));
   return Bytes(uuid, sizeof(uuid));
-}
-
-bool gpu_reaches(int64_t ordinal, int64_t other) {
-  int can = 0;
-  JITKERN_CU(cuDeviceCanAccessPeer, &can, device_handle(ordinal), device_handle(other));
-  return can != 0;
 }
 
 // The page size of memory that this GPU can share with other processes; 0 if it has none.
@@ -312,46 +308,49 @@ struct View {
   void FreeData(DLTensor*) { range.reset(); }
 };
 
-// The functions of `Range` in comm/peer_memory.py, in its order. `ordinal` is -1 for the CPU.
-Array<Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
+// The functions of a range, which keep it. `ordinal` is -1 for the CPU.
+Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
   std::shared_ptr<PeerRange> range;
   if (ordinal < 0) {
     range = std::make_shared<HostRange>(size, share_bytes);
   } else {
     range = std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal));
   }
-  return {
-      Function::FromTyped([range]() -> int64_t { return reinterpret_cast<int64_t>(range->base); }),
-      Function::FromTyped([range](int64_t rank) -> int64_t { return range->create(rank); }),
-      Function::FromTyped(
-          [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); }),
-      Function::FromTyped([range](int64_t offset, Bytes from, double timeout_s) {
-        range->check(offset, static_cast<i64>(from.size()));
-        range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
-      }),
-      Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) -> Bytes {
-        range->check(offset, bytes);
-        std::string to(static_cast<size_t>(bytes), '\0');
-        range->read(offset, to.data(), bytes, timeout_s);
-        return Bytes(std::move(to));
-      }),
-      Function::FromTyped([range](int64_t offset, int64_t bytes, double timeout_s) {
-        range->check(offset, bytes);
-        range->clear(offset, bytes, timeout_s);
-      }),
-      Function::FromTyped([range](int64_t offset, int64_t bytes) {
-        range->check(offset, bytes);
-        return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                             range->device(), range->base + offset);
-      }),
-      Function::FromTyped([range] { range->release(); }),
+  const auto base = [range] { return reinterpret_cast<int64_t>(range->base); };
+  const auto create = [range](int64_t rank) -> int64_t { return range->create(rank); };
+  const auto map = [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); };
+  const auto write = [range](int64_t offset, Bytes from, double timeout_s) {
+    range->check(offset, static_cast<i64>(from.size()));
+    range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
   };
+  const auto read = [range](int64_t offset, int64_t bytes, double timeout_s) {
+    range->check(offset, bytes);
+    std::string to(static_cast<size_t>(bytes), '\0');
+    range->read(offset, to.data(), bytes, timeout_s);
+    return Bytes(std::move(to));
+  };
+  const auto clear = [range](int64_t offset, int64_t bytes, double timeout_s) {
+    range->check(offset, bytes);
+    range->clear(offset, bytes, timeout_s);
+  };
+  const auto view = [range](int64_t offset, int64_t bytes) {
+    range->check(offset, bytes);
+    return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
+                                         range->device(), range->base + offset);
+  };
+  return {{"base", Function::FromTyped(base)},
+          {"create", Function::FromTyped(create)},
+          {"map", Function::FromTyped(map)},
+          {"write", Function::FromTyped(write)},
+          {"read", Function::FromTyped(read)},
+          {"clear", Function::FromTyped(clear)},
+          {"view", Function::FromTyped(view)},
+          {"release", Function::FromTyped([range] { range->release(); })}};
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_uuid, gpu_uuid);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_reaches, gpu_reaches);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_granularity, gpu_granularity);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_range, make_peer_range);
 

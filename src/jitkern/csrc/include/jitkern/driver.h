@@ -170,7 +170,6 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
 // Resolved as well, but not required: those of virtual memory, and newer ones, which may be null.
 #define JITKERN_MORE_DRIVER_SYMBOLS(USE)                                                           \
   USE(cuDeviceGetUuid_v2, (char* uuid, CUdevice device))                                           \
-  USE(cuDeviceCanAccessPeer, (int* can, CUdevice device, CUdevice other))                          \
   USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
   USE(cuMemCreate,                                                                                 \
       (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
