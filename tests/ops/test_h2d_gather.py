@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,10 +22,10 @@ from mistakes import (
     bad_indices,
     good_pair_arguments,
     index_text,
+    not_ints,
     not_tensors,
     overlap_text,
     pair_mistakes,
-    way_mistakes,
 )
 from ref import ref_h2d_gather
 from stems import OpCheck, Rows
@@ -223,7 +224,7 @@ CASES = [Gather(), GatherOfHostPairs()]
 
 def good_arguments() -> dict[str, Any]:
     flags = {"dedup": True, "reuse_resident": False}
-    return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags}
+    return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags, "num_threads": 1}
 
 
 # 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
@@ -234,10 +235,19 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     of_map = "expected shape [3], one entry for each row of src"
     without = "expected a slot_map that says which rows are resident, or False"
+    methods = 'expected "auto", "sm", "cpu" or "both"'
+    cores = len(os.sched_getaffinity(0))
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *pair_mistakes(good, "src"),
-        *way_mistakes('"auto", "sm", "cpu" or "both"'),
+        *[({"method": name}, ValueError, f'method: "{name}", {methods}')
+          for name in ("gpu", "CPU", "")],
+        ({"method": True}, TypeError, f"method: bool, {methods}"),
+        ({"method": ["cpu"]}, TypeError, f"method: list, {methods}"),
+        *[({"num_threads": number}, ValueError,
+           f"num_threads: {number}, expected 1 to {cores}, the cores of this process")
+          for number in (0, -2, cores + 1)],
+        *not_ints("num_threads", optional=True),
         *[({"method": method, "reuse_resident": True}, ValueError,
            f'method: "{method}" with reuse_resident, expected "sm": the slot map is on the GPU')
           for method in ("cpu", "both")],

@@ -1,4 +1,4 @@
-"""h2d_gather and d2h_scatter of pairs on the CPU, whose rows are on a GPU: every way they can take.
+"""h2d_gather of pairs on the CPU, whose destination is on a GPU: every way that rows can take.
 
 On CPU tensors a way is checked and changes nothing. When rows are read and written on a GPU, and
 what is refused there, is in test_pairs_on_host_cuda.py.
@@ -22,14 +22,6 @@ from jitkern import d2h_scatter, h2d_gather
 
 NUM_CORES = len(os.sched_getaffinity(0))
 GATHERS = ["auto", "sm", "cpu", "both"]
-SCATTERS = ["auto", "sm", "cpu"]
-
-each_gather = pytest.mark.parametrize("method", GATHERS)
-each_call = pytest.mark.parametrize(
-    ("op", "method"),
-    [*((h2d_gather, m) for m in GATHERS), *((d2h_scatter, m) for m in SCATTERS)],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
 
 
 def pairs_of(
@@ -58,21 +50,19 @@ CHUNK_BYTES = 4 << 20  # of which six are on their way
 BLOCK_PAIRS = 512 << 10  # that are copied at a time
 
 
-@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
-def test_many_chunks(device: torch.device, op: Any) -> None:
+def test_many_chunks(device: torch.device) -> None:
     """60 MB through six chunks of 4, whatever the way and the number of threads."""
     count = 92_000
-    host = make_buffer((count + 11, 656), gap=16, pinned=device.type == "cuda")
-    gpu = make_buffer((count + 11, 656), device=device, seed=1, gap=16)
+    src = make_buffer((count + 11, 656), gap=16, pinned=device.type == "cuda")
+    dst = make_buffer((count + 11, 656), device=device, seed=1, gap=16)
     assert count * 656 > 2 * 6 * CHUNK_BYTES
     pairs = pairs_of(count, count + 11, count + 11)
-    src, dst = (host, gpu) if op is h2d_gather else (gpu, host)
     expected, old = dst.twin(), dst.whole.clone()
     ref_h2d_gather(src.view, expected.view, pairs)
-    for method in GATHERS if op is h2d_gather else SCATTERS:
+    for method in GATHERS:
         for num_threads in (None, 1, min(2, NUM_CORES), NUM_CORES):
             dst.whole.copy_(old)
-            op(src.view, dst.view, pairs, method=method, num_threads=num_threads)
+            h2d_gather(src.view, dst.view, pairs, method=method, num_threads=num_threads)
             synchronize(device)
             assert dst.same(expected), (method, num_threads)
 
@@ -91,7 +81,7 @@ def test_many_blocks_of_pairs(device: torch.device, op: Any, index_dtype: torch.
     bad = pairs.clone()
     bad[count - 2] = torch.tensor([0, count])
     text = f"{op.__name__}: pairs[..., 1]: index {count} at position {count - 2}, expected below "
-    for method in GATHERS if op is h2d_gather else SCATTERS:
+    for method in GATHERS if op is h2d_gather else ["auto"]:
         dst.whole.copy_(old.whole)
         with pytest.raises(IndexError, match=re.escape(text)):
             op(src.view, dst.view, bad, method=method)
@@ -116,12 +106,6 @@ def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> No
     for row, slot in ((2**31, 3), (9, 7), (num_rows - 1, 49), (2**31 - 1, 0)):
         twin.view[slot] = row % 97 + 1
     assert gpu.same(twin)
-    back = torch.tensor([[3, 1], [49, 2**31 - 1], [7, num_rows - 2], [0, 2**31]])
-    d2h_scatter(gpu.view, host, back, method=method)
-    at = [0, 1, 2, 2**31 - 1, 2**31, num_rows - 2, num_rows - 1]
-    wanted = [1, 2**31 % 97 + 1, 3, int(twin.view[49]), (2**31 - 1) % 97 + 1, 10]
-    wanted.append((num_rows - 1) % 97 + 1)
-    assert host[at].flatten().tolist() == wanted
 
 
 # -- several threads -------------------------------------------------------------------------------
@@ -158,7 +142,7 @@ def calls(seed, rounds):
             source = host if method == "cpu" else pinned
             h2d_gather(source, rows, where, method=method, num_threads=1 + i % 2)
             where_back = where.flip(1).contiguous()
-            d2h_scatter(rows, back, where_back, method="cpu" if i % 2 else "sm", num_threads=2)
+            d2h_scatter(rows, back, where_back, method="auto" if i % 2 else "sm")
             if on_gpu:
                 torch.cuda.current_stream().synchronize()
             if not torch.equal(back[where[:, 0]], host[where[:, 0]]):

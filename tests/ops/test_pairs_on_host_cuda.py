@@ -9,7 +9,7 @@ import pytest
 import torch
 from buffers import Buffer, make_buffer, random_bytes
 from ref import ref_h2d_gather
-from test_pairs_on_host import GATHERS, each_call, each_gather, pairs_of
+from test_pairs_on_host import GATHERS, pairs_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -49,7 +49,7 @@ def gathered(src: Tensor, dst: Buffer, pairs: Tensor) -> Buffer:
 # -- when pairs and rows are read ------------------------------------------------------------------
 
 
-@each_gather
+@pytest.mark.parametrize("method", GATHERS)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_pairs_of_a_gather_may_change_right_after_the_call(method: str, pinned: bool) -> None:
     src, dst, pairs = host_rows(method), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
@@ -75,7 +75,7 @@ def test_the_source_may_be_freed_right_after_the_call(pinned: bool) -> None:
     assert other.eq(7).all()
 
 
-@each_gather
+@pytest.mark.parametrize("method", GATHERS)
 @pytest.mark.parametrize("count", [60, COUNT, 92_000])
 def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None:
     """Behind what reads the old rows, in front of what reads and overwrites the new; 60 MB wait."""
@@ -99,49 +99,16 @@ def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None
         assert not dst.whole.any()
 
 
-@pytest.mark.parametrize(("method", "pinned"), [("cpu", True), ("cpu", False), ("auto", False)])
-@pytest.mark.parametrize("count", [60, COUNT, 92_000])
-def test_a_scatter_through_the_cpu_is_complete(count: int, method: str, pinned: bool) -> None:
-    """Of rows that kernels just queued make, and others overwrite: nobody waits but the call."""
-    made, pairs = gpu_rows(count, seed=2), pairs_of(count, count, count)
-    src, dst = gpu_rows(count), make_buffer((count, ROW_BYTES), pinned=pinned, gap=3)
-    expected, old = dst.twin(), dst.whole.clone()
-    ref_h2d_gather(made.view, expected.view, pairs)
-    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
-        dst.whole.copy_(old)
-        src.whole.zero_()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            keep_busy()
-            src.whole.copy_(made.whole)
-            d2h_scatter(src.view, dst.view, pairs, method=method)
-            src.whole.zero_()
-            assert dst.same(expected)
-        stream.synchronize()
-
-
-def test_to_and_fro_without_a_pause() -> None:
-    """Each call uses the chunks of the last one, of another size and the other direction."""
+def test_calls_without_a_pause() -> None:
+    """Each call uses the chunks of the last one, of another size."""
     src, dst = host_rows("cpu"), gpu_rows()
-    back, expected_back = torch.zeros(2, COUNT, ROW_BYTES, dtype=torch.uint8)
     expected = dst.whole.cpu()
     view = expected.as_strided(dst.view.shape, dst.view.stride(), dst.view.storage_offset())
     for i in range(30):
-        count = (COUNT, 60, 7000, 1)[i % 4]
-        there, fro = pairs_of(count, COUNT, COUNT, seed=i), pairs_of(count, COUNT, COUNT, seed=-i)
-        h2d_gather(src, dst.view, there, method="cpu")
-        if i % 3 == 0:
-            h2d_gather(src, dst.view, fro, method="cpu")
-            ref_h2d_gather(src, view, there)
-            there = fro
-        d2h_scatter(dst.view, back, fro, method="cpu")
-        ref_h2d_gather(src, view, there)
-        ref_h2d_gather(view, expected_back, fro)
-        assert torch.equal(back, expected_back), i
+        pairs = pairs_of((COUNT, 60, 7000, 1)[i % 4], COUNT, COUNT, seed=i)
+        h2d_gather(src, dst.view, pairs, method="cpu")
+        ref_h2d_gather(src, view, pairs)
     assert torch.equal(dst.whole.cpu(), expected)
-
-
-# -- which way, and what is refused ----------------------------------------------------------------
 
 
 # -- which way -------------------------------------------------------------------------------------
@@ -169,13 +136,9 @@ def test_the_way_that_was_asked_for_is_taken() -> None:
             src, dst.view, pairs, method=m, num_sms=3, num_threads=n
         )
         assert kernels_of(gather) == sizes
-        if method != "both":
-            call = lambda m=method: d2h_scatter(dst.view, src, pairs, method=m)  # noqa: E731
-            assert kernels_of(call) == sizes
     assert kernels_of(lambda: h2d_gather(src, dst.view, on_gpu)) == {"large"}
     pageable = src.clone()
     assert kernels_of(lambda: h2d_gather(pageable, dst.view, pairs)) == {"small"}
-    assert kernels_of(lambda: d2h_scatter(dst.view, pageable, pairs)) == {"small"}
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -197,11 +160,6 @@ def test_the_cpu_cannot_read_pairs_on_a_gpu() -> None:
     for method in ("cpu", "both"):
         text = f'h2d_gather: method: "{method}" {end} "sm"'
         refused(text, lambda m=method: h2d_gather(src, dst.view, pairs, method=m), dst)
-    text = f'd2h_scatter: method: "cpu" {end} "sm"'
-    refused(text, lambda: d2h_scatter(dst.view, src, pairs, method="cpu"))
-    text = 'd2h_scatter: method: "both", expected "auto", "sm" or "cpu"'
-    refused(text, lambda: d2h_scatter(dst.view, src, pairs, method="both"))
-    refused(text, lambda: d2h_scatter(dst.view, src, pairs.cpu(), method="both"))
 
 
 LARGEST_ROW = (4 << 20) - 128 - 3 * 4  # of a chunk of its own, with its pair and its slot
@@ -227,7 +185,9 @@ def test_rows_larger_than_a_chunk() -> None:
         refused(text, lambda m=method: h2d_gather(pageable.view, dst.view, pairs, method=m), dst)
 
 
-@each_call
+@pytest.mark.parametrize(
+    ("op", "method"), [*((h2d_gather, method) for method in GATHERS), (d2h_scatter, "auto")]
+)
 def test_a_capture_refuses_them_and_goes_on(op: Any, method: str) -> None:
     """Also before the staging memory is there, or a kernel of this row size."""
     host = make_buffer((50, 41), pinned=True)

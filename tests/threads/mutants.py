@@ -8,11 +8,7 @@ from pathlib import Path
 from threads.program import ASAN, TSAN
 
 BY_CPU = "ops/pairs_by_cpu.cc"
-MOVE = "move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));"
-ARRIVED = (
-    "copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, "
-    "staging_.copies);"
-)
+STAGE = "[&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });"
 
 
 @dataclass(frozen=True)
@@ -34,23 +30,18 @@ class Mutant:
 
 
 MUTANTS = (
-    # A chunk is filled before the GPU is done with it, or taken from the call before.
+    # A chunk is filled before the GPU is done with it.
     Mutant("chunks", BY_CPU, "if (!is_done(chunks_[number].done)) return false;"),
-    Mutant("in_a_row", BY_CPU, "if (!is_done(chunk.done)) return false;"),
     Mutant("first_use", "host/staging.cc", "wait_for(copies, start);"),
-    # Rows are placed, or taken, before they have arrived, or before the stream comes to the call.
+    # Rows are placed before they have arrived, or before the stream comes to the call.
     Mutant("in_a_row", BY_CPU, "wait_for(staging_.places, chunk.copied);"),
     Mutant("in_order", "host/staging.cc", "wait_for(staging_.places, staging_.start);"),
-    Mutant(
-        *("ways", BY_CPU, f"{ARRIVED}\n    record(chunk.done, staging_.copies);"),
-        f"record(chunk.done, staging_.copies);\n    {ARRIVED}",
-    ),
     # The stream does not wait for the last rows.
     Mutant("ways", BY_CPU, "wait_for(scope_.stream(), staging_.end);"),
     # A part counts as done before it is copied.
     Mutant(
-        *("ways", BY_CPU, f"{MOVE}\n    work.num_left.fetch_sub(1);"),
-        f"work.num_left.fetch_sub(1);\n    {MOVE}",
+        *("ways", BY_CPU, "    args_.pairs.with_index(\n        " + STAGE),
+        f"work.num_left.fetch_sub(1);\n    args_.pairs.with_index(\n{STAGE}\n    return;",
         flags=TSAN,
     ),
     # Pairs that SMs read are overwritten.

@@ -257,7 +257,7 @@ class Tables {
     DLTensor slots{slots_->data(), gpu, 1, int_type(shape.slot_bytes), src_shape, nullptr, 0};
     use_stream(stream);
     if (!shape.is_gather) {
-      d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), String(method), num_threads);
+      d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), String(method));
     } else {
       const tvm::ffi::AnyView slot_map =
           shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
@@ -277,10 +277,6 @@ class Tables {
   // Waits for the call's stream, no other; all has to be as expected.
   void check(const std::string& what) {
     fake::synchronize(stream);
-    check_now(what);
-  }
-  // Without waiting: a scatter by the CPU is over.
-  void check_now(const std::string& what) {
     require(fake::num_faults() == 0, what + ": the GPU was given rows out of range");
     const char* const found = dst_->data();
     for (i64 row = 0; row < num_dst_rows; ++row) {

@@ -25,8 +25,7 @@ def d2h_scatter(
     *,
     num_sms: int | None = None,
     order: Literal["auto", "given", "host"] = "auto",
-    method: Literal["auto", "sm", "cpu"] = "auto",
-    num_threads: int | None = None,
+    method: Literal["auto", "sm"] = "auto",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
@@ -42,23 +41,19 @@ def d2h_scatter(
         more.
     dst : Tensor
         ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row of ``src``, pinned if
-        ``pairs`` are on a GPU. Rows share no memory with each other or with ``src``.
+        ``src`` is on a GPU. Rows share no memory with each other or with ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``src`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
         undefined. Pairs on the CPU are read and checked before anything is queued.
     num_sms : int, optional
-        SMs that write over the link; see ``h2d_gather``.
+        SMs that write over the link; see ``h2d_gather``. Default: 2 with "auto", enough to keep the
+        link busy with "sm".
     order : {"auto", "given", "host"}
         Order in which rows are written; the result is the same. "auto" sorts by place in ``dst`` if
         that is faster; see ``h2d_gather``.
-    method : {"auto", "sm", "cpu"}
-        "sm": SMs write over the link. "cpu", with ``pairs`` on the CPU: the copy engine brings
-        chunks to pinned staging memory and CPU threads place the rows. ``dst`` may then be
-        pageable, and is complete when the call returns. "auto": "cpu" if ``dst`` is pageable, or is
-        12 GiB or more in a call of 32,768 rows with 12 threads or more; else "sm".
-    num_threads : int, optional
-        CPU threads; see ``h2d_gather``.
+    method : {"auto", "sm"}
+        "auto" leaves the GPU to a model beside the call, "sm" takes the SMs that fill the link.
 
     Raises
     ------

@@ -33,10 +33,6 @@ constexpr Default kDefaults[kNumFigures] = {
     // With so many CPU threads beside SMs a call beats SMs in order, 43.3 GB/s out of 16 GiB and
     // 30.8 out of 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
     {"both_threads", 8},
-    // Into so large a span so many CPU threads are as fast as SMs in order, or faster. Into 16 GiB
-    // SMs 43.1 GB/s, 8 and 15 threads 42.1 and 40.5; into 64 GiB 30.9, 36.2 and 41.9.
-    {"cpu_scatter_span_bytes", i64(12) << 30},
-    {"cpu_scatter_threads", 12},
     // Blocks go by SMs if the piece of one layer has no more bytes, else by the copy engine: pieces
     // of 16 / 64 / 256 KB take 5 / 55 / 55 GB/s by the engine, 51 by SMs.
     {"sm_piece_bytes", (i64(64) << 10) - 1},

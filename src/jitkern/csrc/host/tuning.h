@@ -12,8 +12,6 @@ enum Figure : int {
   kSmallCallBytes,
   kPageMissBytes,
   kBothThreads,
-  kCpuScatterSpanBytes,
-  kCpuScatterThreads,
   kSmPieceBytes,
   kSmPieceBytesToHost,
   kPacedToHostMbS,

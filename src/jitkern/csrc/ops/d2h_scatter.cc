@@ -9,10 +9,10 @@ constexpr const char* kOp = "d2h_scatter";
 const PairSites kSites(kOp);
 
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order,
-                 AnyView method, AnyView num_threads) {
+                 AnyView method) {
   PairArgs args(kOp, kSites, kHostTarget, src, dst, pairs, num_sms);
   const Lists lists{false, false, order_arg(kOp, order, args.traffic())};
-  const Way way = way_arg(method, num_threads, args);
+  const Way way = way_arg(method, nullptr, args);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   static KernelTable table = pair_kernels(kOp);

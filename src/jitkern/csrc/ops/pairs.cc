@@ -193,7 +193,7 @@ namespace {
 Method method_arg(const char* op, AnyView value, HostSide host_side) {
   const int choice = host_side == kHostSource
                          ? choice_arg(op, "method", value, {"auto", "sm", "cpu", "both"})
-                         : choice_arg(op, "method", value, {"auto", "sm", "cpu"});
+                         : choice_arg(op, "method", value, {"auto", "sm"});
   return static_cast<Method>(choice);
 }
 
@@ -224,33 +224,17 @@ bool is_bound_by_pages(const HostTraffic& traffic) {
 // at 28.8 GB/s by the CPU and 17 by SMs, 2,048 at 10 and 24. Both at once pay from 16,384 rows on.
 constexpr i64 kMinRowsByCpu = 8192;
 constexpr i64 kMinRowsBothWays = 16384;
-// Into host memory rows make three trips one after the other: 32,768 into 64 GiB go at 27 GB/s by
-// the CPU and 22 by SMs, 8,192 at 9 and 16.
-constexpr i64 kMinRowsToScatterByCpu = 32768;
-
-Method fastest_gather(const HostTraffic& traffic, i64 num_threads) {
-  if (traffic.num_rows < kMinRowsByCpu || num_threads < figure(traffic.ordinal, kBothThreads) ||
-      !is_bound_by_pages(traffic)) {
-    return Method::kSms;
-  }
-  return traffic.num_rows < kMinRowsBothWays ? Method::kCpu : Method::kBoth;
-}
-
-Method fastest_scatter(const HostTraffic& traffic, i64 num_threads) {
-  const bool pays = traffic.num_rows >= kMinRowsToScatterByCpu &&
-                    num_threads >= figure(traffic.ordinal, kCpuScatterThreads) &&
-                    traffic.span_bytes >= figure(traffic.ordinal, kCpuScatterSpanBytes) &&
-                    is_bound_by_pages(traffic);
-  return pays ? Method::kCpu : Method::kSms;
-}
 
 // The fastest way of a call on a GPU whose pairs are on the host. The device's context is current.
 Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
-  if (lists.reuse_resident) return Method::kSms;
+  if (lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
   if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
-  if (args.empty()) return Method::kSms;
-  return args.host_side == kHostSource ? fastest_gather(args.traffic(), num_threads)
-                                       : fastest_scatter(args.traffic(), num_threads);
+  const HostTraffic traffic = args.traffic();
+  if (args.empty() || traffic.num_rows < kMinRowsByCpu ||
+      num_threads < figure(traffic.ordinal, kBothThreads) || !is_bound_by_pages(traffic)) {
+    return Method::kSms;
+  }
+  return traffic.num_rows < kMinRowsBothWays ? Method::kCpu : Method::kBoth;
 }
 
 // All of torch's threads but one core, for the driver and the rest of the process: 16 of 16 cores
@@ -322,7 +306,6 @@ void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, con
   if (method == Method::kSms) {
     return launch_pairs_of_host(scope, args, table, lists, num_threads);
   }
-  if (args.host_side == kHostTarget) return scatter_by_cpu(scope, args, table, num_threads);
   gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);
 }
 

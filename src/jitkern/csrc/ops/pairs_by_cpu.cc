@@ -1,6 +1,5 @@
-// h2d_gather and d2h_scatter of row numbers on the host. The CPU's threads gather rows into pinned
-// chunks, the copy engine sends these, a small kernel puts rows into place; a scatter goes the
-// other way round. Beside the threads SMs may fetch rows of a gather.
+// h2d_gather of row numbers on the host. The CPU's threads gather rows into pinned chunks, the copy
+// engine sends these, a small kernel puts rows into place. Beside the threads SMs may fetch rows.
 //
 // From 64 GiB SMs alone move 31 GB/s of 656-byte rows in order (each page is another miss in the
 // link's address translation), 8 and 15 threads alone 28 and 43, SMs and 8 threads together 46 of
@@ -60,27 +59,25 @@ struct ChunkShape {
   i64 bytes(i64 count) const { return rows_at(count) + count * row_bytes; }
 };
 
-// The kernels that copy rows between chunks and the GPU's tensor. Chunks and their rows lie on
-// lines. They may have to be compiled, in Python: find them before taking locks.
-const LoadedKernels& chunk_kernels(const LaunchScope& scope, const PairArgs& args,
-                                   KernelTable& table) {
-  PairCall call = args;
-  call.index_bytes = narrow_index_bytes(args);
-  if (args.host_side == kHostSource) {
-    call.set_source(nullptr, args.row_bytes, 0);
-  } else {
-    call.set_target(nullptr, args.row_bytes, 0);
-  }
-  return table.find(scope.device, pair_spec(call, false));
+// SMs get this much of their share of what is left at a time, so that they do not end last.
+constexpr double kAtOnce = 0.85;
+constexpr i64 kMinRowsOfSms = 4096;
+// Threads have that many chunks: one that ends, and the next.
+constexpr i64 kChunksInHand = 2;
+
+// Asks for a row that a thread will copy soon.
+void prefetch_row(const char* row, i64 row_bytes) {
+  constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows
+  for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) __builtin_prefetch(row + at);
 }
 
 // A call whose rows go through chunks, in parts that threads share. A block of pairs is first
 // checked and copied; then its rows are moved, in parts that are published as the GPU gets on.
-class ChunkWork {
+class GatherByCpu {
  public:
-  // `kernels` are chunk_kernels().
-  ChunkWork(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
-            i64 num_threads)
+  // `kernels` copy rows from chunks to the GPU's tensor.
+  GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+              const LoadedKernels& kernels, const Lists& lists, bool with_sms, i64 num_threads)
       : args_(args),
         num_threads_(num_threads),
         scope_(scope),
@@ -88,8 +85,10 @@ class ChunkWork {
         staging_(Staging::get(scope)),
         turn_(staging_, scope.stream()),
         chunks_(staging_.chunks()),
-        kernels_(kernels) {}
-  virtual ~ChunkWork() = default;
+        table_(table),
+        kernels_(kernels),
+        lists_(lists),
+        with_sms_(with_sms) {}
 
   // Leads the other threads. To be called once.
   void run() {
@@ -111,16 +110,18 @@ class ChunkWork {
       start_block(count);
       finish_copy();
       if (block_begin_ == 0) turn_.begin();
-      for (Backoff backoff; !is_block_done();) {
-        step() || help() ? backoff.reset() : backoff.wait();
+      for (Backoff backoff; front_ != back_ || num_sent_ != num_handed_;) {
+        feed_sms() || hand_out() || send() || help() ? backoff.reset() : backoff.wait();
       }
-      finish_block(count);
+      learn_share(count);
+      staging_.uploads.mark(scope_.stream());
     }
-    finish();
+    record(staging_.end, staging_.places);
+    wait_for(scope_.stream(), staging_.end);
     turn_.finish();
   }
 
- protected:
+ private:
   // The rows that a chunk is for.
   struct InWork {
     i64 first;
@@ -128,56 +129,21 @@ class ChunkWork {
     std::atomic<i64> num_left;  // parts that no thread has done
   };
 
-  // Called by run() for each block of `count` pairs; step() says whether it got on.
-  virtual void start_block(i64 count) = 0;
-  virtual bool is_block_done() const = 0;
-  virtual bool step() = 0;
-  virtual void finish_block(i64) {}
-  // The last block is on its way.
-  virtual void finish() {}
-  // Moves rows [begin, end) of those that chunk `number` is for.
-  virtual void move_rows(i64 number, const InWork& work, i64 begin, i64 end) = 0;
-
-  // Parts of rows up to `count` are there.
-  void publish_moves(i64 count) { publish(first_move_ + count); }
-
-  void give(InWork& work, i64 first, i64 count) {
-    work.first = first;
-    work.count = count;
-    work.num_left = shape_.num_parts();
-  }
-
-  // Copies `count` rows between a chunk's device memory and the GPU's tensor, by the chunk's pairs.
-  void copy_on_device(const Chunk& chunk, i64 count) {
-    PairCall call = args_;
-    PairCopyParams& p = call.params;
-    char* const rows = chunk.device + shape_.rows_at(count);
-    if (args_.host_side == kHostSource) {
-      call.set_source(rows, args_.row_bytes, count);
-      p.slot_rows = chunk.device + shape_.slot_rows_at(count);
-    } else {
-      call.set_target(rows, args_.row_bytes, count);
+  void start_block(i64 count) {
+    front_ = 0;
+    back_ = count;
+    num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
+    sms_are_busy_ = false;
+    // Threads go on to rows at once: nothing is sent while pairs are being checked.
+    while (hand_out()) {
     }
-    p.pairs = chunk.device;
-    p.num_pairs = count;
-    call.index_bytes = shape_.index_bytes;
-    const LaunchScope places(scope_.device, staging_.places);
-    launch_pair_copy(places, call, kernels_, p, 0);
+    if (with_sms_) {
+      on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
+    }
   }
 
-  const PairArgs& args_;
-  const i64 num_threads_;
-  const LaunchScope& scope_;
-  const ChunkShape shape_;
-  Staging& staging_;
-  Staging::Turn turn_;
-  Chunk* const chunks_;
-  // Of the block.
-  i64 block_begin_ = 0;  // the number of its first pair
-  PairList pairs_{};
-  std::array<InWork, kNumChunks> in_work_{};
+  // -- parts of the CPU's threads
 
- private:
   void publish(i64 count) {
     parts_.publish(count);
     workers_->wake();
@@ -228,69 +194,94 @@ class ChunkWork {
     const i64 number = part / shape_.num_parts() % kNumChunks;
     InWork& work = in_work_[number];
     const i64 begin = part % shape_.num_parts() * shape_.part_rows;
-    move_rows(number, work, begin, std::min(work.count, begin + shape_.part_rows));
+    const i64 end = std::min(work.count, begin + shape_.part_rows);
+    args_.pairs.with_index(
+        [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
     work.num_left.fetch_sub(1);
   }
 
-  const LoadedKernels& kernels_;
-  Parts parts_;
-  Workers* workers_ = nullptr;       // of run()
-  std::atomic<i64> num_checked_{0};  // parts
-  std::atomic<bool> any_outside_{false};
-  // Of the block; written before its parts are published.
-  i64 first_check_ = 0;
-  i64 first_move_ = 0;
-  i64 block_end_ = 0;
-  PairList list_{};
-};
-
-// SMs get this much of their share of what is left at a time, so that they do not end last.
-constexpr double kAtOnce = 0.85;
-constexpr i64 kMinRowsOfSms = 4096;
-// Threads have that many chunks: one that ends, and the next.
-constexpr i64 kChunksInHand = 2;
-
-// Asks for a row that a thread will copy soon.
-void prefetch_row(const char* row, i64 row_bytes) {
-  constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows
-  for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) __builtin_prefetch(row + at);
-}
-
-class GatherByCpu : public ChunkWork {
- public:
-  GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-              const LoadedKernels& kernels, const Lists& lists, bool with_sms, i64 num_threads)
-      : ChunkWork(scope, args, kernels, num_threads),
-        table_(table),
-        lists_(lists),
-        with_sms_(with_sms) {}
-
- private:
-  void start_block(i64 count) override {
-    front_ = 0;
-    back_ = count;
-    num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
-    sms_are_busy_ = false;
-    // Threads go on to rows at once: nothing is sent while pairs are being checked.
-    while (hand_out()) {
+  // Rows [begin, end) of a chunk, whose pairs may be unchecked as yet.
+  template <class IndexAt>
+  void stage_rows(const IndexAt index_at, i64 number, const InWork& work, i64 begin, i64 end) {
+    char* const base = chunks_[number].host;
+    char* const rows = base + shape_.rows_at(work.count);
+    const PairList placed{base, shape_.index_bytes};
+    const PairList slots{base + shape_.slot_rows_at(work.count), shape_.index_bytes};
+    const PairCopyParams& p = args_.params;
+    const i64 row_bytes = args_.row_bytes;
+    const auto source = [&](const Pair& pair) {
+      return args_.src.data + pair.src_row * p.src_stride_bytes;
+    };
+    const i64 first = block_begin_ + work.first;
+    for (i64 i = begin; i < end; ++i) {
+      if (i + kStagedRowsAhead < end) {
+        const Pair later(index_at, first + i + kStagedRowsAhead);
+        if (later.is_inside(p)) prefetch_row(source(later), row_bytes);
+      }
+      const Pair pair(index_at, first + i);
+      const bool inside = pair.is_inside(p);
+      placed.set(i, inside ? i : -1, pair.dst_row);
+      if (shape_.has_slot_map) slots.set_item(i, pair.src_row);
+      if (inside) stream_row(rows + i * row_bytes, source(pair), row_bytes);
     }
+    end_stream();
+  }
+
+  // Gives the next chunk to the threads, if they run out of work and one is free.
+  bool hand_out() {
+    if (front_ == back_ || num_handed_ - num_sent_ == kNumChunks) return false;
+    i64 in_hand = 0;
+    for (const InWork& work : in_work_) in_hand += work.num_left != 0;
+    if (in_hand >= kChunksInHand) return false;
+    const i64 number = num_handed_ % kNumChunks;
+    if (!is_done(chunks_[number].done)) return false;
+    // The first chunks are small: the link waits for them. Beside SMs, which keep it busy, all are,
+    // and the last ones smaller still, so that both ways end at about the same time.
+    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - num_handed_);
     if (with_sms_) {
-      on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
+      const i64 at_once = num_threads_ * shape_.part_rows;
+      most = std::min(most, std::max(2 * at_once, std::min(4 * at_once, (back_ - front_) / 4)));
     }
+    const i64 count = std::min(std::max(most, shape_.part_rows), back_ - front_);
+    back_ -= count;
+    InWork& given = in_work_[number];
+    given.first = back_;
+    given.count = count;
+    given.num_left = shape_.num_parts();
+    publish(first_move_ + ++num_handed_ * shape_.num_parts());
+    return true;
   }
 
-  bool is_block_done() const override { return front_ == back_ && num_sent_ == num_handed_; }
-  bool step() override { return feed_sms() || hand_out() || send(); }
-
-  void finish_block(i64 count) override {
-    learn_share(count);
-    staging_.uploads.mark(scope_.stream());
+  // Copies the rows of a chunk's device memory to the GPU's tensor, by the chunk's pairs.
+  void copy_on_device(const Chunk& chunk, i64 count) {
+    PairCall call = args_;
+    call.set_source(chunk.device + shape_.rows_at(count), args_.row_bytes, count);
+    call.params.slot_rows = chunk.device + shape_.slot_rows_at(count);
+    call.params.pairs = chunk.device;
+    call.params.num_pairs = count;
+    call.index_bytes = shape_.index_bytes;
+    const LaunchScope places(scope_.device, staging_.places);
+    launch_pair_copy(places, call, kernels_, call.params, 0);
   }
 
-  void finish() override {
-    record(staging_.end, staging_.places);
-    wait_for(scope_.stream(), staging_.end);
+  // Sends the oldest chunk on its way, if it is full.
+  bool send() {
+    if (num_sent_ == num_handed_) return false;
+    const i64 number = num_sent_ % kNumChunks;
+    const InWork& work = in_work_[number];
+    if (work.num_left.load() != 0) return false;
+    const Chunk& chunk = chunks_[number];
+    copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
+    record(chunk.copied, staging_.copies);
+    wait_for(staging_.places, chunk.copied);
+    copy_on_device(chunk, work.count);
+    record(chunk.done, staging_.places);
+    rows_sent_ += work.count;
+    ++num_sent_;
+    return true;
   }
+
+  // -- parts of the SMs
 
   // Launches the next part of the rows that SMs fetch, once they have fetched the last.
   bool feed_sms() {
@@ -348,82 +339,31 @@ class GatherByCpu : public ChunkWork {
     staging_.sms_share = std::clamp(share, 0.05, 0.95);
   }
 
-  // Gives the next chunk to the threads, if they run out of work and one is free.
-  bool hand_out() {
-    if (front_ == back_ || num_handed_ - num_sent_ == kNumChunks) return false;
-    i64 in_hand = 0;
-    for (const InWork& work : in_work_) in_hand += work.num_left != 0;
-    if (in_hand >= kChunksInHand) return false;
-    const i64 number = num_handed_ % kNumChunks;
-    if (!is_done(chunks_[number].done)) return false;
-    // The first chunks are small: the link waits for them. Beside SMs, which keep it busy, all are,
-    // and the last ones smaller still, so that both ways end at about the same time.
-    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - num_handed_);
-    if (with_sms_) {
-      const i64 at_once = num_threads_ * shape_.part_rows;
-      most = std::min(most, std::max(2 * at_once, std::min(4 * at_once, (back_ - front_) / 4)));
-    }
-    const i64 count = std::min(std::max(most, shape_.part_rows), back_ - front_);
-    back_ -= count;
-    give(in_work_[number], back_, count);
-    publish_moves(++num_handed_ * shape_.num_parts());
-    return true;
-  }
-
-  // Sends the oldest chunk on its way, if it is full.
-  bool send() {
-    if (num_sent_ == num_handed_) return false;
-    const i64 number = num_sent_ % kNumChunks;
-    const InWork& work = in_work_[number];
-    if (work.num_left.load() != 0) return false;
-    const Chunk& chunk = chunks_[number];
-    copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
-    record(chunk.copied, staging_.copies);
-    wait_for(staging_.places, chunk.copied);
-    copy_on_device(chunk, work.count);
-    record(chunk.done, staging_.places);
-    rows_sent_ += work.count;
-    ++num_sent_;
-    return true;
-  }
-
-  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
-    args_.pairs.with_index(
-        [&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });
-  }
-
-  // Rows [begin, end) of a chunk, whose pairs may be unchecked as yet.
-  template <class IndexAt>
-  void stage_rows(const IndexAt index_at, i64 number, const InWork& work, i64 begin, i64 end) {
-    char* const base = chunks_[number].host;
-    char* const rows = base + shape_.rows_at(work.count);
-    const PairList placed{base, shape_.index_bytes};
-    const PairList slots{base + shape_.slot_rows_at(work.count), shape_.index_bytes};
-    const PairCopyParams& p = args_.params;
-    const i64 row_bytes = args_.row_bytes;
-    const auto source = [&](const Pair& pair) {
-      return args_.src.data + pair.src_row * p.src_stride_bytes;
-    };
-    const i64 first = block_begin_ + work.first;
-    for (i64 i = begin; i < end; ++i) {
-      if (i + kStagedRowsAhead < end) {
-        const Pair later(index_at, first + i + kStagedRowsAhead);
-        if (later.is_inside(p)) prefetch_row(source(later), row_bytes);
-      }
-      const Pair pair(index_at, first + i);
-      const bool inside = pair.is_inside(p);
-      placed.set(i, inside ? i : -1, pair.dst_row);
-      if (shape_.has_slot_map) slots.set_item(i, pair.src_row);
-      if (inside) stream_row(rows + i * row_bytes, source(pair), row_bytes);
-    }
-    end_stream();
-  }
-
+  const PairArgs& args_;
+  const i64 num_threads_;
+  const LaunchScope& scope_;
+  const ChunkShape shape_;
+  Staging& staging_;
+  Staging::Turn turn_;
+  Chunk* const chunks_;
   KernelTable& table_;
+  const LoadedKernels& kernels_;
   const Lists lists_;
   const bool with_sms_;
+  Parts parts_;
+  Workers* workers_ = nullptr;       // of run()
+  std::atomic<i64> num_checked_{0};  // parts
+  std::atomic<bool> any_outside_{false};
 
-  // Of the block: SMs take pairs from its front, the CPU from its back.
+  // Of the block; the first five are written before its parts are published.
+  i64 block_begin_ = 0;  // the number of its first pair
+  i64 block_end_ = 0;
+  i64 first_check_ = 0;
+  i64 first_move_ = 0;
+  PairList list_{};
+  PairList pairs_{};
+  std::array<InWork, kNumChunks> in_work_{};
+  // SMs take pairs from its front, the CPU from its back.
   tvm::ffi::Tensor on_device_;
   i64 front_ = 0;
   i64 back_ = 0;
@@ -433,85 +373,6 @@ class GatherByCpu : public ChunkWork {
   i64 num_handed_ = 0;  // chunks
   i64 num_sent_ = 0;
   bool sms_are_busy_ = false;
-};
-
-class ScatterByCpu : public ChunkWork {
- public:
-  using ChunkWork::ChunkWork;
-
- private:
-  void start_block(i64 count) override {
-    num_pairs_ = count;
-    front_ = num_sent_ = num_arrived_ = num_done_ = 0;
-  }
-
-  bool is_block_done() const override { return front_ == num_pairs_ && num_done_ == num_sent_; }
-  bool step() override { return send() || take_in() || free_chunk(); }
-
-  // Sends for the next rows, if a chunk is free.
-  bool send() {
-    if (front_ == num_pairs_ || num_sent_ - num_done_ == kNumChunks) return false;
-    const i64 number = num_sent_ % kNumChunks;
-    const Chunk& chunk = chunks_[number];
-    if (!is_done(chunk.done)) return false;  // a gather's rows may still be on their way
-    InWork& work = in_work_[number];
-    give(work, front_, std::min(shape_.chunk_rows, num_pairs_ - front_));
-    const PairList taken{chunk.host, shape_.index_bytes};
-    for (i64 i = 0; i < work.count; ++i) taken.set(i, pairs_.at(work.first + i).src_row, i);
-    copy_to_device(chunk.device, chunk.host, shape_.slot_rows_at(work.count), staging_.places);
-    copy_on_device(chunk, work.count);
-    record(chunk.copied, staging_.places);
-    wait_for(staging_.copies, chunk.copied);
-    const i64 at = shape_.rows_at(work.count);
-    copy_to_host(chunk.host + at, chunk.device + at, work.count * args_.row_bytes, staging_.copies);
-    record(chunk.done, staging_.copies);
-    front_ += work.count;
-    ++num_sent_;
-    return true;
-  }
-
-  // Gives the oldest chunk to the threads, once it has arrived.
-  bool take_in() {
-    if (num_arrived_ == num_sent_ || !is_done(chunks_[num_arrived_ % kNumChunks].done)) {
-      return false;
-    }
-    publish_moves(++num_arrived_ * shape_.num_parts());
-    return true;
-  }
-
-  // Frees the oldest chunk, once its rows are in their places.
-  bool free_chunk() {
-    if (num_done_ == num_arrived_ || in_work_[num_done_ % kNumChunks].num_left != 0) return false;
-    ++num_done_;
-    return true;
-  }
-
-  void move_rows(i64 number, const InWork& work, i64 begin, i64 end) override {
-    const char* const rows = chunks_[number].host + shape_.rows_at(work.count);
-    const i64 row_bytes = args_.row_bytes;
-    const auto target = [&](i64 i) -> char* {
-      const Pair pair = pairs_.at(work.first + i);
-      if (pair.is_padding()) return nullptr;
-      return args_.dst.data + pair.dst_row * args_.dst.stride_bytes;
-    };
-    for (i64 i = begin; i < end; ++i) {
-      // Lines that a row shares with its neighbours have to be read.
-      char* const later = i + kStagedRowsAhead < end ? target(i + kStagedRowsAhead) : nullptr;
-      if (later != nullptr) {
-        __builtin_prefetch(later, 1);
-        __builtin_prefetch(later + row_bytes - 1, 1);
-      }
-      if (char* const row = target(i)) stream_row(row, rows + i * row_bytes, row_bytes);
-    }
-    end_stream();
-  }
-
-  // Of the block.
-  i64 num_pairs_ = 0;
-  i64 front_ = 0;  // pairs that were sent for
-  i64 num_sent_ = 0;
-  i64 num_arrived_ = 0;
-  i64 num_done_ = 0;
 };
 
 }  // namespace
@@ -537,16 +398,13 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
 
 void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
                    const Lists& lists, bool with_sms, i64 num_threads) {
+  // Kernels may have to be compiled, in Python: find them before taking locks.
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   if (with_sms) find_pair_kernels(scope, call, table, lists, true);
-  const LoadedKernels& kernels = chunk_kernels(scope, args, table);
+  call.set_source(nullptr, args.row_bytes, 0);  // chunks and their rows lie on lines
+  const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, false));
   GatherByCpu(scope, args, table, kernels, lists, with_sms, num_threads).run();
-}
-
-void scatter_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                    i64 num_threads) {
-  ScatterByCpu(scope, args, chunk_kernels(scope, args, table), num_threads).run();
 }
 
 }  // namespace jitkern

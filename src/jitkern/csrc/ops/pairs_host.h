@@ -265,13 +265,10 @@ int narrow_index_bytes(const PairArgs& args);
 // `list_begin`; pairs out of range become padding. Whether there are any of these.
 bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end);
 
-// Copy all pairs of the call; the host's memory is mapped if SMs take part. Both raise IndexError
-// before anything is queued; if `args.pairs` changes meanwhile, no other memory is touched. The
-// gather returns once the CPU has read its host rows and the rest is queued on the scope's stream,
-// the scatter once all rows are written.
+// Copies all pairs of a gather; the host's memory is mapped if SMs take part. Raises IndexError
+// before anything is queued; if `args.pairs` changes meanwhile, no other memory is touched. Returns
+// once the CPU has read its host rows and the rest is queued on the scope's stream.
 void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
                    const Lists& lists, bool with_sms, i64 num_threads);
-void scatter_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                    i64 num_threads);
 
 }  // namespace jitkern
