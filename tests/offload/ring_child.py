@@ -21,7 +21,7 @@ from rings import LINE, memory_of, rows
 
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, memory, ring
+from jitkern.offload import DescriptorRing, memory, ring, ring_server
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
@@ -71,7 +71,7 @@ words = iter(WORDS.split(1))
 def check_registered_with_the_gpu_and_given_back() -> None:
     made = DescriptorRing(3, 5)
     assert log() == f"register {BYTES}, flags 3, on 0\n"
-    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors, pinned, 0 pushed)"
+    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
     assert made.device == torch.device("cuda", 0)
     made.push(rows((0, 0, 1)))
     with made.reserve(1) as slot:
@@ -209,9 +209,8 @@ def pretend() -> None:
     ring._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
     fake.Stream = None
     fake.ExternalStream = OwnStream
-    fake.is_current_stream_capturing = lambda: False
-    ring._most_sms = lambda _: 8
-    ring._pinned_zero = lambda: next(words)
+    fake.get_device_capability = lambda _: (9, 0)
+    ring_server._pinned_zero = lambda: next(words)
 
 
 def end_while_a_server_runs() -> None:

@@ -294,9 +294,9 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"token_shape": (2, 0)}, ValueError, "token_shape: [2, 0], expected sizes of at least 1"),
     ({"token_shape": (2, None)}, TypeError, "token_shape: [2, None], expected a sequence of ints"),
     ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
-    ({"kind": "gqa"}, ValueError, 'kind: "gqa", expected "kv" or "mla"'),
-    ({"layout": None}, TypeError, "layout: NoneType, expected a str"),
-    ({"method": "cpu"}, ValueError, 'method: "cpu", expected "auto" or "sm" or "engine"'),
+    ({"kind": "gqa"}, ValueError, "kind: 'gqa', expected one of kv, mla"),
+    ({"layout": None}, ValueError, "layout: None, expected one of layer_first, block_first"),
+    ({"method": "cpu"}, ValueError, "method: 'cpu', expected one of auto, sm, engine"),
     ({"pool": 1 << 20}, TypeError, "pool: int, expected a PinnedPool or None"),
 ]
 

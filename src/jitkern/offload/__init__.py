@@ -13,7 +13,7 @@ from jitkern.offload.pool import PoolHandle as PoolHandle
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.pool import Share as Share
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
-from jitkern.offload.ring import RingServer as RingServer
 from jitkern.offload.ring import RingSlot as RingSlot
+from jitkern.offload.ring_server import RingServer as RingServer
 from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
 from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async

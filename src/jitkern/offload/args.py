@@ -43,16 +43,6 @@ def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> floa
     return float(value)
 
 
-def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return one of some strings."""
-    if not isinstance(value, str):
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a str")
-    if value not in choices:
-        expected = " or ".join(f'"{choice}"' for choice in choices)
-        raise ValueError(f'{call}: {name}: "{value}", expected {expected}')
-    return value
-
-
 def optional_arg(call: str, name: str, value: Any, kind: type) -> None:
     """Raise TypeError unless it is None or of this class."""
     if value is not None and not isinstance(value, kind):

@@ -9,16 +9,10 @@ from contextlib import nullcontext
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Union
 
+from jitkern.comm.args import choice_arg
 from jitkern.host.faults import check
 from jitkern.offload import memory
-from jitkern.offload.args import (
-    choice_arg,
-    count_arg,
-    device_arg,
-    dtype_arg,
-    optional_arg,
-    shape_arg,
-)
+from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.copy_blocks import copy_blocks
 

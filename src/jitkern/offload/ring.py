@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jitkern.errors import name_unreadable
@@ -18,6 +16,8 @@ from jitkern.host import module as host
 from jitkern.offload import memory
 from jitkern.offload.args import count_arg, device_arg, number_arg
 from jitkern.offload.memory import PinnedMemory
+from jitkern.offload.ring_server import CALL as SERVE
+from jitkern.offload.ring_server import RingServer
 from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
 
@@ -31,7 +31,7 @@ _RESERVED = -2
 
 _SLICE_S = 0.05  # of a wait in C++, between two of which Ctrl-C gets through
 _WAIT_S = 10.0
-_PUSH, _SERVE = "DescriptorRing.push", "DescriptorRing.serve"
+_PUSH = "DescriptorRing.push"
 
 
 class DescriptorRing:
@@ -85,8 +85,7 @@ class DescriptorRing:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device: torch.device = device_arg(call, device)
-        layout = module["ring_layout"](num_slots, most)
-        num_bytes, self._first, self._slot_bytes = layout
+        num_bytes, self._first, self._slot_bytes = module["ring_layout"](num_slots, most)
         memory.require_free(num_bytes, f"{call}: num_slots, max_descriptors")
         # Memory of a descriptor, which a producer in another process can map.
         self._fd = make_memory(call, "jitkern-ring", num_bytes)
@@ -100,7 +99,6 @@ class DescriptorRing:
         if self.device.type == "cuda":
             state = _zeros_on(self.device, module["ring_state_bytes"](num_slots, most))
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
-        self._reserved_by = 0  # a thread
         self._server: RingServer | None = None
         self._is_tensor = torch.Tensor
         self._is_open = True
@@ -138,9 +136,9 @@ class DescriptorRing:
         TypeError, ValueError
             Another dtype or shape, too many descriptors, a value that is negative or does not fit.
         TimeoutError
-            The slot is not free in time.
+            The slot is not free, or is reserved, for so long.
         RuntimeError
-            This thread has a slot reserved; the ring is closed.
+            The ring is closed.
         """
         ticket = self._try_push(descriptors)
         if ticket >= 0:
@@ -150,7 +148,6 @@ class DescriptorRing:
     def try_push(self, descriptors: Any) -> int | None:
         """Push as ``push``, at once; return None if the slot is still being read."""
         ticket = self._try_push(descriptors)
-        self._refuse_own(_PUSH, ticket)
         return ticket if ticket >= 0 else None
 
     def reserve(
@@ -172,11 +169,11 @@ class DescriptorRing:
         if num_descriptors is not None:
             count = count_arg(call, "num_descriptors", num_descriptors, count)
         ticket = self._await(call, lambda: self._reserve(count), timeout_s)
-        self._reserved_by = threading.get_ident()
         index = ticket % self.num_slots
         begin = self._first + index * self._slot_bytes
         part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES]
-        return RingSlot(index, ticket, part.view(count, _DESCRIPTOR_BYTES), self._finish)
+        descriptors = part.view(count, _DESCRIPTOR_BYTES)
+        return RingSlot(index, ticket, descriptors, lambda count: self._publish(count))
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
@@ -205,7 +202,7 @@ class DescriptorRing:
         The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
         What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
         and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
-        There is one server on a device, and no ``unpack`` on its ring meanwhile.
+        There is no ``unpack`` on its ring meanwhile.
 
         Parameters
         ----------
@@ -216,12 +213,16 @@ class DescriptorRing:
         idle_timeout_s : float, optional
             The kernel ends once no push has come for so long.
         """
+        import torch
+
         self._next()  # raises once it is closed
         if self.device.type == "cpu":
-            raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU")
-        _require_writable(_SERVE, dst, src)
-        sms = count_arg(_SERVE, "num_sms", num_sms, _most_sms(self.device))
-        idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
+            raise ValueError(f"{SERVE}: {self!r}, expected a ring of a GPU")
+        _require_writable(SERVE, dst, src)
+        # A cluster that any GPU with clusters has.
+        most = 8 if torch.cuda.get_device_capability(self.device) >= (9, 0) else 1
+        sms = count_arg(SERVE, "num_sms", num_sms, most)
+        idle_ns = int(1e9 * number_arg(SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
         return RingServer(self, partial(self._serve, src, dst, sms, idle_ns), dst)
 
     def close(self) -> None:
@@ -242,13 +243,9 @@ class DescriptorRing:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed"
-        if self._is_open:
-            pinned = "pinned" if self._memory.is_registered else "pageable"
-            state = f"{pinned}, {self.num_pushed} pushed"
-        slots = "slot" if self.num_slots == 1 else "slots"
-        text = f"{self.num_slots} {slots} of {self.max_descriptors} descriptors, {state}"
-        return f"DescriptorRing({text})"
+        state = f"{self.num_pushed} pushed" if self._is_open else "closed"
+        slots = f"{self.num_slots} slots of {self.max_descriptors} descriptors"
+        return f"DescriptorRing({slots} on {self.device}, {state})"
 
     def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None:
         """Do what ``unpack`` does of a ring."""
@@ -266,8 +263,14 @@ class DescriptorRing:
         dispatch.wrote(dst)
 
     def _try_push(self, descriptors: Any) -> int:
-        if type(descriptors) is not self._is_tensor:
-            descriptors = _tensor_of(descriptors)
+        if type(descriptors) is not self._is_tensor:  # an array, such as NumPy's
+            import torch
+
+            try:
+                descriptors = torch.as_tensor(descriptors, device="cpu")  # whatever torch's default
+            except (TypeError, ValueError, RuntimeError):
+                text = f"{type(descriptors).__name__}, expected a tensor or an array of int64"
+                raise TypeError(f"{_PUSH}: descriptors: {text}") from None
         try:
             ticket: int = self._push(descriptors)
         except RuntimeError as error:
@@ -281,34 +284,21 @@ class DescriptorRing:
             ticket = attempt()
             if ticket >= 0:
                 return ticket
-            self._refuse_own(call, ticket)
             if time.monotonic() >= deadline:
-                raise TimeoutError(self._full_text(call, ticket == _RESERVED, timeout_s))
+                pushed, count = self.num_pushed, self.num_slots
+                text = f"{call}: slot {pushed % count} is"
+                if ticket == _RESERVED:
+                    text += f" reserved for over {timeout_s:g} s; publish() or cancel()"
+                    raise TimeoutError(f"{text} what reserve() returned")
+                raise TimeoutError(
+                    f"{text} still being read after {timeout_s:g} s: push {pushed - count} is not "
+                    "consumed; wait longer (timeout_s), consume sooner, or make a ring of more "
+                    f"than {count} slots"
+                )
             if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
-
-    def _refuse_own(self, call: str, ticket: int) -> None:
-        if ticket == _RESERVED and self._reserved_by == threading.get_ident():
-            text = "this thread has a slot reserved; publish() or cancel() it first"
-            raise RuntimeError(f"{call}: {text}")
-
-    def _full_text(self, call: str, is_reserved: bool, timeout_s: float) -> str:
-        ticket = self.num_pushed
-        slot = ticket % self.num_slots
-        if is_reserved:
-            return f"{call}: another thread has slot {slot} reserved for over {timeout_s:g} s"
-        return (
-            f"{call}: slot {slot} is still being read after {timeout_s:g} s: push "
-            f"{ticket - self.num_slots} is not consumed; wait longer (timeout_s), consume sooner, "
-            f"or make a ring of more than {self.num_slots} slots"
-        )
-
-    def _finish(self, count: int) -> None:
-        """End a reservation: push so many descriptors, or nothing (-1)."""
-        self._reserved_by = 0
-        self._publish(count)
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
         number = count_arg(call, "ticket", ticket, least=0)
@@ -359,17 +349,6 @@ def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
     if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
         dispatch.refuse(call, {"dst": dst}, {"src": src})
     dispatch.refuse_watchers(call)
-
-
-def _tensor_of(given: Any) -> torch.Tensor:
-    """Return an array, such as NumPy's, as a tensor."""
-    import torch
-
-    try:
-        return torch.as_tensor(given, device="cpu")  # whatever torch's default
-    except (TypeError, ValueError, RuntimeError):
-        text = f"{type(given).__name__}, expected a tensor or an array of int64"
-        raise TypeError(f"{_PUSH}: descriptors: {text}") from None
 
 
 def _field(dtype: str, column: int, doc: str) -> property:
@@ -435,114 +414,7 @@ class RingSlot:
             with suppress(RuntimeError):  # of a ring that is closed
                 self.cancel()
 
-    def __repr__(self) -> str:
-        state = "pushed or cancelled" if self._bytes is None else "being written"
-        return f"RingSlot({self.index}, ticket {self.ticket}, {state})"
-
     def _open(self, call: str) -> torch.Tensor:
         if self._bytes is None:
             raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
         return self._bytes
-
-
-# By device: a second one would take more SMs from the kernels that compute.
-_servers: dict[int, weakref.ref[RingServer]] = {}
-
-
-class RingServer:
-    """A kernel that waits for pushes of a ring and copies what they ask for: see ``serve``.
-
-    It begins with the ``with`` body, after all work on the current stream; later work there comes
-    after its copies. It ends with the body, or if no push comes for the idle timeout.
-    """
-
-    def __init__(
-        self, ring: DescriptorRing, launch: Callable[..., None], dst: torch.Tensor
-    ) -> None:
-        self._ring: DescriptorRing | None = ring
-        self._launch, self._dst, self._device = launch, dst, ring.device
-        self._stop = _pinned_zero()
-        self._stream: Any = _stream_of(ring.device)
-        self._ended: Any = None  # an event after the kernel
-        self._tell: Callable[[], object] = partial(_tell, self._stop, os.getpid())
-        weakref.finalize(self, self._tell).atexit = False  # too late: see _stop_all
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the kernel has been queued and has not ended."""
-        return self._ended is not None and not self._ended.query()
-
-    def stop(self) -> None:
-        """End the kernel and wait for that; it completes the push that it has begun with."""
-        import torch
-
-        if self._ended is not None:
-            self._tell()
-            self._ended.synchronize()
-            dispatch.wrote(self._dst)
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self._ring is not None and self._ring._server is self:
-            self._ring._server = None
-        self._ring = None
-
-    def __enter__(self) -> RingServer:
-        import torch
-
-        ring = self._ring
-        if ring is None:
-            raise RuntimeError(f"{_SERVE}: the server has ended; make another one")
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"{_SERVE}: a graph is being captured; serve outside of it")
-        other = _servers.get(self._device.index, lambda: None)()
-        if other is not None and other.is_running:
-            raise RuntimeError(f"{_SERVE}: {self._device} has a server; end that one first")
-        ring._next()  # raises once it is closed
-        # The last that is registered is the first to be called: before whatever else waits for the
-        # device at exit, as pools do.
-        atexit.unregister(_stop_all)
-        atexit.register(_stop_all)
-        _servers[self._device.index] = weakref.ref(self)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._launch(self._stop.data_ptr(), self._stream.cuda_stream)
-        self._ended = self._stream.record_event()
-        ring._server = self  # which close() ends
-        dispatch.wrote(self._dst)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def _stop_all() -> None:
-    for known in _servers.values():
-        server = known()
-        if server is not None:
-            server._tell()
-
-
-def _tell(stop: torch.Tensor, pid: int) -> None:
-    """Have a kernel end; a forked child has no part of it, nor of the memory."""
-    if os.getpid() == pid:
-        stop.fill_(1)
-
-
-def _pinned_zero() -> torch.Tensor:
-    import torch
-
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-
-
-@cache
-def _stream_of(device: torch.device) -> Any:
-    """Return the stream of a device's servers: torch would hand out its own to others, too."""
-    import torch
-
-    made = host.module()["make_ring_stream"](device.index)
-    return torch.cuda.ExternalStream(made, device=device)  # type: ignore[no-untyped-call]
-
-
-def _most_sms(device: torch.device) -> int:
-    import torch
-
-    # A cluster that any GPU with clusters has.
-    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1

@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <cstdio>
-#include <thread>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -40,15 +39,6 @@ const pid_t parallel_process = [] {
   return read != 1 || (flags & 0x40) != 0 ? 0 : getpid();  // PF_FORKNOEXEC
 }();
 
-// Whether `count` more threads can be started: each starts the next and waits for it.
-bool can_start(i64 count) try {
-  bool started = true;
-  if (count > 0) std::thread([&] { started = can_start(count - 1); }).join();
-  return started;
-} catch (...) {  // std::system_error: no more
-  return false;
-}
-
 }  // namespace
 
 i64 torch_num_threads() { return team().num_threads == nullptr ? 1 : team().size(); }
@@ -57,12 +47,7 @@ i64 threads_for(i64 count, i64 bytes) {
   // One core reads and writes 256 KiB in about 20 us; to wake a thread takes 5 to 15.
   const i64 worth = std::min(count, bytes / (256 << 10));
   if (worth <= 1 || getpid() != parallel_process || team().num_threads == nullptr) return 1;
-  // GNU's runtime ends the process if it cannot start threads. So that is tried before, once for
-  // each calling thread, which gets a team of its own.
-  thread_local i64 were_started = 1;
-  const i64 size = team().size();
-  if (size > were_started && can_start(size - 1)) were_started = size;
-  return size > were_started ? 1 : std::min(size, worth);
+  return std::min(team().size(), worth);
 }
 
 void for_parts(i64 count, i64 threads, const std::function<void(i64, i64)>& run) {

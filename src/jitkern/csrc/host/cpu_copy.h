@@ -14,8 +14,8 @@ namespace jitkern {
 // As torch.get_num_threads(); 1 without torch.
 i64 torch_num_threads();
 
-// How many threads a loop of `count` rounds over `bytes` is worth, at most torch.get_num_threads().
-// 1 without torch, in a forked child, or if no more can be started.
+// How many threads a loop of `count` rounds over `bytes` is worth, at most torch.get_num_threads();
+// 1 without torch and in a forked child.
 i64 threads_for(i64 count, i64 bytes);
 
 // Calls run(begin, end), which must not throw, for parts of [0, count) on torch's threads, with 1

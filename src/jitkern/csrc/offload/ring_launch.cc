@@ -1,13 +1,10 @@
 // A DescriptorRing consumed by kernels: of one call, or of a server that runs until it is stopped.
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <atomic>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "host/staging.h"
 #include "ops/unpack_host.h"
@@ -21,24 +18,19 @@ using tvm::ffi::Array;
 using tvm::ffi::Function;
 
 constexpr const char* kOp = "unpack";
-[[noreturn]] void raise_runtime_error(const char* op, const char* arg, const std::string& text,
-                                      const char* note) {
-  throw tvm::ffi::Error("RuntimeError", std::string(op) + ": " + arg + ": " + text + note, "");
-}
 [[noreturn]] void raise_busy(const char* op, const char* arg, i64, i64, i64, const char* note) {
-  const char* const text =
-      "another call, or a server, was consuming the ring; have one follow the other on a stream, "
-      "or "
-      "by an event";
-  raise_runtime_error(op, arg, text, note);
+  raise_error("RuntimeError", std::string(op) + ": " + arg +
+                                  ": another call, or a server, was consuming the ring; have one "
+                                  "follow the other on a stream, or by an event" +
+                                  note);
 }
 [[noreturn]] void raise_broken(const char* op, const char* arg, i64 slot, i64, i64,
                                const char* note) {
-  raise_runtime_error(op, arg,
-                      "a push in slot " + std::to_string(slot) +
-                          " has seals that are not its word, as no producer of both/ring.h leaves "
-                          "them",
-                      note);
+  raise_error("RuntimeError", std::string(op) + ": " + arg + ": a push in slot " +
+                                  std::to_string(slot) +
+                                  " has seals that are not its word, as no producer of both/ring.h "
+                                  "leaves them" +
+                                  note);
 }
 
 const DescriptorSites kSites(true);
@@ -61,8 +53,8 @@ u64 new_call() {
   return ++calls;
 }
 
-// Calls whose kernels may run at the same time meet at boards of their own: those of one stream do
-// not, those that graphs have captured may.
+// Each call takes the next board. Of two that run at the same time, which meet at boards of their
+// own, the GPU refuses one.
 constexpr u32 kBoards = 16'384;
 
 // Device memory of a ring: the state, and what it has behind it.
@@ -106,7 +98,7 @@ class RingOnGpu {
     params.ring.call = new_call();
     params.ring.fault = scope.device.fault_device;
     params.unpack = unpack_params(sides, scope.device);
-    params.board = board_for(scope.stream());
+    params.board = boards_ + params.ring.call % kBoards;
     params.most = static_cast<u32>(num_slots);
     // More than a warp for each segment do not help.
     const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
@@ -151,32 +143,10 @@ class RingOnGpu {
     return params;
   }
 
-  RingBoard* board_for(CUstream stream) {
-    int is_captured = 0;
-    const Driver& driver = Driver::get();
-    driver.check(driver.cuStreamIsCapturing(stream, &is_captured), "cuStreamIsCapturing");
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_captured == 0) {
-      const auto found = board_of_.find(stream);
-      if (found != board_of_.end()) return boards_ + found->second;
-    }
-    if (num_boards_ == kBoards) {
-      raise_runtime_error(kOp, "descriptors",
-                          "CUDA graphs have captured " + std::to_string(kBoards) +
-                              " calls of the ring, expected no more; make another ring",
-                          "");
-    }
-    if (is_captured == 0) board_of_[stream] = num_boards_;
-    return boards_ + num_boards_++;
-  }
-
   tvm::ffi::Tensor host_;
   tvm::ffi::Tensor state_;
   ConsumeParams params_{};
   RingBoard* boards_;
-  std::mutex mutex_;
-  std::map<CUstream, u32> board_of_;
-  u32 num_boards_ = 0;
 };
 
 // The bytes of device memory, all zero, that kernels need to consume a ring.
