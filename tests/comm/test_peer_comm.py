@@ -122,24 +122,14 @@ def test_a_rank_is_killed_among_sums(two: list[Rank]) -> None:
     assert answer["missing"] == [1]
 
 
-@pytest.mark.parametrize(
-    ("name", "of_both"),
-    [
-        ("algorithm", ["one_shot", "two_shot"]),
-        ("max_bytes", [8 << 20, 16 << 20]),  # the workspace is the same
-    ],
-)
-def test_ranks_that_want_something_else(hosts: Pool, name: str, of_both: list[object]) -> None:
+def test_ranks_that_want_something_else(hosts: Pool) -> None:
     """Each would make its calls by another protocol: wrong sums, or none."""
     two = hosts.join(2)
-    for rank, value in zip(two, of_both, strict=True):
-        rank.tell(f"make_peer({hosts.kind != 'cpu'}, {name}={value!r})")
-    for answer in errors(two):
-        say = f"CommError: PeerCommunicator: {name}: differs, expected the same in all ranks:\n"
-        assert answer["error"].startswith(say)
-        for number, value in enumerate(of_both):
-            assert f"rank {number} (process {two[number].pid} on " in answer["error"]
-            assert f"  {value}" in answer["error"]
+    for option in ("algorithm=['one_shot', 'two_shot'][{rank}]", "max_bytes=(8 << 20) + {rank}"):
+        all_tell(two, f"make_peer({hosts.kind != 'cpu'}, {option})")
+        for answer in errors(two):
+            say = f"CommError: PeerCommunicator: {option.partition('=')[0]}: differs"
+            assert answer["error"].startswith(say)
 
 
 class Of:

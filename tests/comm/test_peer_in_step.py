@@ -5,7 +5,6 @@ Without a GPU by in_step_child.py on a fake driver.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from needs import needs_cxx
 from rows_ranks import Ranks
 
 import jitkern
-from jitkern.comm import peer_gather
 from jitkern.host import module as host
 from jitkern.nn import TPEmbedding, tp_embedding
 
@@ -48,32 +46,6 @@ class Counting:
 )
 def test_without_a_gpu(failed: dict[str, str], name: str) -> None:
     assert failed[name] == "", failed[name]
-
-
-@pytest.mark.cuda
-def test_over_bad_rows() -> None:
-    """The GPU finds them while ranks still launch."""
-    ranks = Ranks(2, CUDA, deadline_s=5.0)
-    pool = torch.empty(900, 656, dtype=torch.uint8).pin_memory()
-    caches = [torch.zeros(500, 656, dtype=torch.uint8, device=CUDA) for _ in range(2)]
-    pairs = torch.full((400, 2), -1, device=CUDA)
-    call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
-    ranks.each(call)  # compiles
-    heard = 0
-    for _ in range(200):
-        sources, rows = torch.randint(900, (400,)), torch.randperm(500)[:400]
-        pairs.copy_(torch.stack([sources, rows], 1))
-        pairs[7, 0] = 900
-        pool.random_()
-        for error in ranks.errors(call, wait=False):
-            assert error is None or isinstance(error, IndexError), error
-            heard += error is not None
-        is_good = torch.arange(400) != 7
-        for cache in caches:
-            assert torch.equal(cache[rows[is_good].cuda()].cpu(), pool[sources[is_good]])
-    assert heard > 0
-    with suppress(IndexError):
-        jitkern.check()
 
 
 def test_an_embedding_makes_its_sum_over_any_fault_of_an_earlier_call(

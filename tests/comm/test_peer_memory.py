@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import LATE_S, Pool, all_do, all_tell, errors
+from ranks import LATE_S, Pool, all_do, all_tell
 from torch.distributed import HashStore
 
 from jitkern.comm import PeerMemory
@@ -75,11 +75,11 @@ def test_a_share_is_whole_pages(num_bytes: int) -> None:
 REFUSED: list[tuple[Callable[[PeerMemory], Any], type[Exception], str]] = [
     (lambda m: m.tensor(257, torch.int32), ValueError, "tensor: shape: [257] of torch.int32 from "
      "byte 0 on, expected at most 1024 bytes in all, from a multiple of 4 on"),
-    (lambda m: m.remote(1, 256, torch.float32, 4), ValueError, "remote: shape: [256] of torch.fl"),
-    (lambda m: m.tensor(1, torch.float32, 2), ValueError, "tensor: shape: [1] of torch.float32 fr"),
-    (lambda m: m.tensor([2, -1], torch.uint8), ValueError, "tensor: shape: [2, -1] of torch.uint8"),
+    (lambda m: m.remote(1, 256, torch.float32, 4), ValueError, "remote: shape: [256] of"),
+    (lambda m: m.tensor(1, torch.float32, 2), ValueError, "tensor: shape: [1] of"),
+    (lambda m: m.tensor([2, -1], torch.uint8), ValueError, "tensor: shape: [2, -1] of"),
     (lambda m: m.tensor(1, torch.uint8, -1), ValueError, "tensor: offset: -1, expected at least 0"),
-    (lambda m: m.tensor("12", torch.uint8), TypeError, "tensor: shape: str, expected an int or a"),
+    (lambda m: m.tensor("12", torch.uint8), TypeError, "tensor: shape: str, expected an int or"),
     (lambda m: m.tensor(1, "int8"), TypeError, "tensor: dtype: str, expected a torch.dtype"),
     (lambda m: m.remote(2, 1, torch.uint8), ValueError, "remote: rank: 2, expected 0 to 1"),
     (lambda m: m.remote(True, 1, torch.uint8), TypeError, "remote: rank: bool, expected an int"),
@@ -212,20 +212,16 @@ def test_a_barrier_waits_for_all(hosts: Pool) -> None:
 
 
 def test_ranks_that_do_not_come_to_a_barrier_are_named(pool: Pool) -> None:
-    ranks = pool.share(3)
+    ranks = pool.share(2)
     all_do(ranks, "peers.barrier()")
     ranks[0].ask("setattr(peers._rendezvous, 'timeout_s', 0.3)")
     ranks[0].tell("peers.barrier()")
     answer = ranks[0].error(0.3 + LATE_S)
-    assert answer["error"].startswith("CommTimeoutError: barrier: call 2 on rank 0 of 3"), answer
-    assert answer["missing"] == [1, 2]
-    assert f"rank 2 (process {ranks[2].pid} on " in answer["error"]
+    assert answer["error"].startswith("CommTimeoutError: barrier: call 2 on rank 0 of 2"), answer
+    assert answer["missing"] == [1] and f"rank 1 (process {ranks[1].pid} on " in answer["error"]
     assert "make a new one" in ranks[0].refuses("peers.barrier()")
-    all_do(ranks[1:], "peers.barrier()")  # rank 0 has come to that, and has given up
-    all_tell(ranks[1:], "peers.barrier()")
-    for answer in errors(ranks[1:]):
-        assert answer["missing"] == [0], answer
-        assert "has failed: barrier: call 2 on rank 0" in answer["error"], answer
+    ranks[1].ask("peers.barrier()")  # rank 0 has come to that, and has given up
+    assert "has failed: barrier: call 2 on rank 0" in ranks[1].refuses("peers.barrier()")
     assert ranks[0].ask("read(1, 0)") == [0]  # the memory is there
 
 

@@ -43,15 +43,6 @@ def fail_at(pool: Pool, *codes: str, args: str = "") -> tuple[list[Rank], list[s
 # -- ranks that do not fit -------------------------------------------------------------------------
 
 
-def test_sizes_that_differ(hosts: Pool) -> None:
-    ranks, texts = fail_at(hosts, "size = 4096", "size = 8192", args="num_bytes=size")
-    for text in texts:
-        assert text.startswith("CommError: PeerMemory: num_bytes: differs, expected the same"), text
-        for rank, size in enumerate([4096, 8192]):
-            line = next(one for one in text.splitlines() if f"rank {rank} " in one)
-            assert str(size) in line and str(ranks[rank].pid) in line
-
-
 def test_two_hosts_or_network_namespaces(pool: Pool) -> None:
     _, texts = fail_at(pool, "", "setattr(peer_memory, '_host', lambda: 'another')", "")
     came = f"rank 0, 2 is on {HERE} and rank 1 is on {HERE}, expected all on one host and in one "

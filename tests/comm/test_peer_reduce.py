@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import shlex
 import signal
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from rows_ranks import Ranks
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.errors import CommTimeoutError
 
 pytestmark = needs_cxx
@@ -37,6 +42,19 @@ def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
             call.check()
 
     ranks.each(run)
+
+
+def test_no_races(tmp_path: Path) -> None:
+    """Ranks that are threads, under ThreadSanitizer."""
+    program = tmp_path / "race"
+    flags = ("-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-o", str(program))
+    cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    sources = [str(Path(__file__).with_name("peer_race.cc")), f"{CSRC}/comm/peer_reduce_by_cpu.cc"]
+    includes = [f"-I{path}" for path in include_dirs(CSRC)]
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
+    for command in ([*cxx, *flags, *includes, *sources], [str(program)]):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
 
 
 # -- one rank --------------------------------------------------------------------------------------

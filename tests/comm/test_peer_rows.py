@@ -99,14 +99,6 @@ def test_each_rank_fetches_a_part() -> None:
     assert len(set(fetched_by_rank(2, 500, pairs))) == 1
 
 
-def test_barriers_alone(device: torch.device) -> None:
-    """Each on its rank's stream: on one stream the second would wait for the first for ever."""
-    ranks = Ranks(3, device, deadline_s=5)
-    for _ in range(5):
-        ranks.each(lambda rank: ranks.reducers[rank].device_barrier())
-    jitkern.check()
-
-
 def compiled(case: Case, size: int, device: torch.device) -> None:
     """See to it that none is compiled between two launches of a call whose error is awaited."""
     ranks, pool, caches = Ranks(size, device), case.pool(device), case.caches(size, device)

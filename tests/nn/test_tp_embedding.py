@@ -23,15 +23,6 @@ from jitkern.nn import TPEmbedding, tp_embedding
 pytestmark = needs_cxx
 PAGE_BYTES = 2 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
-CUDA = [
-    pytest.param(("all_reduce", "cuda"), marks=pytest.mark.cuda),
-    pytest.param(("peer", "cuda"), marks=pytest.mark.multigpu),
-]
-
-
-@pytest.fixture(params=[("all_reduce", "cpu"), ("peer", "cpu"), *CUDA], ids="-".join)
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(*request.param)
 
 
 def any_bits(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:

@@ -17,15 +17,6 @@ from jitkern.nn import TPEmbedding
 
 pytestmark = needs_cxx
 VOCAB = 29
-CUDA = [
-    pytest.param(("all_reduce", "cuda"), marks=pytest.mark.cuda),
-    pytest.param(("peer", "cuda"), marks=pytest.mark.multigpu),
-]
-
-
-@pytest.fixture(params=[("all_reduce", "cpu"), ("peer", "cpu"), *CUDA], ids="-".join)
-def way(request: pytest.FixtureRequest) -> Way:
-    return Way(*request.param)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -68,16 +68,12 @@ class TPEmbedding(torch.nn.Module):
     weight : torch.nn.Parameter
         This rank's rows, those of ``vocab_range`` first, then those of ``added_range``, then zeros.
         For ``"peer"`` other ranks read it: write to it only between two calls of ``fence``.
+    num_embeddings, embedding_dim, full_shape : int, int, (int, int)
+        Of the whole table, added rows included: its rows, the elements of one, and both.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
         The one in use.
-
-    Examples
-    --------
-    >>> embedding = TPEmbedding(128256, 4096, comm=TorchCommunicator())  # doctest: +SKIP
-    >>> embedding.load_full(table)  # doctest: +SKIP
-    >>> embedding(ids)  # doctest: +SKIP
     """
 
     def __init__(
@@ -98,6 +94,8 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_size: int = int_arg(OP, "vocab_size", vocab_size, 1)
         self.hidden_size: int = int_arg(OP, "hidden_size", hidden_size, 1)
         self.num_added: int = int_arg(OP, "num_added", num_added, 0)
+        self.num_embeddings, self.embedding_dim = vocab_size + num_added, hidden_size
+        self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
         self.padding_idx: int | None = padding_idx
         if padding_idx is not None:
@@ -151,21 +149,6 @@ class TPEmbedding(torch.nn.Module):
         made.load_full(embeddings)
         made.weight.requires_grad_(not freeze)
         return made
-
-    @property
-    def num_embeddings(self) -> int:
-        """Rows of the whole table, added ones included."""
-        return self.vocab_size + self.num_added
-
-    @property
-    def embedding_dim(self) -> int:
-        """Elements of a row: ``hidden_size``."""
-        return self.hidden_size
-
-    @property
-    def full_shape(self) -> tuple[int, int]:
-        """Of the whole table: ``(num_embeddings, embedding_dim)``."""
-        return self.num_embeddings, self.embedding_dim
 
     def reset_parameters(self) -> None:
         """Draw normally distributed rows; that of ``padding_idx`` is zeros. Collective for "peer".
