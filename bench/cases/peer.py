@@ -140,7 +140,7 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
         error = ""
         try:
             with host_pool.trusted():
-                pool = PinnedPool(int(gib * host_pool.GIB), share=share, progress=False)
+                pool = PinnedPool(int(gib * host_pool.GIB), share=share)
         except Exception as failed:  # the smaller pools' rows are kept
             error = error_text(failed)
         if error := ranks.first_text(error):

@@ -56,7 +56,7 @@ def sizes(at_most: float) -> list[float]:
 def allocated(gib: float) -> torch.Tensor:
     """Return pinned bytes that hold the number of each 8, for the rest of the process."""
     with trusted():
-        pool = PinnedPool(int(gib * GIB), progress=False).tensor()
+        pool = PinnedPool(int(gib * GIB)).tensor()
     numbers = pool[: pool.numel() // 8 * 8].view(torch.int64)
     step = 1 << 24
 
