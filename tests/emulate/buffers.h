@@ -81,12 +81,16 @@ class RowBuffer {
 class IntBuffer {
  public:
   IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes);
+  // `count` times the same value.
+  IntBuffer(const char* name, i64 count, i64 value, int int_bytes)
+      : IntBuffer(name, std::vector<i64>(static_cast<size_t>(count), value), int_bytes) {}
   ~IntBuffer();
   IntBuffer(const IntBuffer&) = delete;
   IntBuffer& operator=(const IntBuffer&) = delete;
 
   void* data() { return base_ + int_bytes_; }
   const void* data() const { return base_ + int_bytes_; }
+  u32* words() { return reinterpret_cast<u32*>(base_ + int_bytes_); }
   i64 at(i64 i) const;
   i64 size() const { return static_cast<i64>(values_.size()); }
   // The kernel may put `value` at element i; of several expected values any one will do.

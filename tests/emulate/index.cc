@@ -156,7 +156,7 @@ void pairs_run(Random& random) {
   const Vocabulary vocabulary = any_vocabulary(random.pick({0, 1, 7, 20}), random);
   const std::vector<i64> values = any_indices(vocabulary, num_rows, sizeof(Int), random);
   IntBuffer indices("indices", values, sizeof(Int));
-  IntBuffer pairs("pairs", std::vector<i64>(2 * num_rows, kUntouched), sizeof(Int));
+  IntBuffer pairs("pairs", 2 * num_rows, kUntouched, sizeof(Int));
   const Placement at = any_placement(kRowBytes, kVecBytes, random);
   RowBuffer output("output", num_rows, kRowBytes, at, random);
 

@@ -1,4 +1,4 @@
-// What the drivers of sorted calls share: how kernels are launched, and the memory of regions.
+// What the drivers of sorted calls share: the memory of regions, and launches.
 #pragma once
 
 #include "ops/sort.cuh"
@@ -6,6 +6,11 @@
 #include "pairs.h"
 
 namespace emulate {
+
+using jitkern::HostSide;
+using jitkern::kHostSource;
+
+constexpr i64 kUntouched = -9;  // where no entry was written
 
 // Exactly the counters of a call's regions, which start as all ones, and what is made of them.
 struct RegionBuffers {
@@ -36,6 +41,31 @@ void rewrite(IntBuffer& pairs, i64 src_rows, i64 dst_rows, Random& random) {
     const i64 last = (i % 2 == 0 ? src_rows : dst_rows) - 1;
     now[i] = static_cast<Int>(random.below(3) == 0 ? -5 : last);
   }
+}
+
+// A thread a row.
+template <class Kernel>
+void run_list(i64 num_rows, const typename Kernel::Params& params, Random& random) {
+  launch_fibers({ceil_div(num_rows, Kernel::kNumThreads)}, {Kernel::kNumThreads}, any_order(random),
+                [&] { Kernel::run(params); });
+}
+
+// Few blocks of a large copy, smaller than they are on a GPU.
+template <class Kernel>
+void run_large(unsigned blocks, const typename Kernel::Params& params, Random& random,
+               bool talks = false, unsigned num_threads = 128) {
+  const Order order = any_order(random);
+  if (talks) {
+    launch_fibers({blocks}, {num_threads}, order, [&] { Kernel::run(params); });
+  } else {
+    launch({blocks}, {num_threads}, order, Kernel::run, params);
+  }
+}
+
+inline i64 table_size_for(i64 num_pairs) {
+  i64 size = 2;
+  while (size < 2 * num_pairs) size *= 2;
+  return size;
 }
 
 inline void scan(const jitkern::Regions& regions, Random& random) {

@@ -1,4 +1,4 @@
-// The merge of partial results on exact buffers, against the same in double.
+// The merge of partial results on exact buffers, against the same in double; and Divisor.
 #include "ops/merge.cu"
 
 #include "merge_calls.h"
@@ -47,10 +47,32 @@ void one_run(const MergeKernel& kernel, Random& random) {
   }
 }
 
+void check_divisor(u32 value, Random& random) {
+  now_running = "division by " + std::to_string(value);
+  const jitkern::Divisor divisor = jitkern::Divisor::of(value);
+  const i64 most = kMostRows / value;
+  // Multiples are where quotients change: the first ones, the last ones, any.
+  for (i64 i = 0; i < 40; ++i) {
+    for (const i64 times : {i, most - i, random.below(most + 1)}) {
+      for (const i64 n : {times * value - 1, times * value, times * value + 1}) {
+        if (n < 0 || n > kMostRows || divisor.quotient(static_cast<u32>(n)) == n / value) continue;
+        fail(std::to_string(n) + " is divided wrongly");
+      }
+    }
+  }
+}
+
 }  // namespace emulate
 
 int main() {
   using namespace emulate;
+  Random random(1);
+  for (u32 value = 1; value < 2000; ++value) check_divisor(value, random);
+  for (int log2 = 11; log2 < 31; ++log2) {
+    for (i64 more : {i64(-1), i64(0), i64(1), random.below(i64(1) << log2)}) {
+      check_divisor(static_cast<u32>((i64(1) << log2) + more), random);
+    }
+  }
 #ifdef SWEEP_FEW
   const std::vector<MergeKernel> list = list_of<FEW_KERNELS>();
   constexpr int kRuns = 60;

@@ -74,7 +74,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
 
   // The number of pairs may be known on the device only; the argument is then of no meaning.
   const bool counted = random.below(2) == 0;
-  const IntBuffer count("last_pair", {num_pairs - 1}, 4);
+  IntBuffer count("last_pair", {num_pairs - 1}, 4);
   IntBuffer next_batch("last_batch", {-1}, 4);
   // The slot map is told of the source rows of the pairs, or of others, -1 being none.
   const int map_bytes = random.pick({0, 4, 8});
@@ -97,8 +97,8 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
     if (map_bytes != 0 && slot_row >= 0) slot_map.expect(slot_row, target);
   }
   PairCopyParams params = pair_params(dst, src, pairs, fault);
-  params.last_pair = counted ? static_cast<const u32*>(count.data()) : nullptr;
-  params.last_batch = shares ? static_cast<u32*>(next_batch.data()) : nullptr;
+  params.last_pair = counted ? count.words() : nullptr;
+  params.last_batch = shares ? next_batch.words() : nullptr;
   params.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
   params.slot_rows = other_rows ? slot_rows.data() : nullptr;
   if (counted) params.num_pairs *= 3;

@@ -9,8 +9,6 @@
 
 namespace emulate {
 
-using jitkern::HostSide;
-using jitkern::kHostSource;
 using jitkern::ListParams;
 
 // Of the copies, which have sweeps of their own, one row size will do.
@@ -18,9 +16,6 @@ constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
 
 constexpr FaultSite kSlotMapSite{7};
-
-// Where no entry was written.
-constexpr i64 kUntouched = -9;
 
 struct Call {
   std::vector<i64> flat;  // pairs
@@ -121,20 +116,19 @@ void one_run(Random& random) {
   const bool ordered = !searched || random.below(2) == 0;
   const Call call = any_call(kIndexBytes, searched, map_bytes != 0, random);
   IntBuffer pairs("pairs", call.flat, kIndexBytes);
-  i64 table_size = 2;
-  while (table_size < 2 * call.num_pairs) table_size *= 2;
-  IntBuffer table("table", std::vector<i64>(table_size, -1), 4);
+  const i64 table_size = table_size_for(call.num_pairs);
+  IntBuffer table("table", table_size, -1, 4);
   IntBuffer last_entries("counts", {-1, -1, -1}, 4);
   const std::vector<i64> untouched(2 * call.num_pairs, kUntouched);
   IntBuffer fetches("fetches", untouched, kIndexBytes);
   IntBuffer copies("copies", untouched, kIndexBytes);
-  IntBuffer copied_rows("copied_rows", std::vector<i64>(call.num_pairs, kUntouched), kIndexBytes);
+  IntBuffer copied_rows("copied_rows", call.num_pairs, kUntouched, kIndexBytes);
   std::vector<i64> slots(call.src_rows, -1);
   for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
   IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
   const i64 host_rows = kSide == kHostSource ? call.src_rows : call.dst_rows;
   RegionBuffers region_buffers(host_rows * kRowBytes, 1, random);
-  IntBuffer ranks("ranks", std::vector<i64>(call.num_pairs, kUntouched), 4);
+  IntBuffer ranks("ranks", call.num_pairs, kUntouched, 4);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -148,9 +142,9 @@ void one_run(Random& random) {
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
   RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
   ListParams list{pair_params(dst, src, pairs, fault)};
-  list.table = searched ? static_cast<u32*>(table.data()) : nullptr;
+  list.table = searched ? table.words() : nullptr;
   list.table_mask = static_cast<u32>(table_size - 1);
-  list.last_entries = static_cast<u32*>(last_entries.data());
+  list.last_entries = last_entries.words();
   list.fetches = fetches.data();
   list.copies = copies.data();
   list.copied_rows = copied_rows.data();
@@ -158,17 +152,14 @@ void one_run(Random& random) {
   list.slot_map_bytes = map_bytes;
   list.slot_map_site = kSlotMapSite;
   list.regions = region_buffers.regions(list.last_entries);
-  if (ordered) list.ranks = static_cast<u32*>(ranks.data());
+  if (ordered) list.ranks = ranks.words();
   using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
-  const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
-  launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
+  run_list<List>(call.num_pairs, list, random);
   const bool changes = ordered && random.below(8) == 0;
   if (ordered) scan(list.regions, random);
   if (changes) rewrite<Int>(pairs, call.src_rows, call.dst_rows, random);
-  if (ordered) {
-    launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
-  }
+  if (ordered) run_list<Place>(call.num_pairs, list, random);
   if (changes) return;
   fault.check();
   slot_map.check();
@@ -192,12 +183,10 @@ void one_run(Random& random) {
   fetch.last_batch = list.last_entries + 2;
   using Fetch = jitkern::PairCopy<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
                                   H2D_GATHER_LARGE_IN_FLIGHT, kSide>;
-  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {2}, 128,
-                             random, fetch, true);
+  run_large<Fetch>(2, fetch, random, true);
   PairCopyParams copy = pair_params(dst, dst, copies, fault);
   copy.last_pair = list.last_entries + 1;
-  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Fetch::run}, {3}, 128,
-                             random, copy);
+  run_large<Fetch>(3, copy, random);
   check_all(dst, src, fault);
 }
 

@@ -10,8 +10,6 @@
 
 namespace emulate {
 
-using jitkern::HostSide;
-using jitkern::kHostSource;
 using jitkern::kUnwritten;
 using jitkern::PeerCopyParams;
 using jitkern::PeerListParams;
@@ -83,12 +81,12 @@ struct Rank {
   Rank(const Call& of, u32 rank, u32 num_ranks, i64 table_size, u64 seed, Random& random)
       : call(of),
         pairs("pairs", of.flat, kIndexBytes),
-        table("table", std::vector<i64>(static_cast<size_t>(table_size), -1), 4),
+        table("table", table_size, -1, 4),
         last_entries("counts", {-1, -1, -1, -1}, 4),
-        fetches("fetches", std::vector<i64>(2 * of.num_pairs, -1), kIndexBytes),
-        copies("copies", std::vector<i64>(2 * of.num_pairs, -9), kIndexBytes),
-        places("places", std::vector<i64>(of.num_pairs, -9), 4),
-        cursors("cursors", std::vector<i64>(jitkern::kNumRegions, -1), 4),
+        fetches("fetches", 2 * of.num_pairs, -1, kIndexBytes),
+        copies("copies", 2 * of.num_pairs, -9, kIndexBytes),
+        places("places", of.num_pairs, -9, 4),
+        cursors("cursors", jitkern::kNumRegions, -1, 4),
         regions(regions_of(of, seed)),
         fault(random.pick({0u, 0u, 0u, 1u, 2u})) {
     for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -100,13 +98,13 @@ struct Rank {
     list.num_src_rows = call.src_rows;
     list.num_dst_rows = call.dst_rows;
     list.src_stride_bytes = list.dst_stride_bytes = kRowBytes;
-    if (kSide == kHostSource) list.table = static_cast<u32*>(table.data());
+    if (kSide == kHostSource) list.table = table.words();
     list.table_mask = static_cast<u32>(table_size - 1);
-    list.last_entries = static_cast<u32*>(last_entries.data());
-    list.places = static_cast<u32*>(places.data());
+    list.last_entries = last_entries.words();
+    list.places = places.words();
     list.fetches = fetches.data();
     list.copies = copies.data();
-    list.cursors = static_cast<u32*>(cursors.data());
+    list.cursors = cursors.words();
     list.src_site = kSrcSite;
     list.dst_site = kDstSite;
     list.fault = fault.record();
@@ -123,11 +121,10 @@ struct Rank {
   }
 
   void make(Random& random, bool changes) {
-    const unsigned blocks = ceil_div(call.num_pairs, List::kNumThreads);
-    launch_fibers({blocks}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
+    run_list<List>(call.num_pairs, list, random);
     scan(list.regions, random);
     if (changes) rewrite<Int>(pairs, call.src_rows, call.dst_rows, random);
-    launch_fibers({blocks}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
+    run_list<Place>(call.num_pairs, list, random);
   }
 
   i64 num_fetches() const { return last_entries.at(0) + 1; }
@@ -166,8 +163,7 @@ void one_run(Random& random) {
   constexpr int kIndexBytes = sizeof(Int);
   const Call call = any_call(kSide, kIndexBytes, random);
   const u32 num_ranks = static_cast<u32>(2 + random.below(7));
-  i64 table_size = 2;
-  while (table_size < 2 * call.num_pairs) table_size *= 2;
+  const i64 table_size = table_size_for(call.num_pairs);
   const u64 seed = static_cast<u64>(random.bits());
   const bool changes = random.below(8) == 0;
   std::vector<std::unique_ptr<Rank<Int, kSide>>> ranks;
@@ -221,8 +217,7 @@ void one_run(Random& random) {
     for (u32 k = 1; to_all && k < num_ranks; ++k) {
       fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks]->row(0) - fetch.dst;
     }
-    run_kernel<PeerCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Copy::run}, {2}, 128,
-                               random, fetch, true);
+    run_large<Copy>(2, fetch, random, true);
     fetch.src = fetch.dst;
     fetch.pairs = rank.copies.data();
     fetch.last_batch = nullptr;
@@ -232,8 +227,7 @@ void one_run(Random& random) {
     calls.push_back(fetch);
   }
   for (u32 r = 0; to_all && r < num_ranks; ++r) {  // all fetches are through by then
-    run_kernel<PeerCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Copy::run}, {3}, 128,
-                               random, calls[r]);
+    run_large<Copy>(3, calls[r], random);
   }
   for (auto& dst : dsts) dst->check();
   src.check();

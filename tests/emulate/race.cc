@@ -111,7 +111,7 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
   const auto shape = [](int in_flight) { return group_shape(kWindowBytes, kVecBytes, in_flight); };
 
   Table src("src", random), dst("dst", random);
-  IntBuffer written_map("written_map", std::vector<i64>(kRows, -1), sizeof(Int));
+  IntBuffer written_map("written_map", kRows, -1, sizeof(Int));
   FaultWord fault(0);
   PairCopyParams params = pair_params(dst, src, pairs, fault);
   params.slot_map = written_map.data();
@@ -121,19 +121,19 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
   const std::vector<i64> none(2 * kRows, -1);
   IntBuffer table("table", none, 4), last_entries("last_entries", {-1, -1, -1}, 4);
   IntBuffer fetches("fetches", none, sizeof(Int)), copies("copies", none, sizeof(Int));
-  IntBuffer copied_rows("copied_rows", std::vector<i64>(kRows, -1), sizeof(Int));
+  IntBuffer copied_rows("copied_rows", kRows, -1, sizeof(Int));
   ListParams list{params};
   list.slot_map = slot_map.data();
-  list.table = static_cast<u32*>(table.data());
+  list.table = table.words();
   list.table_mask = static_cast<u32>(table.size() - 1);
-  list.last_entries = static_cast<u32*>(last_entries.data());
+  list.last_entries = last_entries.words();
   list.fetches = fetches.data();
   list.copies = copies.data();
   list.copied_rows = copied_rows.data();
-  IntBuffer ranks("ranks", std::vector<i64>(kRows, -1), 4);
+  IntBuffer ranks("ranks", kRows, -1, 4);
   RegionBuffers regions(kRows * kStrideBytes, 1, random);
   list.regions = regions.regions(list.last_entries);
-  if (random.below(2) == 0) list.ranks = static_cast<u32*>(ranks.data());
+  if (random.below(2) == 0) list.ranks = ranks.words();
   launch_fibers({1}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });
   if (list.ranks != nullptr) {
     scan(list.regions, random);

@@ -12,8 +12,6 @@ using jitkern::kExchanged;
 using jitkern::kNotListed;
 using jitkern::SwapListParams;
 
-constexpr i64 kUntouched = -9;
-
 // Exchanges come first; of these, of the other rows to fetch and of the others to write back to,
 // each list is in the order of its regions and without a gap.
 void check_moves(const IntBuffer& moves, i64 stride_bytes, int shift) {
@@ -65,18 +63,17 @@ void one_run(Random& random) {
 
   RegionBuffers region_buffers(host_rows * host_at.stride_bytes, jitkern::kNumMoveKinds, random);
   IntBuffer counters("counters", {-1, -1}, 4);
-  IntBuffer ranks("ranks", std::vector<i64>(2 * count, kUntouched), 4);
-  IntBuffer moves("moves", std::vector<i64>(3 * count, -1), kIndexBytes);
-  IntBuffer places("places", std::vector<i64>(2 * count, -1), kIndexBytes);
+  IntBuffer ranks("ranks", 2 * count, kUntouched, 4);
+  IntBuffer moves("moves", 3 * count, -1, kIndexBytes);
+  IntBuffer places("places", 2 * count, -1, kIndexBytes);
   SwapListParams list{swap};
-  list.regions = region_buffers.regions(static_cast<u32*>(counters.data()));
-  list.ranks = static_cast<u32*>(ranks.data());
+  list.regions = region_buffers.regions(counters.words());
+  list.ranks = ranks.words();
   list.moves = moves.data();
   list.places = places.data();
   using List = jitkern::ListTriples<kIndexBytes, kListConfig.num_threads, 1>;
   using Place = jitkern::PlaceTriples<kIndexBytes, kListConfig.num_threads, 1>;
-  const unsigned blocks = ceil_div(count, List::kNumThreads);
-  launch({blocks}, {List::kNumThreads}, any_order(random), List::run, list);
+  run_list<List>(count, list, random);
   scan(list.regions, random);
   const bool rewritten = random.below(8) == 0;
   if (rewritten) {
@@ -87,7 +84,7 @@ void one_run(Random& random) {
       now[i] = static_cast<Int>(random.pick({i64(-5), bound - 1, bound, i64(0)}));
     }
   }
-  launch({blocks}, {Place::kNumThreads}, any_order(random), Place::run, list);
+  run_list<Place>(count, list, random);
   fault.check();
   if (rewritten) {
     for (i64 i = 0; i < 3 * count; ++i) {
@@ -102,11 +99,10 @@ void one_run(Random& random) {
 
   swap.triples = moves.data();
   swap.staging = staging.row(0);
-  swap.last_batch = static_cast<u32*>(counters.data()) + 1;
+  swap.last_batch = counters.words() + 1;
   using Swap = jitkern::SwapRows<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
                                  kLineAligned, true, SWAP_LARGE_IN_FLIGHT, true>;
-  run_kernel<SwapParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, Swap::run},
-                         {1 + unsigned(random.below(2))}, 64, random, swap, true);
+  run_large<Swap>(1 + unsigned(random.below(2)), swap, random, true, 64);
   for (i64 i = 0; i < count; ++i) {
     if (places.at(2 * i) < 0) continue;
     if (places.at(2 * i) != i) fail("a place of another move");
@@ -118,8 +114,7 @@ void one_run(Random& random) {
   const PairCopyParams place = pair_params(gpu, staging, places, fault);
   using PlaceStaged = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes,
                                          kIndexBytes, true, true, SWAP_PLACE_IN_FLIGHT>;
-  run_kernel<PairCopyParams>({kRowBytes, kVecBytes, kIndexBytes, 0, 1024, PlaceStaged::run}, {2},
-                             64, random, place);
+  run_large<PlaceStaged>(2, place, random, false, 64);
   check_all(gpu, host, fault);
 }
 

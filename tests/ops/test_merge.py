@@ -312,6 +312,11 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
     scale = torch.ones(1, device=device) if out_dtype == FP8 else None
     merge_states(values, torch.zeros(values.shape[:3], device=device), output=out, scale=scale)
     assert torch.equal(out.cpu().float(), values[0].cpu().to(out_dtype).float())
+    nans = torch.tensor([-1, 2**31 - 1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    values = nans.view(F32).view(1, 1, 1, 4).to(device)
+    out = torch.empty(1, 1, 4, dtype=out_dtype, device=device)
+    merge_states(values, torch.zeros(1, 1, 1, device=device), output=out, scale=scale)
+    assert out.isnan().all()
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
