@@ -23,46 +23,8 @@ using tvm::ffi::Array;
 // Offsets in a row are 32-bit in the kernel, and so are numbers of rows.
 constexpr i64 kMostDim = (1ll << 28) - 1;
 constexpr i64 kMostRows = (1ll << 31) - 1;
-constexpr i64 kMostTokens = ~0ull >> 1;
 constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
 constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
-
-// A checked call. `options` is None, or (is_base_2, heads_first, scale, last); a Grid's outer
-// dimension is tokens, its inner one heads.
-struct MergeCall {
-  const char* op;
-  bool is_base_2 = false;
-  bool heads_first = false;
-  Any scale_given, last;  // prefill tokens of merge_state, the count of merge_states
-  std::vector<Grid> outs;
-  std::vector<Grid> lses;
-  std::optional<Grid> out;
-  std::optional<Grid> lse;
-  std::optional<Tensor> scale;
-  std::optional<Indices> num_valid;
-  i64 tokens_of_first = kMostTokens;
-  i64 dim = 0;
-  int in_type = kFloat32;
-  int out_type = kFloat32;
-  int lse_type = kFloat32;  // of the partials'
-  int merged_lse_type = kFloat32;
-  float log2_of_base = 1.44269504f;
-  float base_log_of_2 = 0.69314718f;
-  bool lse_is_in_place = false;
-
-  MergeCall(const char* op, AnyView options);
-  // The next partial.
-  void add(const Tensor& out, const Tensor& lse);
-  // Lists of tensors, or one stacked tensor of each.
-  void add_all(AnyView outs, AnyView lses);
-  void add_stacked(const Tensor& out, const Tensor& lse);
-  void finish(AnyView out, AnyView lse);
-  void take_scale();
-  void take_count();
-
-  i64 num_states() const { return static_cast<i64>(outs.size()); }
-  i64 num_rows() const { return out->outer * out->inner; }
-};
 
 // -- checks --------------------------------------------------------------------------------------
 
@@ -113,11 +75,6 @@ void check_count(const char* op, const char* what, i64 count) {
                     "1 to " + std::to_string(kMostStates) + " partial results");
 }
 
-// A partial may be with the result, or in pinned host memory for a GPU.
-void check_place(const Grid& partial, const Tensor& out) {
-  if (partial.on_cuda() || !out.on_cuda()) partial.same_device(out);
-}
-
 // Whether it is in place of a partial; ValueError where it shares memory with one in another way.
 bool check_written(const Grid& written, const std::vector<Grid>& same,
                    const std::vector<Grid>& others) {
@@ -132,133 +89,158 @@ bool check_written(const Grid& written, const std::vector<Grid>& same,
   return in_place;
 }
 
-MergeCall::MergeCall(const char* op, AnyView options) : op(op) {
-  if (is_none(options)) return;
-  const auto given = options.cast<Array<Any>>();
-  is_base_2 = given[0].cast<bool>();
-  heads_first = given[1].cast<bool>();
-  scale_given = given[2];
-  last = given[3];
-  if (is_base_2) log2_of_base = base_log_of_2 = 1;
-}
+// A checked call. `options` is None, or (is_base_2, heads_first, scale, last); a Grid's outer
+// dimension is tokens, its inner one heads.
+struct MergeCall {
+  const char* op;
+  bool heads_first = false;
+  Any scale_given, last;  // prefill tokens of merge_state, the count of merge_states
+  std::vector<Grid> outs, lses;
+  std::optional<Grid> out, lse;
+  std::optional<Tensor> scale;
+  std::optional<Indices> num_valid;
+  i64 tokens_of_first = std::numeric_limits<i64>::max();
+  i64 dim = 0;
+  int in_type = kFloat32, out_type = kFloat32;
+  int lse_type = kFloat32, merged_lse_type = kFloat32;  // of the partials', of the result's
+  float log2_of_base = 1.44269504f, base_log_of_2 = 0.69314718f;
+  bool lse_is_in_place = false;
 
-void MergeCall::add(const Tensor& out, const Tensor& lse) {
-  in_type = float_type(out);
-  lse_type = float_type(lse);
-  if (!outs.empty()) {
-    const Tensor& first = outs[0];
-    out.same_dtype(first);
-    if (out.dl->ndim != first.dl->ndim ||
-        !std::equal(out.dl->shape, out.dl->shape + out.dl->ndim, first.dl->shape)) {
-      out.value_error("shape " + out.shape_text(),
-                      "shape " + first.shape_text() + " as in " + first.arg);
+  MergeCall(const char* op, AnyView options) : op(op) {
+    if (is_none(options)) return;
+    const auto given = options.cast<Array<Any>>();
+    heads_first = given[1].cast<bool>();
+    scale_given = given[2];
+    last = given[3];
+    if (given[0].cast<bool>()) log2_of_base = base_log_of_2 = 1;
+  }
+
+  i64 num_states() const { return static_cast<i64>(outs.size()); }
+  i64 num_rows() const { return out->outer * out->inner; }
+
+  // The next partial.
+  void add(const Tensor& out, const Tensor& lse) {
+    in_type = float_type(out);
+    lse_type = float_type(lse);
+    if (!outs.empty()) {
+      const Tensor& first = outs[0];
+      out.same_dtype(first);
+      if (out.dl->ndim != first.dl->ndim ||
+          !std::equal(out.dl->shape, out.dl->shape + out.dl->ndim, first.dl->shape)) {
+        out.value_error("shape " + out.shape_text(),
+                        "shape " + first.shape_text() + " as in " + first.arg);
+      }
+      lse.same_dtype(lses[0]);
     }
-    lse.same_dtype(lses[0]);
+    outs.push_back(value_rows(out));
+    lses.push_back(lse_rows(lse, outs[0], heads_first));
   }
-  outs.push_back(value_rows(out));
-  lses.push_back(lse_rows(lse, outs[0], heads_first));
-}
 
-void MergeCall::add_stacked(const Tensor& out, const Tensor& lse) {
-  in_type = float_type(out);
-  lse_type = float_type(lse);
-  const Grid first = value_rows(out, 1);
-  const i64 count = out.dl->shape[0];
-  check_count(op, "a first dimension of ", count);
-  const Grid first_lse = lse_rows(lse, first, heads_first, 1);
-  if (lse.dl->shape[0] != count) {
-    lse.value_error("shape " + lse.shape_text(),
-                    "a first dimension of " + std::to_string(count) + " as in outs");
+  void add_stacked(const Tensor& out, const Tensor& lse) {
+    in_type = float_type(out);
+    lse_type = float_type(lse);
+    const Grid first = value_rows(out, 1);
+    const i64 count = out.dl->shape[0];
+    check_count(op, "a first dimension of ", count);
+    const Grid first_lse = lse_rows(lse, first, heads_first, 1);
+    if (lse.dl->shape[0] != count) {
+      lse.value_error("shape " + lse.shape_text(),
+                      "a first dimension of " + std::to_string(count) + " as in outs");
+    }
+    for (i64 i = 0; i < count; ++i) {
+      outs.push_back(first.moved_by(i * out.stride(0) * out.item_bytes()));
+      lses.push_back(first_lse.moved_by(i * lse.stride(0) * lse.item_bytes()));
+    }
   }
-  for (i64 i = 0; i < count; ++i) {
-    outs.push_back(first.moved_by(i * out.stride(0) * out.item_bytes()));
-    lses.push_back(first_lse.moved_by(i * lse.stride(0) * lse.item_bytes()));
-  }
-}
 
-void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
-  const auto list = outs_arg.as<Array<Any>>();
-  const auto lse_list = lses_arg.as<Array<Any>>();
-  if (!list) {
-    const Tensor out = stacked(op, "outs", outs_arg);
-    if (lse_list) raise_type_error(op, "lses", lses_arg, "a stacked tensor, as outs is");
-    return add_stacked(out, stacked(op, "lses", lses_arg));
+  // Lists of tensors, or one stacked tensor of each.
+  void add_all(AnyView outs_arg, AnyView lses_arg) {
+    const auto list = outs_arg.as<Array<Any>>();
+    const auto lse_list = lses_arg.as<Array<Any>>();
+    if (!list) {
+      const Tensor out = stacked(op, "outs", outs_arg);
+      if (lse_list) raise_type_error(op, "lses", lses_arg, "a stacked tensor, as outs is");
+      return add_stacked(out, stacked(op, "lses", lses_arg));
+    }
+    if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list of tensors, as outs is");
+    const size_t count = list->size();
+    check_count(op, "a list of ", static_cast<i64>(count));
+    if (lse_list->size() != count) {
+      raise_value_error(op, "lses", "a list of " + std::to_string(lse_list->size()),
+                        std::to_string(count) + ", one for each of outs");
+    }
+    static const auto& out_names = *new auto(item_names("outs", kMostStates));
+    static const auto& lse_names = *new auto(item_names("lses", kMostStates));
+    outs.reserve(count);
+    lses.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      add(Tensor(op, out_names[i].c_str(), (*list)[i]),
+          Tensor(op, lse_names[i].c_str(), (*lse_list)[i]));
+    }
   }
-  if (!lse_list) raise_type_error(op, "lses", lses_arg, "a list of tensors, as outs is");
-  const size_t count = list->size();
-  check_count(op, "a list of ", static_cast<i64>(count));
-  if (lse_list->size() != count) {
-    raise_value_error(op, "lses", "a list of " + std::to_string(lse_list->size()),
-                      std::to_string(count) + ", one for each of outs");
-  }
-  static const auto& out_names = *new auto(item_names("outs", kMostStates));
-  static const auto& lse_names = *new auto(item_names("lses", kMostStates));
-  outs.reserve(count);
-  lses.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    add(Tensor(op, out_names[i].c_str(), (*list)[i]),
-        Tensor(op, lse_names[i].c_str(), (*lse_list)[i]));
-  }
-}
 
-void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
-  const Tensor tensor(op, "output", out_arg);
-  out_type = float_type(tensor, true);
-  out = value_rows(tensor);
-  dim = tensor.dl->shape[2];
-  const Grid& like = outs[0];
-  const int64_t shape[] = {like.outer, like.inner, like.dl->shape[like.dl->ndim - 1]};
-  if (!std::equal(shape, shape + 3, tensor.dl->shape)) {
-    tensor.value_error("shape " + tensor.shape_text(),
-                       "shape " + shape_text(shape, 3) + " as in " + like.arg);
+  void finish(AnyView out_arg, AnyView lse_arg) {
+    const Tensor tensor(op, "output", out_arg);
+    out_type = float_type(tensor, true);
+    out = value_rows(tensor);
+    dim = tensor.dl->shape[2];
+    const Grid& like = outs[0];
+    const int64_t shape[] = {like.outer, like.inner, like.dl->shape[like.dl->ndim - 1]};
+    if (!std::equal(shape, shape + 3, tensor.dl->shape)) {
+      tensor.value_error("shape " + tensor.shape_text(),
+                         "shape " + shape_text(shape, 3) + " as in " + like.arg);
+    }
+    // A partial may be with the result, or in pinned host memory for a GPU.
+    for (size_t i = 0; i < outs.size(); ++i) {
+      for (const Grid* one : {&outs[i], &lses[i]}) {
+        if (one->on_cuda() || !tensor.on_cuda()) one->same_device(tensor);
+      }
+    }
+    check_written(*out, outs, lses);
+    if (!is_none(lse_arg)) {
+      lse = lse_rows(Tensor(op, "lse", lse_arg), *out, heads_first);
+      merged_lse_type = float_type(*lse);
+      lse->same_device(tensor);
+      lse->apart_from(*out);
+      lse_is_in_place = check_written(*lse, lses, outs);
+    }
+    take_scale();
   }
-  for (size_t i = 0; i < outs.size(); ++i) {
-    check_place(outs[i], tensor);
-    check_place(lses[i], tensor);
-  }
-  check_written(*out, outs, lses);
-  if (!is_none(lse_arg)) {
-    lse = lse_rows(Tensor(op, "lse", lse_arg), *out, heads_first);
-    merged_lse_type = float_type(*lse);
-    lse->same_device(tensor);
-    lse->apart_from(*out);
-    lse_is_in_place = check_written(*lse, lses, outs);
-  }
-  take_scale();
-}
 
-// float8_e4m3fn has one, other types have none.
-void MergeCall::take_scale() {
-  const bool is_fp8 = out_type == kFloat8E4M3;
-  if (is_none(scale_given)) {
-    if (!is_fp8) return;
-    raise_value_error(op, "scale", "None",
-                      "a float32 tensor of 1 element, as output is float8_e4m3fn");
+  // float8_e4m3fn has one, other types have none.
+  void take_scale() {
+    const bool is_fp8 = out_type == kFloat8E4M3;
+    if (is_none(scale_given)) {
+      if (!is_fp8) return;
+      raise_value_error(op, "scale", "None",
+                        "a float32 tensor of 1 element, as output is float8_e4m3fn");
+    }
+    scale.emplace(op, "scale", scale_given);
+    const DLDataType& dtype = scale->dl->dtype;
+    if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
+      scale->type_error("dtype " + scale->dtype_name(), "float32");
+    }
+    if (scale->numel() != 1) scale->value_error("shape " + scale->shape_text(), "1 element");
+    scale->same_device(*out);
+    const Rows one(*scale, 1, 4, 4);
+    one.apart_from(out->whole());
+    if (lse) one.apart_from(lse->whole());
+    if (!is_fp8) scale->value_error("a tensor", "None, as output is " + out->dtype_name());
   }
-  scale.emplace(op, "scale", scale_given);
-  const DLDataType& dtype = scale->dl->dtype;
-  if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
-    scale->type_error("dtype " + scale->dtype_name(), "float32");
-  }
-  if (scale->numel() != 1) scale->value_error("shape " + scale->shape_text(), "1 element");
-  scale->same_device(*out);
-  const Rows one(*scale, 1, 4, 4);
-  one.apart_from(out->whole());
-  if (lse) one.apart_from(lse->whole());
-  if (!is_fp8) scale->value_error("a tensor", "None, as output is " + out->dtype_name());
-}
 
-// How many partials count: one number, or one for each token.
-void MergeCall::take_count() {
-  num_valid.emplace(op, "count", last);
-  num_valid->same_device(*out);
-  if (num_valid->dl->ndim > 1 || (num_valid->count != 1 && num_valid->count != out->outer)) {
-    num_valid->value_error("shape " + num_valid->shape_text(),
-                           "shape [1] or [" + std::to_string(out->outer) + "], one for each token");
+  // How many partials count: one number, or one for each token.
+  void take_count() {
+    num_valid.emplace(op, "count", last);
+    num_valid->same_device(*out);
+    if (num_valid->dl->ndim > 1 || (num_valid->count != 1 && num_valid->count != out->outer)) {
+      num_valid->value_error(
+          "shape " + num_valid->shape_text(),
+          "shape [1] or [" + std::to_string(out->outer) + "], one for each token");
+    }
+    num_valid->apart_from(out->whole());
+    if (lse) num_valid->apart_from(lse->whole());
   }
-  num_valid->apart_from(out->whole());
-  if (lse) num_valid->apart_from(lse->whole());
-}
+};
 
 // -- on the CPU ----------------------------------------------------------------------------------
 
@@ -397,18 +379,10 @@ i64 elems_of_vector(const MergeCall& call) {
   return elems;
 }
 
-// The partials that a kernel is made for: a power of two.
-int capacity_of(i64 num_states) {
-  int capacity = 2;
-  while (capacity < num_states) capacity *= 2;
-  return capacity;
-}
-
 // The one stride of all rows, or -1.
 i64 row_stride(const Grid& rows) {
-  if (rows.inner == 1) return rows.outer_stride;
   const bool is_one = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
-  return is_one ? rows.inner_stride : -1;
+  return rows.inner == 1 ? rows.outer_stride : is_one ? rows.inner_stride : -1;
 }
 
 // Whether all partials count, with one stride for all rows of all of them.
@@ -473,7 +447,8 @@ void merge_by_gpu(const MergeCall& call) {
       "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
       [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
   const bool plain = is_plain(call);
-  const int capacity = capacity_of(call.num_states());
+  int capacity = 2;  // of partials that a kernel is made for: a power of two
+  while (capacity < call.num_states()) capacity *= 2;
   const LoadedKernels& loaded =
       table.find(scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,
                                     call.lse_type, capacity, plain));
