@@ -28,7 +28,7 @@ from jitkern.comm.args import (
     seconds_arg,
 )
 from jitkern.comm.peer_memory import as_torch
-from jitkern.comm.protocol import REDUCE_OPS, ReduceOp
+from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.comm.threads import call_with_timeout, watch
 from jitkern.env import settings
@@ -95,7 +95,7 @@ def init_pynccl(
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
-class PyNCCLCommunicator:
+class PyNCCLCommunicator(Closing):
     """A ``Communicator`` over NCCL, made by ``init_pynccl``.
 
     Every call queues one NCCL operation on the current stream, without a copy or a synchronisation,
@@ -286,9 +286,6 @@ class PyNCCLCommunicator:
             self._end("has aborted it")
             self._abort()
 
-    def __enter__(self) -> PyNCCLCommunicator:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
@@ -369,10 +366,8 @@ class PyNCCLCommunicator:
         return namespace(self._calls.progress())
 
     def _position(self) -> tuple[int, str]:
-        if self._calls is None:
-            return 0, ""
-        progress = self._progress()
-        return progress.num_calls, str(progress.last_op)
+        progress = None if self._calls is None else self._progress()
+        return (0, "") if progress is None else (progress.num_calls, str(progress.last_op))
 
     def _abort(self, wait_s: float = _ABORT_S) -> None:
         if self._calls is not None:
@@ -381,12 +376,13 @@ class PyNCCLCommunicator:
 
     def _free(self) -> None:
         """Free NCCL's communicator, which waits for the other ranks and for graphs."""
-        is_captured = self._progress().num_captured > 0
+        progress = self._progress()
+        limit_s = _GRAPHS_S if progress.num_captured else self.timeout_s
         try:
-            call_with_timeout(self._calls.free, _GRAPHS_S if is_captured else self.timeout_s)
+            call_with_timeout(self._calls.free, limit_s)
         except TimeoutError:
-            if not is_captured:
-                raise self._rendezvous.diagnose("close", self._progress().number) from None
+            if not progress.num_captured:
+                raise self._rendezvous.diagnose("close", progress.number) from None
             raise CommError(
                 "close: graphs that have captured the communicator are there, expected none: "
                 "delete them before; NCCL frees it when they are gone"

@@ -223,7 +223,7 @@ class Rendezvous:
             op, number = ops[last - number], last
         behind: Missing = {}
         notes = []  # other ends, which are likely to be a consequence
-        has_failed = False
+        failed = [one for one in at if str(at[one]["end"]).startswith("has failed")]
         for one, place in at.items():
             end, issued = place["end"] or "", place["issued"]
             is_behind, progress = issued < number, "has made no call yet"
@@ -231,15 +231,13 @@ class Rendezvous:
                 is_behind, progress = one == peer, _LACKING
             elif issued > 0:
                 progress = f"has come to call {issued} ({place['op']}) only"
-            failed = end.startswith("has failed")
-            has_failed |= failed
-            if end and not failed and (is_behind or not is_late):
+            if end and one not in failed and (is_behind or not is_late):
                 gone[one] = f"{progress}, and {end}" if is_behind and issued >= 0 else end
             elif is_behind:
                 behind[one] = progress
             elif end:
                 notes.append(f"{self.peers[one]} {end}")
-        why = gone or (behind if is_late or has_failed else {})
+        why = gone or (behind if is_late or failed else {})
         slow = [f"{self.peers[one]} {behind[one]}" for one in behind if why is not behind]
         notes = slow if gone else [*slow, *notes]
         if is_late or why:
