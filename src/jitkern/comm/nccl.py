@@ -66,11 +66,9 @@ def init_pynccl(
     tp_rank, tp_size : int
         This rank, 0 to ``tp_size - 1``, and how many there are.
     tp_cpu_group : torch.distributed.ProcessGroup or torch.distributed.Store
-        How the ranks find each other: a gloo group of just these ranks, or a store that is this
-        communicator's own (a ``PrefixStore``). It carries no calls.
+        A gloo group of just these ranks, or a store of its own. It carries no calls.
     max_size_bytes : int
-        Bytes of device memory that are registered with NCCL, for ``PyNCCLCommunicator.empty``;
-        1 GiB at most. Nothing is copied there.
+        Device memory that is registered with NCCL, for ``PyNCCLCommunicator.empty``; 1 GiB at most.
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
@@ -102,11 +100,10 @@ class PyNCCLCommunicator(Closing):
     and may be captured in a CUDA graph. Calls on several streams are done one after the other. One
     thread at a time.
 
-    Each call has ``timeout_s`` seconds until the GPU is done with it. After that, or earlier if
-    NCCL hears of a rank's end, the communicator is aborted: whatever waits for the GPU goes on with
-    what is there, and the next call, or ``check``, raises ``CommTimeoutError``. If
-    NCCL fails and no rank is gone, it is ``CommError``. The ranks that are left make a
-    new communicator, over a new group.
+    A call that the GPU has not done within ``timeout_s``, or an earlier error of NCCL's, aborts the
+    communicator: whatever waits for the GPU goes on with what is there, and the next call, or
+    ``check``, raises ``CommTimeoutError``, or ``CommError`` if no rank is gone. The ranks that are
+    left make a new communicator, over a new group.
 
     ``watch`` after the replay of a graph puts it under the deadline. Delete graphs that have
     captured the communicator before ``close``. Attributes: ``rank``, ``size``, ``device``,
@@ -286,8 +283,8 @@ class PyNCCLCommunicator(Closing):
             self._end("has aborted it")
             self._abort()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
             self.close()
         else:
             self.abort()  # the other ranks may not come to a close()

@@ -20,13 +20,11 @@ class PeerCommunicator(Closing):
     """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
-    ``max_bytes``, go over a ``PeerMemory``. All other calls go to ``comm``. Those sums are
-    made in fp32 in rank order and rounded once: all ranks get the same bits, and an item gets the
-    same bits whatever is summed beside it. With a ``max_bytes`` that no tensor exceeds, a model's
-    sums do not depend on its batch size.
+    ``max_bytes``, go over a ``PeerMemory``, as ``PeerReducer`` has it; all other calls go to
+    ``comm``, which is not closed. An item gets the same bits whatever is summed beside it: with a
+    ``max_bytes`` that no tensor exceeds, a model's sums do not depend on its batch size.
 
-    All calls of a rank are on one stream, or on streams that are ordered; a CUDA graph can capture
-    them. Making one is collective, and raises as ``PeerMemory``. ``comm`` is not closed.
+    Making one is collective, and raises as ``PeerMemory``.
 
     Parameters
     ----------
@@ -36,7 +34,7 @@ class PeerCommunicator(Closing):
         How the ranks make their memory, as for ``PeerMemory``; in the order of `comm`.
     max_bytes : int, optional
         The largest tensor that goes over peer memory, the same on all ranks. 0: none, and making it
-        is not collective. By default as measured.
+        is not collective.
     algorithm : "auto", "one_shot" or "two_shot"
         As for ``PeerReducer.all_reduce``, the same on all ranks.
     device : torch.device, optional

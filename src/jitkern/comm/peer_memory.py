@@ -31,10 +31,9 @@ _INSTEAD = "use init_pynccl's all_reduce between them"
 class PeerMemory(Closing):
     """Memory on each rank of a host that all ranks read and write. Making one is collective.
 
-    On GPUs the driver's virtual memory management makes it, on the CPU it is shared memory. It
-    starts as zeros. Each rank maps the memory of all ranks in rank order: a kernel finds rank
-    ``r``'s at ``addresses[r]``, and ``whole`` is one tensor over all of it. Ordering is up to
-    the caller: a reader must come after the writer, by ``barrier`` and streams, or by flags.
+    Each rank maps the memory of all ranks in rank order: a kernel finds rank ``r``'s at
+    ``addresses[r]``. It starts as zeros. Ordering is up to the caller: a reader must come after the
+    writer, by ``barrier`` and streams, or by flags.
 
     If a step fails on one rank, all ranks raise an error of the same kind, and nothing is left. A
     rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
@@ -45,8 +44,7 @@ class PeerMemory(Closing):
     num_bytes : int
         Bytes per rank, the same on all ranks.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        How the ranks meet: a gloo group of just these ranks, None for the default group, or a store
-        that only this memory uses (a ``PrefixStore``).
+        A gloo group of just these ranks, None for the default group, or a store of its own.
     rank, size : int, optional
         This rank and the number of ranks; by default the group's. A store needs both.
     device : torch.device, optional
@@ -56,9 +54,7 @@ class PeerMemory(Closing):
 
     Attributes
     ----------
-    rank, size, device, num_bytes
-        As given, or as in the group.
-    share_bytes : int
+    rank, size, device, num_bytes, share_bytes
         Distance from one rank's memory to the next: ``num_bytes`` rounded up to pages of 2 MiB.
 
     Raises
@@ -86,15 +82,14 @@ class PeerMemory(Closing):
         self.num_bytes: int = int_arg("PeerMemory", "num_bytes", num_bytes, 1, _MAX_BYTES)
         self.device: torch.device = device_arg("PeerMemory", "device", device)
         self._num_barriers, self._pid = 0, os.getpid()
-        ordinal = _ordinal(self.device)
+        ordinal = -1 if self.device.index is None else self.device.index
         facts = {
             "num_bytes": num_bytes,
             "device": self.device.type,
             **(_same or {}),  # further settings that all ranks must share
-            "_page_bytes": _page_bytes(ordinal),
             "_ordinal": ordinal,
-            "_gpu": _gpu_id(ordinal),
             "_host": _host(),
+            **({"_page_bytes": HOST_PAGE_BYTES} if ordinal < 0 else _gpu_facts(ordinal)),
         }
         self._rendezvous = Rendezvous(
             *(_user, group, rank, size),
@@ -216,20 +211,11 @@ def as_torch(view: Any) -> torch.Tensor:
 # -- devices and hosts -----------------------------------------------------------------------------
 
 
-def _ordinal(device: torch.device) -> int:
-    return -1 if device.type == "cpu" else int(device.index)
-
-
-def _page_bytes(ordinal: int) -> int:
-    """Return the page size of shareable memory; 0: this GPU has none."""
-    return int(host.module()["gpu_granularity"](ordinal)) if ordinal >= 0 else HOST_PAGE_BYTES
-
-
-def _gpu_id(ordinal: int) -> str:
-    """Return a GPU's name as in nvidia-smi, ``""`` for the CPU."""
-    if ordinal < 0:
-        return ""
-    return f"GPU-{uuid.UUID(bytes=bytes(host.module()['gpu_uuid'](ordinal)))}"
+def _gpu_facts(ordinal: int) -> dict[str, Any]:
+    """Return the page size of shareable memory, 0 if there is none, and the name by nvidia-smi."""
+    module = host.module()
+    name = f"GPU-{uuid.UUID(bytes=bytes(module['gpu_uuid'](ordinal)))}"
+    return {"_page_bytes": int(module["gpu_granularity"](ordinal)), "_gpu": name}
 
 
 def _host() -> str:

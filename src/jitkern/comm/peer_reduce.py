@@ -63,10 +63,9 @@ host.builds("peer_reduce", kernel)
 class PeerReducer:
     """all_reduce and reduce_scatter of the ranks of one host, in one kernel, without NCCL.
 
-    For tensors so small that latency decides. Each rank has a workspace that all ranks can write,
-    over NVLink or PCIe, or in shared memory on the CPU. A call is one launch on the current stream:
-    a rank writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank
-    order, and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
+    For tensors so small that latency decides. A call is one launch on the current stream: a rank
+    writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank order,
+    and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
     graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
@@ -125,10 +124,7 @@ class PeerReducer:
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
-        """Return the workspace bytes with which messages up to ``max_bytes`` take one round.
-
-        Larger messages take several rounds in the same call.
-        """
+        """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
         one_shot_bytes = ONE_SHOT_BYTES[int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)]
         int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
         return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
@@ -170,11 +166,7 @@ class PeerReducer:
         return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Sum ``x`` over all ranks, and write part ``rank`` of ``size`` of it to ``output``.
-
-        As the first half of ``all_reduce`` in two shots. ``output`` may be this rank's part of
-        ``x``.
-        """
+        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, perhaps that of ``x``."""
         args = output, x
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 
@@ -189,8 +181,7 @@ class PeerReducer:
     def reset(self) -> None:
         """Fill this rank's workspace with 0xFF, and forget that it was broken. Waits for the GPU.
 
-        No rank may be in a call meanwhile: call ``synchronize`` and a barrier of your own
-        first, and a barrier after.
+        No rank may be in a call: call ``synchronize`` and a barrier first, and a barrier after.
         """
         self._reset()
 

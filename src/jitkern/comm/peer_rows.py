@@ -73,8 +73,8 @@ def peer_gather(
     CPU each rank copies all rows to its own memory.
 
     Collective: all ranks pass the same pairs, on one stream each. It starts and ends with a barrier
-    of their streams, some dozens of microseconds: below a few MiB ``h2d_gather`` on
-    each rank is faster. CUDA graphs can capture it. Takes scratch memory from PyTorch's allocator.
+    of their streams: below a few MiB ``h2d_gather`` on each rank is faster. CUDA graphs can capture
+    it. Takes scratch memory from PyTorch's allocator.
 
     Parameters
     ----------
@@ -104,21 +104,14 @@ def peer_gather(
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
         deadline. A rank that waited in vain writes nothing until the group's ``reset``.
-
-    Examples
-    --------
-    >>> peers = PeerMemory(num_rows * 656, group)  # doctest: +SKIP
-    >>> caches = [peers.remote(r, (num_rows, 656), torch.uint8) for r in range(2)]  # doctest: +SKIP
-    >>> peer_gather(pool, caches, pairs, comm)  # doctest: +SKIP
     """
     reducer = _reducer("peer_gather", group)
     size = 1 if reducer is None else reducer.size
     if isinstance(dsts, (str, bytes)) or not isinstance(dsts, Sequence):
         raise TypeError(f"peer_gather: dsts: {type_text(dsts)}, expected a sequence of tensors")
     if len(dsts) != size:
-        raise ValueError(
-            f"peer_gather: dsts: {len(dsts)} tensors, expected {size}, one for each rank"
-        )
+        expected = f"{size}, one for each rank"
+        raise ValueError(f"peer_gather: dsts: {len(dsts)} tensors, expected {expected}")
     if reducer is None:
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
         return
@@ -152,15 +145,12 @@ def peer_scatter(
 
 def _reducer(op: str, group: Any) -> PeerReducer | None:
     """Return the reducer of the ranks; None if there is one rank."""
-    if isinstance(group, PeerCommunicator):
-        if group.size > 1 and group.reducer is None:
-            raise ValueError(
-                f"{op}: group: a PeerCommunicator without peer memory (closed, or of max_bytes 0), "
-                "expected one that has it"
-            )
-        return group.reducer
-    if not isinstance(group, PeerReducer):
-        raise TypeError(
-            f"{op}: group: {type_text(group)}, expected a PeerCommunicator or a PeerReducer"
-        )
-    return group
+    if isinstance(group, PeerReducer):
+        return group
+    if not isinstance(group, PeerCommunicator):
+        expected = "a PeerCommunicator or a PeerReducer"
+        raise TypeError(f"{op}: group: {type_text(group)}, expected {expected}")
+    if group.size > 1 and group.reducer is None:
+        given = "a PeerCommunicator without peer memory (closed, or of max_bytes 0)"
+        raise ValueError(f"{op}: group: {given}, expected one that has it")
+    return group.reducer

@@ -22,8 +22,7 @@ from jitkern.ops.index import indexing
 OP = "TPEmbedding"
 
 Method = Literal["auto", "peer", "all_reduce"]
-# Whole pages may take twice the bytes of a rank's rows, or this many.
-_SMALL_BYTES = 16 << 20
+_SMALL_BYTES = 16 << 20  # whole pages may take this, or twice the bytes of a rank's rows
 
 
 class TPEmbedding(torch.nn.Module):
@@ -31,13 +30,13 @@ class TPEmbedding(torch.nn.Module):
 
     All ranks get the table's rows bit for bit, NaN payloads and -0.0 included, in one of two ways:
 
-    ``"all_reduce"``: all ranks look up the same ids; each has zeros for rows of other ranks, and
-    the result is the sum over the ranks. It is a sum of integers, so no bit changes.
+    ``"all_reduce"``: all ranks look up the same ids, and the result is the sum over the ranks, as
+    integers, of their rows, which are zeros if another rank holds them.
 
-    ``"peer"``: the weights lie in a ``comm.PeerMemory``, and each rank reads each row
-    from the rank that holds it. That is one launch and not collective: ranks may look up different
-    ids at different times. Making the module, ``load_full``, ``load_state_dict``,
-    ``reset_parameters`` and ``fence`` are collective. If a gradient is needed, rows are summed.
+    ``"peer"``: each rank reads each row from the ``comm.PeerMemory`` of the rank that holds it.
+    That is one launch and not collective: ranks may look up different ids at different times.
+    Making the module, ``load_full``, ``load_state_dict``, ``reset_parameters`` and ``fence`` are
+    collective. If a gradient is needed, rows are summed.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
     splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` lays all ids
@@ -110,8 +109,7 @@ class TPEmbedding(torch.nn.Module):
         like = torch.empty(0, hidden_size, dtype=dtype, device=device)
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
-        self._is_split = comm.size > 1
-        peers = None
+        self._is_split, peers = comm.size > 1, None
         if self._is_split and group is not None and method != "all_reduce":
             peers = _peer_memory(like, self.num_embeddings, comm, method, group, timeout_s)
         self._peers = peers
@@ -121,15 +119,13 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
-        self._table: Tensor | None = None
-        self._shared: tuple[Tensor, ...] = ()  # a tuple: a module takes no parameter out of it
-        if peers is None:
-            self.weight = torch.nn.Parameter(like.new_empty(shape))
-        else:
+        rows = like.new_empty(shape) if peers is None else peers.tensor(shape, like.dtype)
+        self.weight = torch.nn.Parameter(rows)
+        # The weight and all ranks' rows. A tuple: a module takes no parameter out of it.
+        self._shared: tuple[Tensor, Tensor] | None = None
+        if peers is not None:
             whole = peers.whole((shape[0] * comm.size, hidden_size), like.dtype)
-            self._table = whole[: self.num_embeddings]
-            self.weight = torch.nn.Parameter(peers.tensor(shape, like.dtype))
-            self._shared = (self.weight,)
+            self._shared = self.weight, whole[: self.num_embeddings]
         self.reset_parameters()
 
     @classmethod
@@ -153,8 +149,7 @@ class TPEmbedding(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draw normally distributed rows; that of ``padding_idx`` is zeros. Collective for "peer".
 
-        Each rank draws as many numbers as the whole table has: with one seed the ranks have
-        different rows, and equal generators afterwards.
+        With one seed the ranks have different rows, and equal generators afterwards.
         """
         held = [id_ for at, n in (self.vocab_range, self.added_range) for id_ in range(at, at + n)]
         with self._fenced(), torch.no_grad():
@@ -180,11 +175,15 @@ class TPEmbedding(torch.nn.Module):
         """
         if isinstance(ids, Tensor) and not ids.is_contiguous():
             ids = ids.contiguous()
-        weight = self.weight
+        weight, shared = self.weight, self._shared
         if not self._is_split:
             found = indexing(weight, ids)
-        elif self._reads_peers(weight):
-            return indexing(cast("Tensor", self._table), ids)
+        elif (  # unless another tensor is in its place, by torch.func.functional_call
+            shared is not None
+            and weight is shared[0]
+            and not (torch.is_grad_enabled() and weight.requires_grad)
+        ):
+            return indexing(shared[1], ids)
         else:
             call = weight, ids, self._part, self.num_embeddings, self.comm
             if torch.compiler.is_dynamo_compiling():
@@ -215,8 +214,8 @@ class TPEmbedding(torch.nn.Module):
     def fence(self) -> None:
         """Wait for this rank's GPU, then for all ranks; nothing for ``"all_reduce"``. Collective.
 
-        Call it before and after you write to ``weight`` other than by ``load_full``, such as with
-        an optimizer. Not inside a stream capture.
+        For writes to ``weight`` other than by ``load_full``: call it before and after them. Not
+        inside a stream capture.
         """
         if self._peers is None:
             return
@@ -227,10 +226,8 @@ class TPEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return (
-            f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}, "
-            f"method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
-        )
+        given = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}"
+        return f"{given}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
 
     def _load_from_state_dict(
         self,
@@ -265,10 +262,10 @@ class TPEmbedding(torch.nn.Module):
         like = self.weight.new_empty(0)
         made = fn(like)
         if (made.dtype, made.device) != (like.dtype, like.device):
-            given = f"{str(made.dtype)[6:]} on {made.device}"
+            given, own = (f"{str(one.dtype)[6:]} on {one.device}" for one in (made, like))
             raise RuntimeError(
-                f"{OP}: weight: {given}, expected {str(like.dtype)[6:]} on {like.device}: it is in "
-                "memory that other ranks read; make a new module with dtype= and device="
+                f"{OP}: weight: {given}, expected {own}: it is in memory that other ranks read; "
+                "make a new module with dtype= and device="
             )
         return self
 
@@ -280,21 +277,12 @@ class TPEmbedding(torch.nn.Module):
             )
         return self.__dict__
 
-    def _reads_peers(self, weight: Tensor) -> bool:
-        """Tell whether rows are read where they lie, not summed."""
-        if not self._shared or weight is not self._shared[0]:
-            return False  # another tensor is in its place, by torch.func.functional_call
-        return not (torch.is_grad_enabled() and weight.requires_grad)
-
     @contextmanager
     def _fenced(self) -> Iterator[None]:
-        """Write to ``weight`` while no rank reads it.
-
-        A rank that fails does not call the second fence: the others then raise too.
-        """
+        """Write to ``weight`` while no rank reads it."""
         self.fence()
         yield
-        self.fence()
+        self.fence()  # a rank that has failed does not come to it: the others then raise too
 
 
 # -- a look-up that sums over ranks ----------------------------------------------------------------
@@ -305,8 +293,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:
-        _add_up(rows, comm)
-        ctx.mark_dirty(rows)
+        ctx.mark_dirty(_add_up(rows, comm))
         return rows
 
     @staticmethod
@@ -348,16 +335,16 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
     return rows
 
 
-def _add_up(rows: Tensor, comm: Communicator) -> None:
+def _add_up(rows: Tensor, comm: Communicator) -> Tensor:
     """Sum over ranks, at most one of which has bits other than zero: exact for any bits.
 
     A sum of floats would turn -0.0 into 0.0 and change NaNs. NCCL and gloo both sum int32 and
     uint8, and not int16.
     """
-    if rows.numel() == 0:
-        return  # on every rank
-    flat = rows.detach().view(-1)
-    comm.all_reduce(flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8))
+    if rows.numel() > 0:  # on every rank
+        flat = rows.detach().view(-1)
+        comm.all_reduce(flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8))
+    return rows
 
 
 # -- which rows a rank holds -----------------------------------------------------------------------
@@ -374,11 +361,7 @@ class Part(NamedTuple):
 def part_of(
     vocab_size: int, num_added: int, rank: int, size: int, rows_per_rank: int | None = None
 ) -> Part:
-    """Return a rank's part.
-
-    With ``rows_per_rank`` the ids follow one another through all ranks. Without, vocabulary and
-    added ids are split separately.
-    """
+    """Return a rank's part; without ``rows_per_rank`` added ids are split by themselves."""
 
     def range_of(first: int, count: int, begin: int, end: int) -> tuple[int, int]:
         start = min(max(first, begin), end)
@@ -420,7 +403,7 @@ def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def rows_in_pages(num_rows: int, size: int, row_bytes: int) -> int:
-    """Return the rows per rank whose memory is whole pages."""
+    """Return the rows of each rank, whose memory is whole pages."""
     unit = HOST_PAGE_BYTES // math.gcd(HOST_PAGE_BYTES, row_bytes)
     return -(-num_rows // (size * unit)) * unit
 
@@ -428,11 +411,7 @@ def rows_in_pages(num_rows: int, size: int, row_bytes: int) -> int:
 def _peer_memory(
     like: Tensor, num_rows: int, comm: Communicator, method: Method, group: Any, timeout_s: float
 ) -> PeerMemory | None:
-    """Return memory for a table's rows, whole pages on each rank: collective.
-
-    None on all ranks if `method` is "auto" and there can be none. `like` has the row's size, dtype
-    and device.
-    """
+    """Return memory for rows as `like`, or None on all ranks if "auto" finds none: collective."""
     row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.size)
     num_bytes = rows_in_pages(num_rows, comm.size, row_bytes) * row_bytes
     is_wasteful = num_bytes > max(2 * held * row_bytes, _SMALL_BYTES)
