@@ -201,23 +201,21 @@ class MergeRun {
   }
 
   void fill_row(char* row, bool is_empty, Random& random) const {
-    const FloatFormat format = format_of(kernel_.in_type);
-    const int item = jitkern::item_bytes_of(kernel_.in_type);
-    const u32 sign = 1u << (format.bits - 1), fraction = (1u << format.mantissa) - 1;
+    const int type = kernel_.in_type;
     const i64 spread = logs_ == kSame ? 25 : 9;  // of exponents, about 0
     // Or so large that two have no sum.
-    const i64 top = is_huge_ ? std::ilogb(format.largest) : spread / 2 + 1;
-    const u32 least = static_cast<u32>(1 - format.least_exponent + top - spread);
+    const i64 largest = type == jitkern::kFloat16 ? 15 : 127;
+    const i64 top = is_huge_ ? largest : spread / 2 + 1;
     for (int d = 0; d < kernel_.dim; ++d) {
       const u64 dice = random.bits();
-      u32 bits = (least + static_cast<u32>(dice % u64(spread))) << format.mantissa;
-      bits |= static_cast<u32>(dice >> 8) & (sign | fraction);
+      double value = std::ldexp(1 + double(dice >> 8 & 0x7fff) / (1 << 16),
+                                static_cast<int>(top - i64(dice % u64(spread))));
       if (is_empty || (has_odd_values_ && random.below(30) == 0)) {
-        bits = bits_of_value(kernel_.in_type, random.pick({std::nan(""), kInfinity, -kInfinity}));
+        value = random.pick({std::nan(""), kInfinity});
       } else if (random.below(10) == 0) {
-        bits &= sign;
+        value = 0;
       }
-      std::memcpy(row + i64(d) * item, &bits, item);
+      store_number(row + d * jitkern::item_bytes_of(type), type, dice & 0x80 ? -value : value);
     }
   }
 

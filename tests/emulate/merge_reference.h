@@ -1,8 +1,10 @@
 // A row of merged partial results in double, and how far from it float may be.
 #pragma once
 
+#include <cmath>
+#include <limits>
+
 #include "buffers.h"
-#include "float_formats.h"
 #include "ops/merge.h"
 
 namespace emulate {
@@ -11,6 +13,38 @@ using jitkern::kFloat8E4M3;
 using jitkern::kMostStates;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Of FloatType. Rounding is floats.h's, which tests/ops/test_merge.py compares with PyTorch's.
+inline double value_of_bits(int type, u32 bits) {
+  switch (type) {
+    case jitkern::kFloat32:
+      return jitkern::float_of_bits(bits);
+    case jitkern::kFloat16:
+      return jitkern::float_of<jitkern::kFloat16>(static_cast<unsigned short>(bits));
+    case jitkern::kBFloat16:
+      return jitkern::float_of<jitkern::kBFloat16>(static_cast<unsigned short>(bits));
+  }
+  if ((bits & 0x7f) == 0x7f) return std::nan("");
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const double size =
+      exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
+  return bits & 0x80 ? -size : size;
+}
+inline u32 bits_of_value(int type, double value) {
+  const float rounded = static_cast<float>(value);
+  switch (type) {
+    case jitkern::kFloat32:
+      return jitkern::bits_of_float(rounded);
+    case jitkern::kFloat16:
+      return jitkern::bits_as<jitkern::kFloat16>(rounded);
+    case jitkern::kBFloat16:
+      return jitkern::bits_as<jitkern::kBFloat16>(rounded);
+  }
+  return jitkern::bits_as<kFloat8E4M3>(rounded);
+}
+inline double rounded_to(int type, double value) {
+  return value_of_bits(type, bits_of_value(type, value));
+}
 
 inline u32 load_bits(const char* from, int type) {
   u32 bits = 0;
@@ -21,7 +55,7 @@ inline double load_number(const char* from, int type) {
   return value_of_bits(type, load_bits(from, type));
 }
 inline void store_number(char* to, int type, double value) {
-  const u32 bits = bits_of_value(type, rounded_to(type, value));
+  const u32 bits = bits_of_value(type, value);
   std::memcpy(to, &bits, jitkern::item_bytes_of(type));
 }
 

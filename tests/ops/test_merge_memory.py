@@ -1,4 +1,7 @@
-"""Where tensors of merge_states lie: every stride and base, stacked, in place, what overlaps."""
+"""Where tensors of merge_states lie: every stride and base, stacked, in place.
+
+What overlaps is in the table of errors, and to the byte in test_copy_blocks.py.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from merge_reference import (
     BF16,
     F32,
@@ -109,58 +110,3 @@ def test_one_tensor_several_times(device: torch.device) -> None:
     out, lse = outs[0].clone(), lses[0].clone()
     merge_states([out] * 4, [lse] * 4, output=out, lse=lse, base="2")
     assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
-
-
-# -- what overlaps ---------------------------------------------------------------------------------
-
-
-def bytes_of(view: Tensor) -> list[int]:
-    """Addresses of all bytes; one that is there twice is twice."""
-    starts = torch.zeros(1, dtype=torch.int64)
-    for size, stride in zip(view.shape, view.stride(), strict=True):
-        starts = (starts[:, None] + torch.arange(size) * stride).flatten()
-    starts = view.data_ptr() + starts * view.itemsize
-    return (starts[:, None] + torch.arange(view.itemsize)).flatten().tolist()
-
-
-@given(data=st.data())
-def test_what_is_refused_to_the_byte(data: st.DataObject) -> None:
-    """Whatever the strides."""
-    draw = data.draw
-    memory = torch.zeros(400, dtype=F32)
-    tokens, heads, dim = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    natural = st.sampled_from([(heads * dim, dim), (dim, tokens * dim), (2 * heads * dim, 2 * dim)])
-    some = st.tuples(st.integers(0, 20), st.integers(0, 20))
-    first = st.integers(0, 60)
-
-    def rows() -> Tensor:
-        strides = draw(st.one_of(natural, some))
-        return memory.as_strided((tokens, heads, dim), (*strides, 1), draw(first))
-
-    def numbers() -> Tensor:
-        strides = draw(st.one_of(natural, some))
-        return memory.as_strided((tokens, heads), strides, draw(first) + draw(st.integers(0, 80)))
-
-    outs = [rows(), torch.ones(tokens, heads, dim)]
-    lses = [numbers(), torch.zeros(tokens, heads)]
-    out = draw(st.sampled_from([outs[0], rows()]))
-    lse = draw(st.sampled_from([lses[0], numbers()]))
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return bytes_of(a) == bytes_of(b)
-
-    written, shared = [out, lse], False
-    for one in written:
-        shared |= len(set(bytes_of(one))) < len(bytes_of(one))
-    meets = [(out, lse), (out, lses[0]), (lse, outs[0])]
-    meets += [(out, outs[0])] * (not same(out, outs[0]))
-    meets += [(lse, lses[0])] * (not same(lse, lses[0]))
-    shared |= any(not set(bytes_of(a)).isdisjoint(bytes_of(b)) for a, b in meets)
-    try:
-        merge_states(outs, lses, output=out, lse=lse)
-    except ValueError as error:
-        assert "overlap" in str(error)
-        assert shared
-        assert memory.eq(0).all()
-    else:
-        assert not shared

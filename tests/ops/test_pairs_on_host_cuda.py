@@ -1,15 +1,19 @@
-"""Pairs on the CPU and rows on a GPU: what waits for what, and what is refused there."""
+"""Pairs on the CPU and rows on a GPU: what waits for what, and what is refused there.
+
+More of it, on a GPU made of threads, is in tests/threads/staging.cc.
+"""
 
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from buffers import Buffer, make_buffer, random_bytes
 from ref import ref_h2d_gather
-from test_pairs_on_host import GATHERS, pairs_of
+from test_pairs_on_host import GATHERS, NUM_CORES, pairs_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -61,20 +65,6 @@ def test_pairs_of_a_gather_may_change_right_after_the_call(method: str, pinned: 
     assert dst.same(expected)
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_the_source_may_be_freed_right_after_the_call(pinned: bool) -> None:
-    """Memory of 13 MB goes back to Linux, and where it is pinned to the next who asks for it."""
-    src, dst, pairs = host_rows("cpu"), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
-    src = src.pin_memory() if pinned else src
-    expected = gathered(src, dst, pairs)
-    keep_busy()
-    h2d_gather(src, dst.view, pairs, method="cpu")
-    del src
-    other = torch.empty(COUNT, ROW_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(7)
-    assert dst.same(expected)
-    assert other.eq(7).all()
-
-
 @pytest.mark.parametrize("method", GATHERS)
 @pytest.mark.parametrize("count", [60, COUNT, 92_000])
 def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None:
@@ -99,16 +89,27 @@ def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None
         assert not dst.whole.any()
 
 
-def test_calls_without_a_pause() -> None:
-    """Each call uses the chunks of the last one, of another size."""
-    src, dst = host_rows("cpu"), gpu_rows()
-    expected = dst.whole.cpu()
-    view = expected.as_strided(dst.view.shape, dst.view.stride(), dst.view.storage_offset())
-    for i in range(30):
-        pairs = pairs_of((COUNT, 60, 7000, 1)[i % 4], COUNT, COUNT, seed=i)
-        h2d_gather(src, dst.view, pairs, method="cpu")
-        ref_h2d_gather(src, view, pairs)
-    assert torch.equal(dst.whole.cpu(), expected)
+@pytest.mark.skipif(NUM_CORES < 2, reason="two threads of the CPU in a call")
+def test_threads_of_every_way() -> None:
+    """None waits for another that waits for it, and each finds its own rows."""
+
+    def calls(seed: int) -> None:
+        host = host_rows("cpu")
+        pinned = host.pin_memory()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            rows = torch.zeros_like(host, device="cuda")
+            for i in range(40):
+                method = ("sm", "cpu", "both")[(i + seed) % 3]
+                count = (COUNT, 1, 300, 5000)[(i + seed) % 4]
+                pairs = pairs_of(count, COUNT, COUNT, seed=40 * seed + i)
+                expected = rows.cpu()
+                ref_h2d_gather(host, expected, pairs)
+                source = host if method == "cpu" else pinned
+                h2d_gather(source, rows, pairs, method=method, num_threads=1 + i % 2)
+                assert torch.equal(rows.cpu(), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(calls, range(4)))
 
 
 # -- which way -------------------------------------------------------------------------------------
