@@ -85,10 +85,8 @@ def copy_blocks(
         at 32 GB/s. With ``pairs`` on the CPU and a stream other than the default one, the copy
         engine takes pieces of 64 KiB or more, and blocks of 64 KiB to 64 MiB that are contiguous on
         the host only go through scratch memory of up to 64 MiB. "sm": a kernel on 4 SMs, at the
-        speed of the link. A decode step beside it takes 1.3 to 3 times as long on the way to the
-        host. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are consecutive
-        on both sides; no SM, nothing compiled. A captured graph copies the same blocks at each
-        replay.
+        speed of the link. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are
+        consecutive on both sides; no SM. A captured graph copies the same blocks at each replay.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
         Clamped to 0 and their number.

@@ -66,15 +66,13 @@ def h2d_gather(
         keep the link busy, 3 to 8. Small calls use the whole GPU for a few microseconds.
     order : {"auto", "given", "host"}
         Order in which rows are fetched: as given, or by place in ``src``. The result is the same.
-        Random rows of a source beyond 0.75 GiB miss in the link's address translation, 36 ns each;
-        sorted, they miss once per page. "auto" sorts if the source is that large, rows are 2 KiB or
-        less, and there are 4,096 pairs or more (10,240 at 1 GiB).
+        "auto" sorts 4,096 pairs or more (10,240 at 1 GiB) of rows of 2 KiB or less, if the source
+        is larger than the 0.75 GiB that the link's address translation covers.
     method : {"auto", "sm", "cpu", "both"}
-        "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows into
-        pinned memory, the copy engine sends it, and a small kernel places them; ``src`` may be
-        pageable. "both": each way for a part of the rows. "cpu" and "both" need ``pairs`` on the
-        CPU and no ``reuse_resident``. "auto" is then "cpu" for a pageable source, "both" if page
-        misses would bound the SMs and 8 threads are there. ``calibrate`` finds limits.
+        "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows, the copy
+        engine sends them; ``src`` may be pageable. "both": each way for a part of the rows. "cpu"
+        and "both" need ``pairs`` on the CPU and no ``reuse_resident``. "auto" is then "cpu" for a
+        pageable source, "both" if page misses would bound the SMs and 8 threads are there.
     num_threads : int, optional
         CPU threads including the caller, 1 to the process's cores. Default:
         ``torch.get_num_threads()`` less one core.

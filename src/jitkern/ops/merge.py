@@ -114,11 +114,7 @@ def _op(name: str) -> Callable[..., Any]:
     return host.op(name, kernel)
 
 
-def _traced(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, **rest: Any) -> Results:
-    return _through_torch("merge_state", (out_a, lse_a, out_b, lse_b), **rest)
-
-
-@dispatch.traced_as(_traced)
+@dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
 def merge_state(
     out_a: Tensor,
     lse_a: Tensor,
@@ -144,13 +140,7 @@ def merge_state(
     lse_a, lse_b : Tensor
         ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: the log of
         the sum of exponentials of the scores, for each row.
-    output, scale : Tensor, optional
-        As of ``merge_states``.
-    lse : Tensor or bool, optional
-        As of ``merge_states``.
-    base : {"e", "2"}
-        As of ``merge_states``.
-    lse_layout : {"tokens_heads", "heads_tokens"}
+    output, lse, base, lse_layout, scale
         As of ``merge_states``.
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
