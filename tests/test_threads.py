@@ -24,7 +24,7 @@ pytestmark = [
     unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
 ]
 
-CASES = re.findall(r'\{"(\w+)", \1\}', (HERE / "staging.cc").read_text())
+CASES = re.findall(r"CASE\((\w+)\)[,}]", (HERE / "staging.cc").read_text())
 # Of times and of memory, in which no thread meets another.
 NOT_UNDER_TSAN = ("asleep", "no_memory", "uploads")
 UNDER_TSAN = [

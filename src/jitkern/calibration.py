@@ -174,7 +174,7 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
     say(f"pinning {pool_gib} GiB")
     # On a stream of its own: the default one takes no batch of copies.
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with PinnedPool(pool_gib * _GIB) as pool, torch.cuda.stream(stream):
+    with PinnedPool(pool_gib * _GIB, progress=False) as pool, torch.cuda.stream(stream):
         curves = _measure(pool.tensor(), pool_gib, say)
     alike = [one for one in range(torch.cuda.device_count()) if _this_machine(one) == machine]
     figures = figures_of(curves)

@@ -89,11 +89,17 @@ def check_a_batch_is_one_copy_for_each_run() -> None:
     assert asked() == [f"copy 6 x {3 * PIECE}, {PITCHES}", f"copy 6 x {PIECE}, {PITCHES}"]
 
 
-def check_all_slots_are_one_copy() -> None:
+def check_all_slots_are_one_copy_a_step() -> None:
     engine = engine_of(2, False)
     engine.load_all(11)
     assert asked() == [f"copy 6 x {SLOTS * PIECE}, {PITCHES}"]
-    assert torch.equal(engine._gpu, engine._cpu[:, :, 11 : 11 + SLOTS])
+    whole, module._STEP_BYTES = module._STEP_BYTES, 4 * 6 * PIECE
+    try:
+        engine.load_all()
+    finally:
+        module._STEP_BYTES = whole
+    assert asked() == [f"copy 6 x {count * PIECE}, {PITCHES}" for count in (4, 4, 1)]
+    assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
 
 
 def main() -> None:

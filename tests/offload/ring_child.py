@@ -210,6 +210,7 @@ def pretend() -> None:
     fake.Stream = None
     fake.ExternalStream = OwnStream
     fake.get_device_capability = lambda _: (9, 0)
+    fake.is_current_stream_capturing = lambda: False
     ring_server._pinned_zero = lambda: next(words)
 
 

@@ -47,6 +47,9 @@ class Given:
         self.end = 0.0
         monitor._attach(self, self, None)
 
+    def num_dropped(self) -> int:
+        return 0
+
     def harvest(self, most: int) -> bytes:
         rows, self.rows = self.rows[:most], self.rows[most:]
         self.reads.append(len(rows))
@@ -85,7 +88,7 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     sync(device)
     found = monitor.snapshot()
     assert found.name == "weights"
-    assert (found.iterations, found.window, found.captured) == (21, 10, 0)
+    assert (found.iterations, found.window, found.dropped, found.captured) == (21, 10, 0, 0)
     assert found.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
     assert found.compute_ms > 0 and found.transfer_ms > 0 and found.fill_ms > 0
     assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
@@ -94,32 +97,17 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
 
 
 def test_times_on_the_cpu() -> None:
-    """Where a compute waits for every copy: of what this test saw itself, however busy the host."""
+    """Are the host's; slot_times_child.py has what follows from times."""
     monitor = OverlapMonitor(window=8)
     pipeline = pipeline_of(torch.device("cpu"), 1, monitor=monitor)
-    copies_ms: list[float] = []
-    bodies_ms: list[float] = []
-
-    def sleep(seconds: float, times_ms: list[float]) -> None:
-        begin = time.perf_counter()
-        time.sleep(seconds)
-        times_ms.append(1e3 * (time.perf_counter() - begin))
-
     begin = time.perf_counter()
-    for _ in pipeline.load(range(8), copy=lambda tensor, block: sleep(0.002, copies_ms)):
-        sleep(0.006, bodies_ms)
+    for _ in pipeline.load(range(8), copy=lambda tensor, block: time.sleep(0.002)):
+        time.sleep(0.006)
     all_ms = 1e3 * (time.perf_counter() - begin)
     found = monitor.snapshot()
-    assert found.iterations == 8
-    assert found.compute_ms >= sum(bodies_ms) / 8
-    assert found.transfer_ms >= sum(copies_ms) / 8
-    assert found.fill_ms >= copies_ms[0]
-    assert found.stall_ms >= sum(copies_ms[1:]) / 8
+    assert found.compute_ms >= 6 and min(found.transfer_ms, found.fill_ms) >= 2
+    assert found.stall_ms >= 2 * 7 / 8 and found.stall_share == 7 / 8  # the first one's is the fill
     assert found.fill_ms + 8 * (found.stall_ms + found.compute_ms) <= all_ms
-    assert found.fill_ms + 8 * found.stall_ms >= 8 * found.transfer_ms
-    assert found.stall_share == 7 / 8  # the first one's is the fill
-    assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
-    assert found.gb_s == pytest.approx(SLOT_BYTES / found.transfer_ms / 1e6)
 
 
 def test_means_of_a_window() -> None:
@@ -210,7 +198,8 @@ def test_asked_by_other_threads_while_it_runs() -> None:
         thread.join()
     found = monitor.snapshot()
     assert found.iterations == 10_000
-    assert found.timed == 64 + 32 * 38 + 16
+    # Those are dropped for which no thread came round to ask.
+    assert found.timed > 0 and found.timed + found.dropped == 64 + 32 * 38 + 16
     assert 0 < max(seen) <= found.iterations
 
 
@@ -304,7 +293,7 @@ def test_what_the_monitor_measures() -> None:
             torch.cuda._sleep(body_cycles)
         torch.cuda.synchronize()
         found = monitor.snapshot()
-        assert (found.iterations, found.timed) == (32 * run, 32 * run)
+        assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
         assert found.bytes_moved == 32 * run * WORDS * 4
         rows = [[*times[:4], one.stall_ms] for times, one in list(monitor._rows)[-32:]]
         check_order(rows, 3, (sleep_ms, body_cycles / 4e6))

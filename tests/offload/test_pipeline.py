@@ -180,42 +180,29 @@ def test_an_iterator_that_is_kept_is_ended_by_with(device: torch.device) -> None
 
 
 @pytest.mark.parametrize("at", [0, 2, 5, 9])
-def test_blocks_that_raise(device: torch.device, at: int) -> None:
+def test_blocks_and_copies_that_raise(device: torch.device, at: int) -> None:
     """After the bodies of the blocks that came before."""
     pipeline, before = pipeline_of(device), current(device)
-
-    def blocks() -> Iterator[Tensor]:
-        for number, block in enumerate(host_blocks(10, device)):
-            if number == at:
-                raise WrongError
-            yield block
-
-    for kind in range(3):
-        bodies = []
-        with pytest.raises(WrongError):
-            for slot in runs(pipeline, blocks())[kind]:
-                bodies.append(slot.tensor[0, 0].clone())
-        assert len(bodies) == at
-        if kind != 1:
-            assert [one.item() for one in bodies] == list(range(1, at + 1))
-        check_is_ready(pipeline, device, before)
-
-
-@pytest.mark.parametrize("at", [0, 2, 5, 9])
-def test_copies_that_raise(device: torch.device, at: int) -> None:
-    pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(10, device)
+
+    def until_it_raises() -> Iterator[Tensor]:
+        yield from blocks[:at]
+        raise WrongError
+
     for start, num_bodies in (
+        (lambda: pipeline.load(until_it_raises(), copy=bring), at),
+        (lambda: pipeline.store(until_it_raises(), copy=take), at),
+        (lambda: pipeline.update(until_it_raises(), load=bring, store=take), at),
         (lambda: pipeline.load(blocks, copy=copies_until(at, bring)), at),
         (lambda: pipeline.store(blocks, copy=copies_until(at, take)), at + 1),
         (lambda: pipeline.update(blocks, load=copies_until(at, bring), store=take), at),
         (lambda: pipeline.update(blocks, load=bring, store=copies_until(at, take)), at + 1),
     ):
-        bodies = 0
+        bodies = []
         with pytest.raises(WrongError):
-            for _ in start():
-                bodies += 1
-        assert bodies == num_bodies
+            for slot in start():
+                bodies.append(slot.block)
+        assert [id(block) for block in bodies] == [id(block) for block in blocks[:num_bodies]]
         check_is_ready(pipeline, device, before)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import bring, pipeline_of, take
 from torch import Tensor
 
 from jitkern.offload import OverlapMonitor, SlotPipeline
@@ -18,20 +19,13 @@ WORDS = 1 << 18  # of int32: 1 MiB a slot
 SLOW_CYCLES = 1_000_000  # about 0.6 ms
 
 
-def pipeline(depth: int, **how: Any) -> SlotPipeline:
-    return SlotPipeline(num_slots=depth, slot_shape=[WORDS], dtype=torch.int32, **how)
+def pipeline(depth: int, device: str = "cuda", **how: Any) -> SlotPipeline:
+    how = {"slot_shape": [WORDS], "dtype": torch.int32, **how}
+    return pipeline_of(torch.device(device), depth, **how)
 
 
 def pinned(count: int) -> list[Tensor]:
     return [torch.empty(WORDS, dtype=torch.int32, pin_memory=True) for _ in range(count)]
-
-
-def bring(tensor: Tensor, block: Tensor) -> None:
-    tensor.copy_(block, non_blocking=True)
-
-
-def take(tensor: Tensor, block: Tensor) -> None:
-    block.copy_(tensor, non_blocking=True)
 
 
 def slow(copy: Any) -> Any:
@@ -182,21 +176,18 @@ def test_in_a_graph(depth: int, mode: str) -> None:
 
 
 def test_several_runs_in_a_graph() -> None:
-    p = pipeline(3)
-    blocks = pinned(5)
+    p, blocks = pipeline(3), pinned(5)
     for block in blocks:
         block.fill_(1)
     total = torch.zeros((), dtype=torch.int64, device="cuda")
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), p:
         for _ in range(4):
             for slot in p.load(blocks, copy=bring):
                 total += slot.tensor.sum()
-    for turn in range(1, 4):
+    for _ in range(3):
         graph.replay()
-        torch.cuda.synchronize()
-        assert total.item() == turn * 20 * WORDS
+    assert total.item() == 3 * 20 * WORDS
 
 
 def test_a_capture_inside_a_session_is_refused() -> None:

@@ -169,6 +169,15 @@ def test_memory_that_linux_refuses_leaves_nothing(
     assert not is_mapped(noted.address)
 
 
+def test_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str]) -> None:
+    PinnedPool(4 * MIB).close()
+    assert capfd.readouterr().err == ""
+    PinnedPool(4 * MIB, progress=True).close()
+    assert "PinnedPool" in capfd.readouterr().err
+    PinnedPool(4 * MIB, progress=False).close()
+    assert capfd.readouterr().err == ""
+
+
 # -- on a GPU --------------------------------------------------------------------------------------
 
 

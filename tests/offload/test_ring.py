@@ -178,10 +178,8 @@ def test_others_wait_for_a_reserved_slot() -> None:
             time.sleep(0.001)
         slot.cancel()
         thread.join()
-        text = (
-            "DescriptorRing.push: slot 0 is reserved for over 0.01 s; publish() or cancel() what "
-        )
-        assert found == [None, f"{text}reserve() returned", 0]
+        text = "DescriptorRing.push: another thread has slot 0 reserved for over 0.01 s"
+        assert found == [None, text, 0]
 
 
 def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
@@ -322,6 +320,12 @@ def test_mistakes_of_other_calls() -> None:
 def test_a_reserved_slot() -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         slot = ring.reserve(3)
+        own = "this thread has a slot reserved; publish() or cancel() it first"
+        for name, arguments in (("push", (ONE,)), ("try_push", (ONE,)), ("reserve", ())):
+            text = f"DescriptorRing.{name.removeprefix('try_')}: {own}"
+            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+                getattr(ring, name)(*arguments)
+        assert repr(slot) == "RingSlot(0, ticket 0, being written)"
         with pytest.raises(ValueError, match=r"^RingSlot.publish: num_descriptors: 4, expected 1 "):
             slot.publish(4)
         assert slot.publish() == 0

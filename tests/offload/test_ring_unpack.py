@@ -256,33 +256,6 @@ def test_never_torn_or_stale() -> None:
             dst.zero_()
 
 
-def test_a_producer_that_died_in_the_middle_of_a_push() -> None:
-    """Before the word nothing was pushed; behind it, all was."""
-    src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    with DescriptorRing(2, 8, device="cpu") as ring:
-        memory = memory_of(ring)
-        for generation in (1, 2, 3):
-            # All but the word, as the consumer waits for it.
-            slot = ring.reserve(2)
-            slot.len[:] = 8
-            for i in range(2):
-                for seal in memory.seals(slot.index, i):
-                    seal.value = ring_word(generation, 2)
-            unpack(src, dst, ring, num_slots=2)
-            assert memory.done(slot.index).value == generation - 1 and not dst.any()
-            slot.cancel()
-            ticket = ring.push(rows((3, 3, 2)))
-            assert ticket == 2 * generation - 2
-            # All but the head: the next producer goes on behind it.
-            memory.head().value = ticket
-            assert ring.num_pushed == ticket + 1
-            assert ring.push(rows((5, 5, 1))) == ticket + 1
-            memory.head().value = ticket + 1
-            unpack(src, dst, ring, num_slots=2)
-            assert dst.tolist()[:7] == [0, 0, 0, 3, 4, 5, 0]
-            dst.zero_()
-
-
 OUT_OF_RANGE = [
     ((0, 0, 61), "src: bytes up to 61", "at most 60"),
     ((60, 0, 1), "src: bytes up to 61", "at most 60"),

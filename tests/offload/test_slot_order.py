@@ -6,17 +6,14 @@ that are wrong, of which it has to find each.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from fake_gpu import COMPILER, HERE, needs_fake_gpu
+from fake_gpu import build_driver, environment, needs_fake_gpu
 from needs import needs_cxx
-from paths import TESTS, python_path
 from proved import HOST, unproved
 from slot_mutants import MUTANTS, Mutant
 from threads.program import Builder
@@ -52,8 +49,7 @@ class Library(Builder):
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
-    command = [str(COMPILER), "-shared", "-fPIC", str(HERE / "fake_driver.c")]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    build_driver(folder)
     return folder
 
 
@@ -62,26 +58,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("objects")
 
 
-def run(
-    driver: Path, arguments: Sequence[str], program: Path = PROGRAM
-) -> subprocess.CompletedProcess[str]:
-    libraries = [str(driver), os.environ.get("LD_LIBRARY_PATH", "")]
-    paths = {
-        "LD_LIBRARY_PATH": os.pathsep.join(libraries),
-        "PYTHONPATH": python_path(TESTS),
-    }
-    return subprocess.run(
-        [sys.executable, str(program), *arguments],
-        env={**os.environ, **paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run(driver: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), *arguments]
+    env = environment(driver)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_random_runs_are_in_order(driver: Path) -> None:
     module()  # built here, and not against the child's limit of time
-    done = run(driver, ["", "2000"])
+    done = run(driver, "", "2000")
     assert done.stdout == "in order\n", done.stdout + done.stderr
 
 
@@ -90,26 +75,18 @@ def test_the_part_that_mutants_are_made_of_is_right(
     driver: Path, store: Path, tmp_path: Path
 ) -> None:
     library = Library(store, ("-O0",)).link(tmp_path / "host.so")
-    done = run(driver, [str(library)])
+    done = run(driver, str(library))
     assert done.stdout == "in order\n", done.stdout + done.stderr
 
 
-def build(mutant: Mutant, store: Path, folder: Path) -> Path:
-    csrc = folder / "csrc"
+@of_these_sources
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.mistake.replace(" ", "-"))
+def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
+    csrc = tmp_path / "csrc"
     shutil.copytree(CSRC, csrc)
     mutant.apply(csrc)
-    return Library(store, ("-O0",), csrc).link(folder / "host.so")
-
-
-def name_of(mutant: Mutant) -> str:
-    return mutant.mistake.replace(" ", "-")
-
-
-@of_these_sources
-@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
-def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
-    library = build(mutant, store, tmp_path)
-    done = run(driver, [str(library)])
+    library = Library(store, ("-O0",), csrc).link(tmp_path / "host.so")
+    done = run(driver, str(library))
     assert done.returncode == 1, f"nobody noticed: {mutant.old} -> {mutant.new}; {done.stderr}"
     # Noticed by the order, or by the driver, which refuses a wait; not by a crash.
     noticed = ("is not before", "cuStreamWaitEvent", "could not wait", "cuEvent")

@@ -41,7 +41,6 @@ thread_local fake::Kind before_kind;
 thread_local std::function<void()> before_run;
 std::atomic<i64> launches[fake::kNumRoles];
 std::atomic<bool> has_capture{false};
-std::atomic<i64> living_events{0};
 
 struct Range {
   i64 bytes;
@@ -182,10 +181,6 @@ void Point::wait() const {
 
 CUstream make_stream(int device) { return add_stream(kCallers, device); }
 int device_of(CUstream stream) { return stream->device; }
-int current_device() {
-  if (current == nullptr) fail_program("has no context current");
-  return current->device;
-}
 
 void run_on(CUstream stream, std::function<void()> work) { stream->put(std::move(work)); }
 std::shared_ptr<Point> hold(CUstream stream) {
@@ -225,8 +220,6 @@ bool fails(Kind kind) {
   return number == failing_call[kind].load(std::memory_order_relaxed);
 }
 void set_capturing(bool capturing) { has_capture = capturing; }
-bool is_capturing() { return has_capture; }
-i64 num_events() { return living_events; }
 
 void know(const char* memory, i64 bytes, u32 type, int device) {
   memories().add(memory, {bytes, type, device});
@@ -263,9 +256,8 @@ CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
 CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) {
   auto* made = new CUmod_st{};
   *module = made;
-  return std::sscanf(static_cast<const char*>(image), "%d %d %d %d %d %d", &made->row_bytes,
-                     &made->vec_bytes, &made->index_bytes, &made->line_aligned, &made->large,
-                     &made->host_side) != 6;
+  return std::sscanf(static_cast<const char*>(image), "%d %d %d %d %d", &made->row_bytes,
+                     &made->vec_bytes, &made->index_bytes, &made->line_aligned, &made->large) != 5;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
   return *function = new CUfunc_st{*module}, 0;
@@ -314,10 +306,7 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
 }
 CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = has_capture, 0; }
 CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
-CUresult cuEventCreate(CUevent* event, unsigned) {
-  ++living_events;
-  return *event = new CUevent_st(), 0;
-}
+CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st(), 0; }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   const auto point = std::make_shared<Point>();
   const CUresult result = queue(fake::kRecord, stream, [point] { point->set(); });
@@ -342,10 +331,7 @@ CUresult cuEventQuery(CUevent event) {
   return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
 }
 CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 0, 0; }
-CUresult cuEventDestroy_v2(CUevent event) {
-  --living_events;
-  return delete event, 0;
-}
+CUresult cuEventDestroy_v2(CUevent event) { return delete event, 0; }
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);

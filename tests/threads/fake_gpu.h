@@ -39,7 +39,6 @@ class Point {
 
 CUstream make_stream(int device);
 int device_of(CUstream stream);
-int current_device();  // of this thread's context
 // Queues something of a test's own.
 void run_on(CUstream stream, std::function<void()> work);
 // What is queued from now on waits for the point.
@@ -62,8 +61,6 @@ void before_next(Kind kind, std::function<void()> run);
 // Whether one of these is to fail now, which is then forgotten.
 bool fails(Kind kind);
 void set_capturing(bool capturing);
-bool is_capturing();
-i64 num_events();  // that were made and not destroyed
 // Pairs that a kernel found out of range.
 i64 num_faults();
 
@@ -76,7 +73,7 @@ void require_memory(const void* at, i64 bytes, const char* what);
 
 // What the kernel, of fake_kernel.cc, was compiled for.
 struct KernelSpec {
-  int row_bytes, vec_bytes, index_bytes, line_aligned, large, host_side;
+  int row_bytes, vec_bytes, index_bytes, line_aligned, large;
 };
 // Ends the program where the parameters are not what the kernel was compiled for.
 void require_launch(const KernelSpec& spec, const jitkern::LaunchConfig& config,

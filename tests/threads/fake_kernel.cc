@@ -83,9 +83,8 @@ void require_launch(const KernelSpec& f, const LaunchConfig& config, const PairC
   if ((src_bits | dst_bits | static_cast<u64>(f.row_bytes)) % vec_bytes != 0) {
     fail_program("is asked for unaligned vectors");
   }
-  const u64 host_bits = f.host_side == kHostSource ? src_bits : dst_bits;
-  const bool in_line = kHostLineBytes % f.row_bytes == 0 && host_bits % u64(f.row_bytes) == 0;
-  if (f.line_aligned != 0 && !in_line && host_bits % kHostLineBytes != 0) {
+  const bool in_line = kHostLineBytes % f.row_bytes == 0 && src_bits % u64(f.row_bytes) == 0;
+  if (f.line_aligned != 0 && !in_line && src_bits % kHostLineBytes != 0) {
     fail_program("is asked for rows that do not begin where lines do");
   }
   if (f.large != 0) return;  // its blocks go on until all is done

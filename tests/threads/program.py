@@ -55,7 +55,7 @@ CPU_OPS = Program(
 )
 STAGING = Program(
     "staging",
-    ("host/[!u]*.cc", "ops/pairs*.cc", "ops/*2[dh]_*.cc", "ops/sort.cc", "ops/common.cc"),
+    ("host/[!u]*.cc", "ops/pairs*.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
     ("staging.cc",),
     {"libcuda.so.1": ("fake_gpu.cc", "fake_kernel.cc")},
     instead=("host/cpu_copy.cc", "plain_copy.cc"),

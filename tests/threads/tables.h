@@ -1,4 +1,4 @@
-// Calls of h2d_gather and d2h_scatter with pairs on the host, and what has to come of them.
+// Calls of h2d_gather with pairs on the host, and what has to come of them.
 #pragma once
 
 #include <sanitizer/asan_interface.h>
@@ -29,7 +29,6 @@ using tvm::ffi::Tuple;
   static Function name() { return Function::FromExternC(nullptr, __tvm_ffi_##name, nullptr); }
 EXPORTED(set_resolver)
 EXPORTED(h2d_gather)
-EXPORTED(d2h_scatter)
 #undef EXPORTED
 
 namespace calls {
@@ -53,9 +52,6 @@ inline void require(bool so, const std::string& what) {
   std::abort();
 }
 
-constexpr i64 kGuardBytes = 256;
-constexpr char kGuard = '\xEE';
-
 inline i64 mixed(i64 a, i64 b) {
   uint64_t x = static_cast<uint64_t>(a) * 0x9E3779B97F4A7C15u + static_cast<uint64_t>(b);
   x = (x ^ (x >> 31)) * 0xBF58476D1CE4E5B9u;
@@ -73,32 +69,25 @@ inline CUstream current_stream(int device) {
   return static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, device));
 }
 
-// Bytes between guards, which are looked at when it goes.
+// On a line; AddressSanitizer sees what is touched outside of it.
 class Memory {
  public:
   enum Kind { kPageable, kPinned, kDevice };
-  Memory(i64 bytes, Kind kind, int device = 0) : bytes_(bytes), kind_(kind) {
-    base_ = static_cast<char*>(std::malloc(static_cast<size_t>(bytes + 2 * kGuardBytes + 64)));
-    data_ = base_ + kGuardBytes;
-    data_ += -reinterpret_cast<uintptr_t>(data_) % 64;
-    std::memset(data_ - kGuardBytes, kGuard, kGuardBytes);
-    std::memset(data_ + bytes, kGuard, kGuardBytes);
-    ASAN_POISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
-    ASAN_POISON_MEMORY_REGION(data_ + bytes, kGuardBytes);
+  Memory(i64 bytes, Kind kind, int device = 0)
+      : bytes_(bytes),
+        kind_(kind),
+        whole_(static_cast<size_t>(bytes / 64 + 1) * 64),
+        data_(static_cast<char*>(std::aligned_alloc(64, whole_))) {
+    ASAN_POISON_MEMORY_REGION(data_ + bytes, whole_ - static_cast<size_t>(bytes));
     if (kind == kPageable) return;
     fake::know(data_, bytes,
                kind == kPinned ? jitkern::kMemoryTypeHost : jitkern::kMemoryTypeDevice, device);
   }
   ~Memory() {
     if (kind_ != kPageable) fake::forget(data_);
-    ASAN_UNPOISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
-    ASAN_UNPOISON_MEMORY_REGION(data_ + bytes_, kGuardBytes);
-    for (i64 i = 0; i < kGuardBytes; ++i) {
-      const bool same = data_[i - kGuardBytes] == kGuard && data_[bytes_ + i] == kGuard;
-      require(same, "bytes around a table are as they were");
-    }
-    std::memset(data_, 0xDD, static_cast<size_t>(bytes_));
-    std::free(base_);
+    ASAN_UNPOISON_MEMORY_REGION(data_, whole_);
+    std::memset(data_, 0xDD, whole_);
+    std::free(data_);
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -107,10 +96,10 @@ class Memory {
   i64 bytes() const { return bytes_; }
 
  private:
-  char* base_;
-  char* data_;
-  i64 bytes_;
-  Kind kind_;
+  const i64 bytes_;
+  const Kind kind_;
+  const size_t whole_;
+  char* const data_;
 };
 
 // A caching allocator's memory: its last owner may have work queued that writes it, and the next
@@ -155,7 +144,6 @@ inline Resolved resolve(String op, Array<String> names, Array<int64_t> values, i
   require(names.size() == 5 && values.size() == 5, "pair copies are asked for");
   std::string image;
   for (const int64_t value : values) image += std::to_string(value) + " ";
-  image += op == "h2d_gather" ? "0" : "1";
   const int64_t large = values[4];
   return Resolved(Bytes(image), Array<String>{op},
                   Array<int64_t>{large ? 1024 : 256, 0, large ? 8 : 1, 1});
@@ -179,7 +167,6 @@ inline void use_stream(CUstream stream) {
 }
 
 struct Shape {
-  bool is_gather = true;
   i64 row_bytes = 656;
   i64 num_pairs = 1000;
   int index_bytes = 8;
@@ -200,10 +187,8 @@ class Tables {
         stride_(shape.row_bytes + shape.gap_bytes),
         pairs_(2 * shape.num_pairs * shape.index_bytes, Memory::kPageable) {
     const auto host = shape.is_pinned ? Memory::kPinned : Memory::kPageable;
-    const auto src_kind = shape.is_gather ? host : Memory::kDevice;
-    const auto dst_kind = shape.is_gather ? Memory::kDevice : host;
-    src_ = new Memory(num_src_rows * stride_, src_kind, shape.device);
-    dst_ = new Memory(num_dst_rows * stride_, dst_kind, shape.device);
+    src_ = new Memory(num_src_rows * stride_, host, shape.device);
+    dst_ = new Memory(num_dst_rows * stride_, Memory::kDevice, shape.device);
     slots_ = new Memory(num_src_rows * shape.slot_bytes, Memory::kDevice, shape.device);
     fill(*src_, num_src_rows, 1);
     fill(*dst_, num_dst_rows, 2);
@@ -231,15 +216,12 @@ class Tables {
   }
   // Behind all that is queued on the stream.
   ~Tables() {
-    Memory* const host = shape.is_gather ? src_ : dst_;
-    Memory* const device = shape.is_gather ? dst_ : src_;
-    Memory* const slots = slots_;
-    fake::run_on(stream, [=] {
-      delete device;
+    fake::run_on(stream, [dst = dst_, slots = slots_] {
+      delete dst;
       delete slots;
     });
-    if (shape.is_pinned) fake::synchronize(stream);  // SMs may read or write it until then
-    delete host;
+    if (shape.is_pinned) fake::synchronize(stream);  // SMs may read it until then
+    delete src_;
   }
   // The call. What it throws is a tvm::ffi::Error.
   void run(const std::string& method, int num_threads) {
@@ -251,19 +233,15 @@ class Tables {
     int64_t pairs_shape[] = {shape.num_pairs, 2};
     int64_t strides[] = {stride_, 1};
     const DLDataType bytes{kDLUInt, 8, 1};
-    DLTensor src{src_->data(), shape.is_gather ? host : gpu, 2, bytes, src_shape, strides, 0};
-    DLTensor dst{dst_->data(), shape.is_gather ? gpu : host, 2, bytes, dst_shape, strides, 0};
+    DLTensor src{src_->data(), host, 2, bytes, src_shape, strides, 0};
+    DLTensor dst{dst_->data(), gpu, 2, bytes, dst_shape, strides, 0};
     DLTensor pairs{pairs_.data(), host, 2, int_type(shape.index_bytes), pairs_shape, nullptr, 0};
     DLTensor slots{slots_->data(), gpu, 1, int_type(shape.slot_bytes), src_shape, nullptr, 0};
     use_stream(stream);
-    if (!shape.is_gather) {
-      d2h_scatter()(&src, &dst, &pairs, nullptr, String("given"), String(method));
-    } else {
-      const tvm::ffi::AnyView slot_map =
-          shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
-      h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
-                   String(method), num_threads);
-    }
+    const tvm::ffi::AnyView slot_map =
+        shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
+    h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
+                 String(method), num_threads);
   }
   // The same; the kind of the error and its text, "": none.
   std::string try_run(const std::string& method, int num_threads) {
@@ -334,12 +312,12 @@ class Tables {
   }
   // Now the device's table is something else; once the stream comes to it, it is as it was.
   void fill_late() {
-    Memory* const table = shape.is_gather ? dst_ : src_;
-    const std::vector<char> rows(table->data(), table->data() + table->bytes());
-    std::memset(table->data(), 0x33, rows.size());
+    char* const table = dst_->data();
+    const std::vector<char> rows(table, table + dst_->bytes());
+    std::memset(table, 0x33, rows.size());
     fake::run_on(stream, [=] {
       usleep(10'000);
-      std::memcpy(table->data(), rows.data(), rows.size());
+      std::memcpy(table, rows.data(), rows.size());
     });
   }
   void scribble_pairs() { std::memset(pairs_.data(), 0x11, static_cast<size_t>(pairs_.bytes())); }

@@ -27,6 +27,8 @@ _PARTS = {"kv": 2, "mla": 1}  # caches that move together: K and V, or the laten
 _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 _LAYOUTS = ("layer_first", "block_first")
 _METHODS = ("auto", "sm", "engine")
+_STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
+_SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
 
 
 class OffloadEngine:
@@ -206,18 +208,19 @@ class OffloadEngine:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
         self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
 
-    def load_all(self, first_block: int = 0) -> None:
+    def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
-        self._move_all("load_all", True, first_block)
+        self._move_all("load_all", True, first_block, progress)
 
-    def store_all(self, first_block: int = 0) -> None:
+    def store_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
 
         The copy engine copies, on the current stream, after all earlier work of the device.
-        IndexError if there are not as many blocks, or an earlier op on this GPU has met an index
-        out of range: nothing was queued.
+        `progress` says whether to show progress on standard error; by default from 64 GiB on, on a
+        terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
+        an index out of range: nothing was queued.
         """
-        self._move_all("store_all", False, first_block)
+        self._move_all("store_all", False, first_block, progress)
 
     # Names that other engines have for these.
     load_to_slot_all_layers = load
@@ -298,22 +301,38 @@ class OffloadEngine:
         if pairs is not None:
             self._copy(to_gpu, pairs, gpu, cpu, self._method)
 
-    def _move_all(self, name: str, to_gpu: bool, first: Any) -> None:
-        """Copy all slots, and wait for that."""
+    def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
+        """Copy all slots step by step; each is waited for once the next one is queued."""
         import torch
 
-        call, on_gpu = f"{_CALL}.{name}", self.device.type == "cuda"
+        call, count = f"{_CALL}.{name}", self.num_slots
         self._require_open(call)
-        most = self.num_cpu_blocks - self.num_slots
+        most = self.num_cpu_blocks - count
         first = count_arg(call, "first_block", first, most, least=0, error=IndexError)
-        if on_gpu:  # what earlier ops have met is raised before anything is moved
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
             torch.cuda.synchronize(self.device)
             check(self.device.index)
-        pairs = torch.arange(self.num_slots, device="cpu").unsqueeze(1).repeat(1, 2)
-        pairs[:, 0 if to_gpu else 1] += first
-        self._copy(to_gpu, pairs, *self._sides(None, None), "engine")
-        if on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()
+        num_bytes = self._gpu.nbytes
+        step = max(1, _STEP_BYTES * count // num_bytes)
+        what = "loading" if to_gpu else "storing"
+        stream = torch.cuda.current_stream(self.device) if on_gpu else None
+        before: Any = None
+        with memory.display(num_bytes, progress, _CALL, _SHOWN_BYTES) as shown:
+            try:
+                for begin in range(0, count, step):
+                    end = min(begin + step, count)
+                    pairs = torch.arange(begin, end, device="cpu").unsqueeze(1).repeat(1, 2)
+                    pairs[:, 0 if to_gpu else 1] += first
+                    self._copy(to_gpu, pairs, *self._sides(None, None), "engine")
+                    if before is not None:
+                        before.synchronize()
+                    shown(what, begin / count)
+                    before = None if stream is None else stream.record_event()
+            finally:  # nothing goes on after an exception
+                if stream is not None:
+                    stream.synchronize()
+            shown(what, 1.0)
 
     def _copy(
         self,

@@ -7,7 +7,8 @@ import os
 import resource
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,16 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _MAX_THREADS = 32  # 8 back 38 GB/s of used memory, 16 52: what is left is the kernel's zeroing
-_TOUCH_BYTES = _GIB  # a step of the first touch: after each one Ctrl-C gets through
+# A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
+_TOUCH_BYTES = _GIB
+_SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
+
+Shown = Callable[[str, float], None]
+"""Is told what is being done, and which part of it is."""
+
+
+def _show_nothing(what: str, done: float) -> None:
+    pass
 
 
 class PinnedMemory:
@@ -35,7 +45,14 @@ class PinnedMemory:
         Each rank touches its part only, on the node of its GPU as far as that has room.
     """
 
-    def __init__(self, num_bytes: int, fd: int = -1, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        fd: int = -1,
+        rank: int = 0,
+        num_ranks: int = 1,
+        shown: Shown = _show_nothing,
+    ) -> None:
         import torch
         from torch.utils.dlpack import from_dlpack
 
@@ -46,10 +63,10 @@ class PinnedMemory:
         self.is_registered = False
         self.register_s = 0.0
         begin = time.perf_counter()
-        self.numa_node = self._touch_part(*_part(num_bytes, rank, num_ranks))
+        self.numa_node = self._touch_part(*_part(num_bytes, rank, num_ranks), shown)
         self.touch_s: float = time.perf_counter() - begin
 
-    def _touch_part(self, first: int, last: int) -> int | None:
+    def _touch_part(self, first: int, last: int, shown: Shown) -> int | None:
         """Have Linux back a part of the memory; the pages of an attached pool are there."""
         node = _node_of_gpu()
         if node is not None and not self._bind(first, last - first, node):
@@ -64,9 +81,10 @@ class PinnedMemory:
                     f"PinnedPool: {os.strerror(failed)} after {done} of {whole}; "
                     "free memory, or raise the limit of the container"
                 )
+            shown("touching", (begin + count - first) / (last - first))
         return node
 
-    def register(self) -> None:
+    def register(self, shown: Shown = _show_nothing) -> None:
         """Register it for all GPUs, if there are any, after all ranks have touched their parts.
 
         CUDA would touch the rest by one thread.
@@ -75,6 +93,7 @@ class PinnedMemory:
 
         if not torch.cuda.is_available():
             return
+        shown("registering", 0.0)
         begin = time.perf_counter()
         try:
             self._register(torch.cuda.current_device())
@@ -87,6 +106,7 @@ class PinnedMemory:
                 f"{size_text(free_bytes() or 0)} of memory are free"
             ) from None
         self.is_registered, self.register_s = True, time.perf_counter() - begin
+        shown("registering", 1.0)
         _registered.add(self)
 
 
@@ -134,3 +154,27 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes} bytes"
+
+
+@contextmanager
+def display(
+    num_bytes: int,
+    progress: bool | None,
+    title: str = "PinnedPool",
+    shown_bytes: int = _SHOWN_BYTES,
+) -> Iterator[Shown]:
+    """Show on standard error what is being done and how much of it is, or nothing."""
+    console = None
+    if num_bytes >= shown_bytes if progress is None else progress:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True, force_terminal=True if progress else None)
+    if console is None or not console.is_terminal:
+        yield _show_nothing
+        return
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda what, done: bar.update(task, description=f"{title}: {what}", completed=done)

@@ -35,6 +35,7 @@ class OverlapSnapshot:
     iterations: int  # queued so far, also those still under way
     captured: int  # in captures, which `iterations` leaves out
     timed: int  # whose times are known
+    dropped: int  # whose times were not read in time
     window: int  # timed iterations that the means are of
     compute_ms: float  # mean of a body
     transfer_ms: float  # mean of a copy, the longer one if there are two
@@ -97,6 +98,7 @@ class OverlapMonitor:
         # Times of begin and end of load, compute and store, and what follows from them.
         self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_SHOWN, self._window))
         self._harvest: Any = None  # of a pipeline
+        self._num_dropped: Callable[[], int] = lambda: 0
         self._observe: Callable[[Iteration], object] | None = None
         self._iterations = self._copies = self._captured = 0  # by the pipeline
         self._timed = self._looked_at = self._alarms = 0
@@ -124,7 +126,7 @@ class OverlapMonitor:
             return value / other if other else math.nan
 
         return OverlapSnapshot(
-            *(self._name, iterations, self._captured, timed, count),
+            *(self._name, iterations, self._captured, timed, self._num_dropped(), count),
             compute_ms=by(compute_ms, count),
             transfer_ms=by(transfer_ms, count),
             stall_ms=by(stall_ms, count),
@@ -157,7 +159,8 @@ class OverlapMonitor:
     ) -> None:
         if self._harvest is not None:
             raise ValueError("SlotPipeline: monitor: that of another pipeline, expected a new one")
-        self._harvest, self._observe = streams.harvest, observe
+        self._harvest, self._num_dropped = streams.harvest, streams.num_dropped
+        self._observe = observe
         self._pipeline, self._slot_bytes = weakref.ref(pipeline), pipeline.slot_bytes
 
     def _poll(self, most: int = sys.maxsize) -> None:

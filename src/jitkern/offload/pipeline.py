@@ -60,7 +60,8 @@ class Streams:
     def _connect(self, *how: object) -> None:
         made: Any = host.module()["make_slot_streams"](*how)
         self.next: Any = made[0]
-        self._enter, self.start, self.fork, self._leave, self._add_slot, self.harvest = made[1:]
+        self._enter, self.start, self.fork, self._leave, self._add_slot = made[1:6]
+        self.harvest, self.num_dropped = made[6:]
 
     def enter(self) -> bool:
         """Begin a session after the caller's work; tell whether that is being captured."""

@@ -106,6 +106,8 @@ class PinnedPool:
         With a shape. ``tensor`` without arguments is then that tensor.
     share : Share, optional
         One pool for all ranks of a node; every rank makes it, with the same name and size.
+    progress : bool, optional
+        Whether to show progress on standard error; by default from 4 GiB on, on a terminal.
 
     Raises
     ------
@@ -140,15 +142,16 @@ class PinnedPool:
         dtype: torch.dtype | None = None,
         *,
         share: Share | None = None,
+        progress: bool | None = None,
     ) -> None:
         self._shape, num_bytes = _size_arg(size, dtype)
         self._dtype = dtype
         optional_arg("PinnedPool", "share", share, Share)
         if share is None:
             memory.require_free(num_bytes)
-            self._make(num_bytes)
+            self._make(num_bytes, progress)
         else:
-            self._make_shared(num_bytes, share)
+            self._make_shared(num_bytes, share, progress)
 
     @classmethod
     def attach(cls, handle: PoolHandle) -> PinnedPool:
@@ -163,7 +166,7 @@ class PinnedPool:
         try:
             pool = cls.__new__(cls)
             pool._shape, pool._dtype = [os.fstat(fd).st_size], None
-            pool._make(pool._shape[0], fd)
+            pool._make(pool._shape[0], None, fd)
             return pool
         finally:
             os.close(fd)
@@ -238,7 +241,7 @@ class PinnedPool:
             raise RuntimeError(f"PinnedPool.{what}: the pool is closed")
         return self._memory
 
-    def _make_shared(self, num_bytes: int, share: Share) -> None:
+    def _make_shared(self, num_bytes: int, share: Share, progress: bool | None) -> None:
         """Make it together with the other ranks: all of them have it, or none has."""
 
         def make() -> None:
@@ -250,22 +253,25 @@ class PinnedPool:
         with _meeting(share, num_bytes) as met, Descriptors() as fds:
             met.all_or_none("made", make)
             hand_over(met, fds, [0])
-            self._make(num_bytes, fds[0], met)
+            self._make(num_bytes, progress, fds[0], met)
             self._shared = share.name, fds.pop(0)
             self._close_fd = weakref.finalize(self, os.close, self._shared[1])
 
-    def _make(self, num_bytes: int, fd: int = -1, met: Rendezvous | None = None) -> None:
+    def _make(
+        self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
+    ) -> None:
         """Touch and register it, each step with the other ranks if there are any."""
         self._pid, self._used = os.getpid(), 0
         self._memory = self._shared = None
         self._close_fd = lambda: None
-        if met is None:
-            made = PinnedMemory(num_bytes, fd)
-            made.register()
-        else:
-            make = partial(PinnedMemory, num_bytes, fd, met.rank, met.size)
-            made = met.all_or_none("touched", make)
-            met.all_or_none("registered", made.register)
+        with memory.display(num_bytes, progress) as shown:
+            if met is None:
+                made = PinnedMemory(num_bytes, fd, shown=shown)
+                made.register(shown)
+            else:
+                make = partial(PinnedMemory, num_bytes, fd, met.rank, met.size, shown)
+                made = met.all_or_none("touched", make)
+                met.all_or_none("registered", partial(made.register, shown))
         self.stats = PoolStats(
             num_bytes, made.touch_s, made.register_s, made.numa_node, made.is_registered
         )

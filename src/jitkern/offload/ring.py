@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -99,6 +100,7 @@ class DescriptorRing:
         if self.device.type == "cuda":
             state = _zeros_on(self.device, module["ring_state_bytes"](num_slots, most))
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
+        self._reserved_by = 0  # a thread
         self._server: RingServer | None = None
         self._is_tensor = torch.Tensor
         self._is_open = True
@@ -136,9 +138,9 @@ class DescriptorRing:
         TypeError, ValueError
             Another dtype or shape, too many descriptors, a value that is negative or does not fit.
         TimeoutError
-            The slot is not free, or is reserved, for so long.
+            The slot is not free in time.
         RuntimeError
-            The ring is closed.
+            This thread has a slot reserved; the ring is closed.
         """
         ticket = self._try_push(descriptors)
         if ticket >= 0:
@@ -148,6 +150,7 @@ class DescriptorRing:
     def try_push(self, descriptors: Any) -> int | None:
         """Push as ``push``, at once; return None if the slot is still being read."""
         ticket = self._try_push(descriptors)
+        self._refuse_own(_PUSH, ticket)
         return ticket if ticket >= 0 else None
 
     def reserve(
@@ -169,11 +172,12 @@ class DescriptorRing:
         if num_descriptors is not None:
             count = count_arg(call, "num_descriptors", num_descriptors, count)
         ticket = self._await(call, lambda: self._reserve(count), timeout_s)
+        self._reserved_by = threading.get_ident()
         index = ticket % self.num_slots
         begin = self._first + index * self._slot_bytes
         part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES]
         descriptors = part.view(count, _DESCRIPTOR_BYTES)
-        return RingSlot(index, ticket, descriptors, lambda count: self._publish(count))
+        return RingSlot(index, ticket, descriptors, self._finish)
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
@@ -202,7 +206,7 @@ class DescriptorRing:
         The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
         What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
         and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
-        There is no ``unpack`` on its ring meanwhile.
+        There is one server on a device, and no ``unpack`` on its ring meanwhile.
 
         Parameters
         ----------
@@ -284,21 +288,32 @@ class DescriptorRing:
             ticket = attempt()
             if ticket >= 0:
                 return ticket
+            self._refuse_own(call, ticket)
             if time.monotonic() >= deadline:
                 pushed, count = self.num_pushed, self.num_slots
-                text = f"{call}: slot {pushed % count} is"
+                slot = pushed % count
                 if ticket == _RESERVED:
-                    text += f" reserved for over {timeout_s:g} s; publish() or cancel()"
-                    raise TimeoutError(f"{text} what reserve() returned")
+                    text = f"another thread has slot {slot} reserved for over {timeout_s:g} s"
+                    raise TimeoutError(f"{call}: {text}")
                 raise TimeoutError(
-                    f"{text} still being read after {timeout_s:g} s: push {pushed - count} is not "
-                    "consumed; wait longer (timeout_s), consume sooner, or make a ring of more "
-                    f"than {count} slots"
+                    f"{call}: slot {slot} is still being read after {timeout_s:g} s: push "
+                    f"{pushed - count} is not consumed; wait longer (timeout_s), consume sooner, "
+                    f"or make a ring of more than {count} slots"
                 )
             if ticket == _RESERVED:
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
+
+    def _refuse_own(self, call: str, ticket: int) -> None:
+        if ticket == _RESERVED and self._reserved_by == threading.get_ident():
+            text = "this thread has a slot reserved; publish() or cancel() it first"
+            raise RuntimeError(f"{call}: {text}")
+
+    def _finish(self, count: int) -> None:
+        """End a reservation: push so many descriptors, or nothing (-1)."""
+        self._reserved_by = 0
+        self._publish(count)
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
         number = count_arg(call, "ticket", ticket, least=0)
@@ -413,6 +428,10 @@ class RingSlot:
         if self._bytes is not None:
             with suppress(RuntimeError):  # of a ring that is closed
                 self.cancel()
+
+    def __repr__(self) -> str:
+        state = "pushed or cancelled" if self._bytes is None else "being written"
+        return f"RingSlot({self.index}, ticket {self.ticket}, {state})"
 
     def _open(self, call: str) -> torch.Tensor:
         if self._bytes is None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from jitkern.offload.ring import DescriptorRing
 
 CALL = "DescriptorRing.serve"
-_servers: weakref.WeakSet[RingServer] = weakref.WeakSet()  # that have begun
+# By device: a second one would take more SMs from the kernels that compute.
+_servers: dict[int, weakref.ref[RingServer]] = {}
 
 
 class RingServer:
@@ -63,14 +64,17 @@ class RingServer:
         ring = self._ring
         if ring is None:
             raise RuntimeError(f"{CALL}: the server has ended; make another one")
-        if ring._server is not None:
-            raise RuntimeError(f"{CALL}: the ring has a server; end that one first")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{CALL}: a graph is being captured; serve outside of it")
+        other = _servers.get(self._device.index, lambda: None)()
+        if other is not None and other.is_running:
+            raise RuntimeError(f"{CALL}: {self._device} has a server; end that one first")
         ring._next()  # raises once it is closed
         # The last that is registered is the first to be called: before whatever else waits for the
         # device at exit, as pools do.
         atexit.unregister(_stop_all)
         atexit.register(_stop_all)
-        _servers.add(self)
+        _servers[self._device.index] = weakref.ref(self)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._launch(self._stop.data_ptr(), self._stream.cuda_stream)
         self._ended = self._stream.record_event()
@@ -83,8 +87,10 @@ class RingServer:
 
 
 def _stop_all() -> None:
-    for server in list(_servers):
-        server._tell()
+    for known in _servers.values():
+        server = known()
+        if server is not None:
+            server._tell()
 
 
 def _tell(stop: torch.Tensor, pid: int) -> None:

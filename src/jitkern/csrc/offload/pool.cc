@@ -33,14 +33,11 @@ constexpr int kPreferred = 1;           // of mbind
 void synchronize_devices() {
   const Driver& driver = Driver::get();
   int count = 0;
-  driver.check(driver.cuDeviceGetCount(&count), "cuDeviceGetCount");
+  JITKERN_CU(cuDeviceGetCount, &count);
   for (int ordinal = 0; ordinal < std::min(count, kMaxDevices); ++ordinal) {
-    CUdevice handle = 0;
     unsigned flags = 0;
     int active = 0;
-    driver.check(driver.cuDeviceGet(&handle, ordinal), "cuDeviceGet");
-    driver.check(driver.cuDevicePrimaryCtxGetState(handle, &flags, &active),
-                 "cuDevicePrimaryCtxGetState");
+    JITKERN_CU(cuDevicePrimaryCtxGetState, device_handle(ordinal), &flags, &active);
     if (active == 0) continue;
     const ContextScope scope(Device::get(ordinal));
     driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
@@ -150,8 +147,7 @@ class PinnedMemory {
   void close() {
     if (!is_registered_ || getpid() != owner_) return;
     synchronize_devices();
-    const Driver& driver = Driver::get();
-    driver.check(driver.cuMemHostUnregister(base_), "cuMemHostUnregister");
+    JITKERN_CU(cuMemHostUnregister, base_);
     is_registered_ = false;
     close_pool(base_);
   }

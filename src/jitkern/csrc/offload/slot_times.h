@@ -68,6 +68,10 @@ class SlotTimes {
     iteration->slot = slot;
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::exchange(iteration, nullptr));
+    if (queue_.size() <= kCapacity) return;
+    free_.push_back(queue_.front());
+    queue_.pop_front();
+    ++num_dropped_;
   }
 
   // By any thread: a row for each of up to `most` iterations that are over. Begin and end of load,
@@ -96,8 +100,14 @@ class SlotTimes {
     return {reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(double)};
   }
 
+  i64 num_dropped() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_dropped_;
+  }
+
  private:
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  static constexpr size_t kCapacity = 1024;  // iterations that wait to be read
   static constexpr i64 kBurst = 32, kPeriod = 256;
 
   // A place in the work of a stream; on the CPU a time.
@@ -132,8 +142,7 @@ class SlotTimes {
     }
     if (moment.event == nullptr) {
       const RelaxedCapture relaxed;
-      const Driver& driver = Driver::get();
-      driver.check(driver.cuEventCreate(&moment.event, 0), "cuEventCreate");
+      JITKERN_CU(cuEventCreate, &moment.event, 0);
     }
     record(moment.event, stream);
   }
@@ -141,9 +150,8 @@ class SlotTimes {
   // Times go on from the iteration before: a float of milliseconds is exact to 1 us up to 8 s.
   void read(Iteration& iteration) const {
     const auto after = [](const Moment& from, CUevent event) {
-      const Driver& driver = Driver::get();
       float ms = 0;
-      driver.check(driver.cuEventElapsedTime(&ms, from.event, event), "cuEventElapsedTime");
+      JITKERN_CU(cuEventElapsedTime, &ms, from.event, event);
       return from.ms + ms;
     };
     Moment& first = iteration.moments[begin_of(iteration.has[kLoad] ? kLoad : kCompute)];
@@ -167,6 +175,7 @@ class SlotTimes {
   std::vector<Iteration*> free_;
   std::deque<Iteration*> queue_;
   Iteration* base_ = nullptr;  // the last that was read
+  i64 num_dropped_ = 0;
 };
 
 }  // namespace jitkern

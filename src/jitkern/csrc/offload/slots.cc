@@ -65,14 +65,10 @@ class SlotStreams {
   bool enter(CUstream caller) {
     ++session_;
     caller_ = caller;
-    is_capturing_ = false;
     if (times_) times_->begin_session();
     if (device_ == nullptr) return false;
     const Scope scope(device_);
-    const Driver& driver = Driver::get();
-    int status = 0;
-    driver.check(driver.cuStreamIsCapturing(caller, &status), "cuStreamIsCapturing");
-    is_capturing_ = status != 0;
+    is_capturing_ = is_capturing(caller);
     record(forked_, caller);
     for (Lane& lane : lanes_) lane.is_forked = lane.is_used = false;
     use(lanes_[kCompute]);
@@ -123,6 +119,8 @@ class SlotStreams {
     const Scope scope(device_);
     return times_->harvest(most);
   }
+
+  i64 num_dropped() { return times_->num_dropped(); }
 
  private:
   struct Lane {
@@ -197,7 +195,7 @@ class SlotStreams {
   std::unique_ptr<SlotTimes> times_;
 };
 
-// next, enter, start, fork, leave, add_slot and harvest of streams, given by access.
+// next, enter, start, fork, leave, add_slot, harvest and num_dropped of streams, given by access.
 Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
   const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
@@ -214,6 +212,7 @@ Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams
       Function::FromTyped([made] { made->leave(); }),
       Function::FromTyped([made](int64_t slot) { made->add_slot(static_cast<size_t>(slot)); }),
       Function::FromTyped([made](int64_t most) { return made->harvest(most); }),
+      Function::FromTyped([made] { return made->num_dropped(); }),
   };
 }
 
