@@ -92,53 +92,38 @@ struct Call {
 };
 using Calls = std::vector<Call>;
 
-i64 item_bytes(int dtype) {
-  constexpr i64 kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-  if (dtype < 0 || dtype >= 10) fail_program("is given an unknown dtype");
-  return kBytes[dtype];
-}
-
-template <jitkern::FloatType kType>
-struct Half {
-  jitkern::Bits<kType> bits;
-  explicit operator double() const { return jitkern::float_of<kType>(bits); }
+// How an item of a dtype is read and written; null for what is not reduced.
+struct Item {
+  i64 bytes;
+  double (*load)(const char*);
+  void (*store)(char*, double);
 };
 template <class T>
-T as(double value) {
-  return static_cast<T>(value);
+constexpr Item number() {
+  return {sizeof(T),
+          [](const char* at) { return static_cast<double>(*reinterpret_cast<const T*>(at)); },
+          [](char* at, double value) { *reinterpret_cast<T*>(at) = static_cast<T>(value); }};
 }
-template <>
-Half<jitkern::kFloat16> as(double value) {
-  return {jitkern::bits_as<jitkern::kFloat16>(static_cast<float>(value))};
+template <jitkern::FloatType kType>
+constexpr Item half() {
+  using Bits = jitkern::Bits<kType>;
+  return {sizeof(Bits),
+          [](const char* at) {
+            return double{jitkern::float_of<kType>(*reinterpret_cast<const Bits*>(at))};
+          },
+          [](char* at, double value) {
+            *reinterpret_cast<Bits*>(at) = jitkern::bits_as<kType>(static_cast<float>(value));
+          }};
 }
-template <>
-Half<jitkern::kBFloat16> as(double value) {
-  return {jitkern::bits_as<jitkern::kBFloat16>(static_cast<float>(value))};
-}
-
-// Runs it with a value of NCCL's dtype.
-template <class Run>
-void with_dtype(int dtype, const Run& run) {
-  switch (dtype) {
-    case 0:
-      return run(static_cast<signed char>(0));
-    case 1:
-      return run(static_cast<unsigned char>(0));
-    case 2:
-      return run(0);
-    case 4:
-      return run(i64(0));
-    case 6:
-      return run(Half<jitkern::kFloat16>());
-    case 7:
-      return run(0.0f);
-    case 8:
-      return run(0.0);
-    case 9:
-      return run(Half<jitkern::kBFloat16>());
-    default:
-      fail_program("is given a dtype that is not reduced");
-  }
+// By NCCL's number of the dtype.
+const Item& item_of(int dtype) {
+  static constexpr Item kItems[] = {
+      number<signed char>(),     number<unsigned char>(), number<int>(),
+      {4, nullptr, nullptr},     number<i64>(),           {8, nullptr, nullptr},
+      half<jitkern::kFloat16>(), number<float>(),         number<double>(),
+      half<jitkern::kBFloat16>()};
+  if (dtype < 0 || dtype >= 10) fail_program("is given an unknown dtype");
+  return kItems[dtype];
 }
 
 double combine(double a, double b, int op) {
@@ -178,7 +163,8 @@ struct State {
 
   bool collective(const Call& call) {
     const u64 number = ++num_steps;
-    const i64 item = item_bytes(call.dtype), bytes = call.count * item;
+    const Item& item = item_of(call.dtype);
+    const i64 bytes = call.count * item.bytes;
     const bool is_scatter = call.kind == Call::kReduceScatter;
     const i64 given = is_scatter ? size * bytes : bytes;
     if (given > kSlotBytes) fail_program("is given more than tests have");
@@ -198,19 +184,15 @@ struct State {
       if (call.kind == Call::kBroadcast && one == call.peer) std::memcpy(call.output, slot, bytes);
     }
     if (call.kind == Call::kAllReduce || is_scatter) {
-      with_dtype(call.dtype, [&](auto value) {
-        for (i64 at = 0; at < bytes; at += item) {
-          const i64 from = at + (is_scatter ? rank * bytes : 0);
-          double total = 0;
-          for (int one = 0; one < size; ++one) {
-            std::memcpy(&value, shared->ranks[one].slot + from, sizeof(value));
-            const double given = static_cast<double>(value);
-            total = one == 0 ? given : combine(total, given, call.op);
-          }
-          value = as<decltype(value)>(call.op == 4 ? total / size : total);
-          std::memcpy(call.output + at, &value, sizeof(value));
+      if (item.load == nullptr) fail_program("is given a dtype that is not reduced");
+      for (i64 at = 0; at < bytes; at += item.bytes) {
+        const i64 from = at + (is_scatter ? rank * bytes : 0);
+        double total = item.load(shared->ranks[0].slot + from);
+        for (int one = 1; one < size; ++one) {
+          total = combine(total, item.load(shared->ranks[one].slot + from), call.op);
         }
-      });
+        item.store(call.output + at, call.op == 4 ? total / size : total);
+      }
     }
     own.read = number;
     return true;
@@ -220,7 +202,7 @@ struct State {
     const bool is_send = call.kind == Call::kSend;
     auto& channel = is_send ? shared->channels[rank][call.peer] : shared->channels[call.peer][rank];
     if (!wait([&] { return (channel.sent == channel.received) == is_send; })) return false;
-    const i64 bytes = call.count * item_bytes(call.dtype);
+    const i64 bytes = call.count * item_of(call.dtype).bytes;
     if (is_send) {
       if (bytes > kMessageBytes) fail_program("is given more than tests have");
       channel.bytes = bytes;
@@ -339,7 +321,7 @@ int launch(Comm* comm, const Calls& calls, CUstream stream) {
 
 int submit(Comm* comm, CUstream stream, const Call& call) {
   const int size = require(comm, "a collective")->size;
-  const i64 bytes = call.count * item_bytes(call.dtype);
+  const i64 bytes = call.count * item_of(call.dtype).bytes;
   const auto know = [&](const void* at, bool is_whole) {
     if (at != nullptr) require_memory(at, bytes * (is_whole ? size : 1), "a collective");
   };

@@ -126,16 +126,6 @@ def listening() -> list[str]:
 # -- a rendezvous ----------------------------------------------------------------------------------
 
 
-class Place:
-    """How far this rank is."""
-
-    def get(self) -> tuple[int, str]:
-        return 0, ""
-
-
-place = Place()
-
-
 def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
     global group
     how: Any = {"is_master": is_master, "wait_for_workers": False}
@@ -145,8 +135,7 @@ def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
 def meet(rank: int, size: int, **config: Any) -> None:
     """A rendezvous by itself, over the store."""
     global comm
-    how = {"timeout_s": 30, "position": place.get, **config}
-    comm = rendezvous.Rendezvous("init", group, rank, size, **how)
+    comm = rendezvous.Rendezvous("init", group, rank, size, **{"timeout_s": 30, **config})
 
 
 def fail_and_end() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from jitkern.comm.protocol import Closing, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.ops import dispatch
 
+dist: Any = torch.distributed
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
 _LEFT_S = 1.0  # for a thread of gloo to leave a call whose connections are closed
@@ -29,12 +30,11 @@ class TorchCommunicator(Closing):
     Making one is collective. One thread at a time uses it; any thread may call ``abort``.
 
     With gloo, tensors are on the CPU, and a call returns when it is done or at its deadline (the
-    group's own if that is shorter). After a deadline the group's connections are closed: gloo has
-    no other way out. If ranks give gloo different sizes, it ends their processes (SIGABRT).
+    group's own if that is shorter), which closes the group's connections: gloo has no other way
+    out. If ranks give gloo different sizes, it ends their processes (SIGABRT).
 
-    With NCCL, tensors are on the current GPU, and calls are queued on the current stream;
-    ``barrier`` waits for the GPU. Their deadline is that of torch's watchdog, which ends the
-    process: give it to ``init_process_group(timeout=...)``.
+    With NCCL, tensors are on the current GPU, and calls are queued on the current stream. Their
+    deadline is that of ``init_process_group(timeout=...)``, after which torch ends the process.
 
     Parameters
     ----------
@@ -46,16 +46,13 @@ class TorchCommunicator(Closing):
     Raises
     ------
     CommTimeoutError, CommError
-        Ranks did not come, or have ended, and it names them; there is no group, or ranks have
-        different versions of jitkern.
+        Ranks did not come, or have ended, and it names them; there is no group.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        call, self._dist = "TorchCommunicator", cast("Any", torch.distributed)
-        self._group, self._issued, self._op = group, 0, ""
+        call, self._group, self._issued, self._op = "TorchCommunicator", group, 0, ""
         args.store_of(call, group, None, None)
-        config = str(self._dist.get_backend_config(group))
-        backends = dict(part.split(":") for part in config.split(","))
+        backends = dict(one.split(":") for one in str(dist.get_backend_config(group)).split(","))
         self._devices: list[torch.device] = []
         if "cpu" in backends:
             self._devices.append(torch.device("cpu"))
@@ -80,7 +77,7 @@ class TorchCommunicator(Closing):
         """Write every rank's ``x`` to ``output``; see ``Communicator.all_gather``."""
         self._check("all_gather", output=output, x=x)
         args.gather_args("all_gather", output, x, self.size, "output")
-        self._run("all_gather", self._dist.all_gather_into_tensor, _bytes(output), _bytes(x))
+        self._run("all_gather", dist.all_gather_into_tensor, _bytes(output), _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` and write part ``rank`` of it; see ``Communicator.reduce_scatter``."""
@@ -94,25 +91,25 @@ class TorchCommunicator(Closing):
             self._reduce(call, whole, op)
             output.copy_(whole.view(self.size, output.numel())[self.rank])
         else:
-            self._run(call, self._dist.reduce_scatter_tensor, output, x, op=self._reduce_op(op))
+            self._run(call, dist.reduce_scatter_tensor, output, x, op=self._reduce_op(op))
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to all ranks'; see ``Communicator.broadcast``."""
         self._check("broadcast", x=x)
         args.rank_arg("broadcast", "src", src, self.size)
-        self._run("broadcast", self._dist.broadcast, _bytes(x), group_src=src)
+        self._run("broadcast", dist.broadcast, _bytes(x), group_src=src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``; see ``Communicator.send``."""
         self._check("send", x=x)
         args.rank_arg("send", "dst", dst, self.size, other_than=self.rank)
-        self._run("send", self._dist.isend, _bytes(x), peer=dst, group_dst=dst)
+        self._run("send", dist.isend, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Write to ``x`` what rank ``src`` sends; see ``Communicator.recv``."""
         self._check("recv", x=x)
         args.rank_arg("recv", "src", src, self.size, other_than=self.rank)
-        self._run("recv", self._dist.irecv, _bytes(x), peer=src, group_src=src)
+        self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
 
     def all_to_all(
         self,
@@ -132,7 +129,7 @@ class TorchCommunicator(Closing):
         ins = args.splits_arg(call, "input_splits", input_splits, x, self.size)
         sizes = [rows * row_bytes for rows in outs], [rows * row_bytes for rows in ins]
         if row_bytes:  # also if this rank has no rows: others may have some for each other
-            self._run(call, self._dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
+            self._run(call, dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
 
     def barrier(self) -> None:
         """Return when every rank has come to it; see ``Communicator.barrier``."""
@@ -154,7 +151,7 @@ class TorchCommunicator(Closing):
         if self._devices[0].type == "cpu":
             self._break_connections()
         if self._devices[-1].type != "cpu":
-            (self._group or self._dist.group.WORLD).abort()
+            (self._group or dist.group.WORLD).abort()
 
     def close(self) -> None:
         """Make no more calls, and tell the others. Waits for nobody; the group stays."""
@@ -180,13 +177,13 @@ class TorchCommunicator(Closing):
         return self._issued, self._op
 
     def _reduce_op(self, op: ReduceOp) -> Any:
-        return getattr(self._dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper())
+        return getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper())
 
     def _reduce(self, call: str, x: Tensor, op: ReduceOp) -> None:
         # Gloo has no average; whole numbers are truncated as by NCCL.
         is_divided = op == "avg" and x.device.type == "cpu"
         reduce_op = self._reduce_op("sum" if is_divided else op)
-        self._run(call, self._dist.all_reduce, x, op=reduce_op)
+        self._run(call, dist.all_reduce, x, op=reduce_op)
         if is_divided:
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
@@ -245,7 +242,7 @@ class TorchCommunicator(Closing):
             if rank != self.rank:
                 nothing = torch.empty(1, dtype=torch.uint8)
                 try:
-                    work = self._dist.irecv(nothing, group=self._group, tag=_TAG, group_src=rank)
+                    work = dist.irecv(nothing, group=self._group, tag=_TAG, group_src=rank)
                     _wait_until(work, time.monotonic())
                 except RuntimeError as error:
                     if _is_timeout(error):
