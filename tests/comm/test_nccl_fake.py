@@ -94,7 +94,7 @@ def test_a_full_launch_queue(fake_gpus: Pool) -> None:
 def test_the_last_calls_of_a_burst(fake_gpus: Pool) -> None:
     """They have no event of their own."""
     two = ranks_of(fake_gpus, 2)
-    two[0].ask("calls(5)")
+    two[0].ask("[time.sleep(0.01), calls(5)] and None")  # a pause ends the burst before
     two[1].ask("[calls(1), synchronize()] and None")
     two[1].kill()
     assert two[0].ask("synchronize()") < LATE_S

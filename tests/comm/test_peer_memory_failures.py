@@ -43,12 +43,6 @@ def fail_at(pool: Pool, *codes: str, args: str = "") -> tuple[list[Rank], list[s
 # -- ranks that do not fit -------------------------------------------------------------------------
 
 
-def test_two_hosts_or_network_namespaces(pool: Pool) -> None:
-    _, texts = fail_at(pool, "", "setattr(peer_memory, '_host', lambda: 'another')", "")
-    came = f"rank 0, 2 is on {HERE} and rank 1 is on {HERE}, expected all on one host and in one "
-    all_say(texts, "UnsupportedError", came, "between hosts use init_pynccl or TorchCommunicator")
-
-
 def test_a_process_of_another_user_gives_nothing(pool: Pool) -> None:
     """By its uid, which the kernel knows."""
     ranks, texts = fail_at(pool, "", "setattr(descriptors, 'peer_uid', lambda end: 12345)")

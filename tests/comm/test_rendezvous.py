@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from children import wait_until
 from ranks import LATE_S, Pool, Rank, all_do, all_tell, errors
 from torch.distributed import HashStore
 
 from jitkern.comm.rendezvous import Rendezvous
-from jitkern.comm.threads import call_with_timeout
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 
 Place = tuple[int, str]
@@ -85,7 +85,7 @@ def test_processes_meet_and_exchange(pool: Pool, kind: str) -> None:
     )
 
 
-def test_many_meetings_over_one_store_leave_nothing() -> None:
+def test_a_thousand_made_and_closed_leave_nothing() -> None:
     """Ranks are fast and slow: one comes to the next meeting before another has left the last."""
     store = HashStore()
 
@@ -95,9 +95,10 @@ def test_many_meetings_over_one_store_leave_nothing() -> None:
         second.close()
         return values
 
-    for _ in range(20):
+    for _ in range(170):
         assert on_threads(3, twice, store=store) == [[[0, 1, 2]] * 3] * 3
         assert store.num_keys() == 3  # who they were
+    wait_until(lambda: not any("jitkern" in one.name for one in threading.enumerate()))
 
 
 def test_all_or_none() -> None:
@@ -239,14 +240,3 @@ def test_the_first_failure_is_quoted() -> None:
         one.check("all_gather")
     text = "all_gather: init: this rank has failed: one; make a new one in all ranks"
     assert str(caught.value) == text
-
-
-# -- threads ---------------------------------------------------------------------------------------
-
-
-def test_call_with_timeout() -> None:
-    assert call_with_timeout(lambda: 5, 1) == 5
-    with pytest.raises(ZeroDivisionError):
-        call_with_timeout(lambda: 1 // 0, 1)
-    with pytest.raises(TimeoutError):
-        call_with_timeout(lambda: threading.Event().wait(2), 0.01)

@@ -150,7 +150,6 @@ class PeerMemory(Closing):
         later barriers fail.
         """
         self._usable("barrier")
-        self._rendezvous.check("barrier")
         self._num_barriers += 1
         self._rendezvous.exchange("barrier", number=self._num_barriers)
 
@@ -231,14 +230,8 @@ def _place(info: PeerInfo) -> str:
 
 def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
     """Return the bytes each rank takes, or raise UnsupportedError, the same on all ranks."""
-    ranks: dict[str, list[int]] = {}
-    for one in peers:
-        ranks.setdefault(one.facts["_host"], []).append(one.rank)
-    if len(ranks) > 1:
-        where = " and ".join(
-            f"rank {', '.join(map(str, group))} is on {peers[group[0]].host}"
-            for group in ranks.values()
-        )
+    if len({one.facts["_host"] for one in peers}) > 1:
+        where = " and ".join(f"rank {one.rank} is on {one.host}" for one in peers)
         raise UnsupportedError(
             f"PeerMemory: {where}, expected all on one host and in one network namespace (in "
             "Kubernetes one pod, in Docker one --network); between hosts use init_pynccl or "

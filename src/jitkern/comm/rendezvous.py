@@ -120,8 +120,8 @@ class Rendezvous:
 
     def fail(self, error: BaseException) -> None:
         """Allow no more calls, and tell the others. The first error is quoted."""
-        is_error = isinstance(error, Exception)
-        text = short(error) if is_error else f"interrupted by {type(error).__name__}"
+        kind = type(error).__name__
+        text = short(error) if isinstance(error, Exception) else f"interrupted by {kind}"
         self.close(f"has failed: {text}")
 
     def close(self, how: str = "has closed it") -> None:

@@ -55,32 +55,21 @@ int reduced_as(const Operand& x) {
                "float8_e5m2");
 }
 
-int peer_of(const NcclCommunicator& comm, const char* op, const char* arg, AnyView value) {
-  const i64 peer = int_arg(op, arg, value);
-  if (!is_below(peer, comm.size)) {
-    raise_value_error(op, arg, std::to_string(peer),
-                      "a rank from 0 to " + std::to_string(comm.size - 1));
-  }
-  return static_cast<int>(peer);
-}
-
 const char* const kOwnPart = "memory of its own, or this rank's part of it";
 
 int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int64_t op) {
   const Operand x = operand(comm, name, "x", x_arg);
   const int dtype = reduced_as(x);
   if (x.count == 0) return kCallDone;
-  return comm.call(name, -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call(name, -1, [=](const Nccl& nccl, auto... rest) {
     return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype,
-                              static_cast<int>(op), handle, stream);
+                              static_cast<int>(op), rest...);
   });
 }
 
 int64_t all_reduce(NcclCommunicator& comm, AnyView x, int64_t op) {
   return reduce_all(comm, "all_reduce", x, op);
 }
-
-// The host waits for it.
 int64_t barrier(NcclCommunicator& comm, AnyView word) {
   return reduce_all(comm, "barrier", word, 0);
 }
@@ -93,9 +82,9 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   x.has_each_of(output, comm.size);
   output.apart_from(x, x.data + comm.rank * output.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
-  return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
+  return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, auto... rest) {
     return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype,
-                                  static_cast<int>(op), handle, stream);
+                                  static_cast<int>(op), rest...);
   });
 }
 
@@ -108,9 +97,9 @@ int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   output.has_each_of(x, comm.size);
   output.apart_from(x, x.data - comm.rank * x.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
-  return comm.call("all_gather", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    return nccl.ncclAllGather(x.data, output.data, static_cast<size_t>(x.bytes), kNcclUint8, handle,
-                              stream);
+  return comm.call("all_gather", -1, [=](const Nccl& nccl, auto... rest) {
+    return nccl.ncclAllGather(x.data, output.data, static_cast<size_t>(x.bytes), kNcclUint8,
+                              rest...);
   });
 }
 
@@ -119,12 +108,16 @@ template <class Run>
 int64_t call_with_peer(NcclCommunicator& comm, const char* op, AnyView x_arg, const char* peer_arg,
                        AnyView peer_value, bool is_of_two, const Run& run) {
   const Operand x = operand(comm, op, "x", x_arg);
-  const int peer = peer_of(comm, op, peer_arg, peer_value);
+  const i64 peer = int_arg(op, peer_arg, peer_value);
+  if (!is_below(peer, comm.size)) {
+    raise_value_error(op, peer_arg, std::to_string(peer),
+                      "a rank from 0 to " + std::to_string(comm.size - 1));
+  }
   if (x.count == 0) return kCallDone;
-  return comm.call(op, is_of_two ? peer : -1,
-                   [&](const Nccl& nccl, NcclComm handle, CUstream stream) {
-                     return run(nccl, x.data, static_cast<size_t>(x.bytes), peer, handle, stream);
-                   });
+  const int rank = static_cast<int>(peer);
+  return comm.call(op, is_of_two ? rank : -1, [&](const Nccl& nccl, auto... rest) {
+    return run(nccl, x.data, static_cast<size_t>(x.bytes), rank, rest...);
+  });
 }
 
 int64_t broadcast(NcclCommunicator& comm, AnyView x, AnyView src) {

@@ -18,6 +18,12 @@ std::mutex loading;
 Nccl library{};
 std::atomic<bool> is_loaded{false};
 
+// "2.28.9"
+std::string name_of(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
 template <class F>
 void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
@@ -27,7 +33,7 @@ void resolve(void* handle, const char* name, F& function) {
 // it is no NCCL, or too old.
 String nccl_load(String path) {
   const std::lock_guard<std::mutex> lock(loading);
-  if (is_loaded) return library.version_name();
+  if (is_loaded) return name_of(library.version);
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_error("RuntimeError", dlerror());
   Nccl found{};
@@ -41,13 +47,13 @@ String nccl_load(String path) {
   resolve(handle, "ncclGetLastError", found.ncclGetLastError);
   if (found.ncclGetVersion != nullptr) found.ncclGetVersion(&found.version);
   if (lacking != nullptr || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
-    const std::string what = found.version > 0 ? "NCCL " + found.version_name() : "no NCCL";
+    const std::string what = found.version > 0 ? "NCCL " + name_of(found.version) : "no NCCL";
     dlclose(handle);
     raise_error("RuntimeError", std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");
   }
   library = found;
   is_loaded = true;
-  return library.version_name();
+  return name_of(library.version);
 }
 
 Bytes nccl_unique_id() {
@@ -61,11 +67,6 @@ Bytes nccl_unique_id() {
 const Nccl& Nccl::get() {
   if (!is_loaded.load(std::memory_order_acquire)) raise_error("RuntimeError", "NCCL is not loaded");
   return library;
-}
-
-std::string Nccl::version_name() const {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
 }
 
 std::string Nccl::text_of(NcclResult result) const {

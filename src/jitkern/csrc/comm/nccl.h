@@ -80,8 +80,6 @@ struct Nccl {
   // The library that `nccl_load` has loaded; one for the whole process.
   static const Nccl& get();
 
-  // "2.28.9"
-  std::string version_name() const;
   // What NCCL says of a result.
   std::string text_of(NcclResult result) const;
   // RuntimeError naming `what` unless `result` is success.
