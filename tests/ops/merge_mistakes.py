@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from mistakes import Mistake, bad_indices, non_tensors, not_ints, unreadable, zeros
+from mistakes import Mistake, bad_indices, non_tensors, not_ints, stride_text, unreadable, zeros
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -44,24 +44,20 @@ def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
 
     With `good`, also tensors that cannot be read.
     """
-    table = [
-        (
-            change,
-            kind,
-            text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", ""),
-        )
-        for change, kind, text in non_tensors(name)
-    ]
+    table = []
+    for change, kind, text in non_tensors(name):
+        text = text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", "")
+        table.append((change, kind, text))
     return table if good is None else table + unreadable(name, good)
 
 
 def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool = False) -> str:
     """Of an lse that does not fit tensors of SHAPE."""
-    layouts = [
-        ("tokens_heads", "[4, 2] of (tokens, heads)"),
-        ("heads_tokens", "[2, 4] of (heads, tokens)"),
-    ]
-    (_, fits), (other, fits_other) = layouts[::-1] if heads_first else layouts
+    fits, other, fits_other = (
+        ("[2, 4] of (heads, tokens)", "tokens_heads", "[4, 2] of (tokens, heads)")
+        if heads_first
+        else ("[4, 2] of (tokens, heads)", "heads_tokens", "[2, 4] of (heads, tokens)")
+    )
     return (
         f"{argument}: shape {came}, expected {fits}, as {like} has shape {list(SHAPE)}; or with "
         f'lse_layout="{other}" {fits_other}'
@@ -72,13 +68,6 @@ def shared_text(argument: str, row_bytes: int, token: int, head: int, shape: lis
     return (
         f"{argument}: rows of {row_bytes} bytes that overlap, {token} and {head} bytes apart "
         f"(shape {shape}), {APART}"
-    )
-
-
-def stride_text(argument: str, dim: int, shape: list[int], stride: int = 2) -> str:
-    return (
-        f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected "
-        "contiguous rows, stride 1; call .contiguous()"
     )
 
 
@@ -109,11 +98,12 @@ def mistakes_of_partials(out: Place, lse: Place, like: str) -> list[Mistake]:
             (lse.given(torch.zeros(shape)), ValueError, layouts_text(lse.name, shape, like))
         )
     table += [
-        (out.given(zeros(4, 2, 16)[..., ::2]), ValueError, stride_text(out.name, 2, [4, 2, 8])),
+        (out.given(zeros(4, 2, 16)[..., ::2]), ValueError,
+         stride_text(out.name, 2, 2, [4, 2, 8], 1)),
         (out.given(zeros(4, 2, 1).expand(SHAPE)), ValueError,
-         stride_text(out.name, 2, [4, 2, 8], 0)),
+         stride_text(out.name, 0, 2, [4, 2, 8], 1)),
         (out.given(zeros(8, 4, 2).permute(1, 2, 0)), ValueError,
-         stride_text(out.name, 2, [4, 2, 8], 8)),
+         stride_text(out.name, 8, 2, [4, 2, 8], 1)),
     ]  # fmt: skip
     return table
 
@@ -147,15 +137,9 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
 
 def mistakes_of_results() -> list[Mistake]:
     """Of `output`, `lse` and `scale`, apart from overlaps."""
-    table = [
-        mistake
-        for name, good in (
-            ("output", zeros(*SHAPE)),
-            ("lse", zeros(*LSE_SHAPE)),
-            ("scale", zeros(1)),
-        )
-        for mistake in (*non_tensors(name, optional=True), *unreadable(name, good))
-    ]
+    table: list[Mistake] = []
+    for name, good in (("output", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1))):
+        table += [*non_tensors(name, optional=True), *unreadable(name, good)]
     for dtype in (torch.float64, torch.int32, torch.float8_e5m2, torch.bool):
         name = dtype_name(dtype)
         table += [
@@ -177,7 +161,7 @@ def mistakes_of_results() -> list[Mistake]:
         )
     table += [
         ({"output": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
-         stride_text("output", 2, [4, 2, 8])),
+         stride_text("output", 2, 2, [4, 2, 8], 1)),
         ({"lse": zeros(*LSE_SHAPE, dtype=FP8)}, TypeError,
          f"lse: dtype float8_e4m3fn, expected {FLOATS}"),
         ({"scale": None}, ValueError,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import jitkern
-from jitkern.ops.index_gradient import add_up_sorted
 
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 ROWS = 5
@@ -65,37 +64,6 @@ def test_the_gradient_is_reproducible(device: torch.device, dtype: torch.dtype, 
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 2e-2}[dtype]
     limit = {"rtol": tolerance, "atol": tolerance * count**0.5}
     torch.testing.assert_close(first.double(), expected, **limit)
-
-
-def added_up(gradients: Tensor, rows: Tensor) -> Tensor:
-    return add_up_sorted(gradients, rows, ROWS)[: ROWS - 1]
-
-
-def reference(gradients: Tensor, rows: Tensor) -> Tensor:
-    total = gradients.new_zeros(ROWS, gradients.shape[1])
-    return total.index_add(0, rows, gradients)[: ROWS - 1]
-
-
-def test_the_other_way_is_differentiable(device: torch.device) -> None:
-    """Of other types too, as they are looked at here: it is one way."""
-    gradients = torch.randn(6, 3, dtype=torch.float64, device=device, requires_grad=True)
-    rows = torch.tensor([0, 0, ROWS - 1, 3, ROWS - 1, 1], device=device)
-    torch.testing.assert_close(added_up(gradients, rows), reference(gradients, rows))
-    call = lambda g: added_up(g, rows) ** 2  # noqa: E731
-    assert torch.autograd.gradcheck(call, gradients, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(call, gradients)
-
-
-def test_the_other_way_batched(device: torch.device) -> None:
-    gradients = torch.randn(7, 6, 3, dtype=torch.float64, device=device)
-    rows = torch.randint(0, ROWS, (7, 6), device=device)
-    for dims, args in (
-        ((0, None), (gradients, rows[0])),
-        ((None, 0), (gradients[0], rows)),
-        ((0, 0), (gradients, rows)),
-    ):
-        found = torch.vmap(added_up, dims)(*args)
-        torch.testing.assert_close(found, torch.vmap(reference, dims)(*args))
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)

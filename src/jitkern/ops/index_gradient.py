@@ -35,29 +35,22 @@ def _rows_of(indices: Tensor, num_rows: int, vocab_range: Any, added_range: Any)
     return rows
 
 
-def add_up(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+def _add_up(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Return the sum of the gradients of each row except the last, which the caller drops.
 
     Gradients of 16 bits are summed in 32 bits: a sum of bfloat16 ones would stop at 256, of halves
     at 2048. Under ``torch.use_deterministic_algorithms(True)`` equal calls give equal bits.
     """
-    # On a GPU index_add sums 16 bits in 16 bits, by atomics; the embedding's gradient does not. It
-    # has no complex numbers, and it fails if there is nothing to add.
-    if gradients.is_cuda and gradients.is_floating_point() and gradients.numel() != 0:
-        return add_up_sorted(gradients, rows, num_rows)
-    return gradients.new_zeros(num_rows, gradients.shape[1]).index_add(0, rows, gradients)
-
-
-def add_up_sorted(gradients: Tensor, rows: Tensor, num_rows: int) -> Tensor:
-    """Return the same by the gradient of ``torch.nn.Embedding``, which sorts the rows.
-
-    Without deterministic algorithms PyTorch 2.11 adds few long rows by atomics (its #172454).
-    """
     import torch
 
-    backward: Any = torch.ops.aten.embedding_dense_backward
-    total: Tensor = backward(gradients, rows, num_rows, num_rows - 1, False)
-    return total
+    # On a GPU index_add sums 16 bits in 16 bits, by atomics; the embedding's gradient does not. It
+    # sorts the rows (few long ones only if deterministic: PyTorch's #172454), has no complex
+    # numbers, and fails if there is nothing to add.
+    if gradients.is_cuda and gradients.is_floating_point() and gradients.numel() != 0:
+        backward: Any = torch.ops.aten.embedding_dense_backward
+        total: Tensor = backward(gradients, rows, num_rows, num_rows - 1, False)
+        return total
+    return gradients.new_zeros(num_rows, gradients.shape[1]).index_add(0, rows, gradients)
 
 
 def differentiable(operator: Callable[..., Tensor]) -> Any:
@@ -88,7 +81,7 @@ def differentiable(operator: Callable[..., Tensor]) -> Any:
             # A table in host memory may be larger than the GPU: its gradient is there, too.
             rows = _rows_of(indices, num_rows, vocab_range, added_range).to(ctx.weights_device)
             gradients = gradient.reshape(rows.shape[0], math.prod(row_shape))
-            total = add_up(gradients.to(ctx.weights_device), rows, num_rows + 1)
+            total = _add_up(gradients.to(ctx.weights_device), rows, num_rows + 1)
             return total[:num_rows].reshape(num_rows, *row_shape), None, None, None, None
 
         @staticmethod
