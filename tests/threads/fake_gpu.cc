@@ -41,6 +41,7 @@ thread_local fake::Kind before_kind;
 thread_local std::function<void()> before_run;
 std::atomic<i64> launches[fake::kNumRoles];
 std::atomic<bool> has_capture{false};
+std::atomic<i64> living_events{0};
 
 struct Range {
   i64 bytes;
@@ -181,6 +182,12 @@ void Point::wait() const {
 
 CUstream make_stream(int device) { return add_stream(kCallers, device); }
 int device_of(CUstream stream) { return stream->device; }
+int current_device() {
+  if (current == nullptr) fail_program("has no context current");
+  return current->device;
+}
+bool is_capturing() { return has_capture; }
+i64 num_events() { return living_events; }
 
 void run_on(CUstream stream, std::function<void()> work) { stream->put(std::move(work)); }
 std::shared_ptr<Point> hold(CUstream stream) {
@@ -306,7 +313,10 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
 }
 CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = has_capture, 0; }
 CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
-CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st(), 0; }
+CUresult cuEventCreate(CUevent* event, unsigned) {
+  ++living_events;
+  return *event = new CUevent_st(), 0;
+}
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   const auto point = std::make_shared<Point>();
   const CUresult result = queue(fake::kRecord, stream, [point] { point->set(); });
@@ -331,7 +341,10 @@ CUresult cuEventQuery(CUevent event) {
   return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
 }
 CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 0, 0; }
-CUresult cuEventDestroy_v2(CUevent event) { return delete event, 0; }
+CUresult cuEventDestroy_v2(CUevent event) {
+  --living_events;
+  return delete event, 0;
+}
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);

@@ -39,6 +39,10 @@ class Point {
 
 CUstream make_stream(int device);
 int device_of(CUstream stream);
+// What ../comm/fake_nccl.cc asks: the device of this thread's context, a capture, events that live.
+int current_device();
+bool is_capturing();
+i64 num_events();
 // Queues something of a test's own.
 void run_on(CUstream stream, std::function<void()> work);
 // What is queued from now on waits for the point.

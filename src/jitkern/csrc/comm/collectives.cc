@@ -1,11 +1,8 @@
 // The calls of an NCCL communicator, for Python.
-#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <memory>
@@ -17,7 +14,6 @@ namespace jitkern {
 
 namespace {
 
-using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Bytes;
 using tvm::ffi::Function;
@@ -211,22 +207,6 @@ int64_t watch(NcclCommunicator& comm, AnyView word) {
   return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 
-Map<String, Any> progress(NcclCommunicator& comm) {
-  const auto found = comm.progress();
-  Array<String> ops;
-  for (const char* const op : found.ops) ops.push_back(op);
-  return {{"num_calls", static_cast<int64_t>(found.num_calls)},
-          {"last_op", String(found.last_op)},
-          {"is_open", found.is_open},
-          {"waiting_s", found.waiting_s},
-          {"op", String(found.op)},
-          {"number", static_cast<int64_t>(found.number)},
-          {"ops", ops},
-          {"peer", int64_t{found.peer}},
-          {"trouble", String(found.trouble)},
-          {"num_captured", static_cast<int64_t>(found.num_captured)}};
-}
-
 // A function of the communicator for Python, which keeps it alive.
 template <class... Args>
 Function bound(const std::shared_ptr<NcclCommunicator>& comm,
@@ -270,7 +250,7 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"abort", Function::FromTyped([comm] { comm->abort(); })},
           {"mark", Function::FromTyped([comm] { comm->mark(); })},
           {"register_memory", Function::FromTyped(register_memory)},
-          {"progress", Function::FromTyped([comm] { return progress(*comm); })}};
+          {"progress", Function::FromTyped([comm] { return comm->progress(); })}};
 }
 
 // Memory of NCCL's on a GPU, for a tensor.

@@ -1,6 +1,7 @@
 #include "comm/communicator.h"
 
 #include <time.h>
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -13,6 +14,11 @@
 #include "host/staging.h"
 
 namespace jitkern {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+using tvm::ffi::Map;
+using tvm::ffi::String;
 
 namespace {
 
@@ -210,10 +216,9 @@ CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
   });
 }
 
-NcclCommunicator::Progress NcclCommunicator::progress() {
+Map<String, Any> NcclCommunicator::progress() {
   const ContextScope scope(device_);
   const RelaxedCapture relaxed;
-  Progress found;
   const std::lock_guard<std::mutex> lock(asking_);
   const u64 begun = num_begun_.load(std::memory_order_acquire);
   const u64 queued = num_queued_.load(std::memory_order_acquire);
@@ -226,32 +231,34 @@ NcclCommunicator::Progress NcclCommunicator::progress() {
     if (state == kMarked && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
     num_done_ = n;
   }
-  found.is_open = queued > 0 && log_[queued % kLog].state == kOpen;
-  found.num_calls = found.number = num_of_all_;
-  found.last_op = found.op = log_[begun % kLog].op;
-  if (num_done_ < begun) {
-    const Entry& waiting = log_[(num_done_ + 1) % kLog];
-    found.waiting_s = now_s() - waiting.begin_s;
-    found.op = waiting.op;
-    found.number = waiting.number;
-    for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
-      const Entry& later = log_[n % kLog];
-      // Calls between two ranks have the number of the call before.
-      if (later.number >= found.number + found.ops.size()) found.ops.push_back(later.op);
-      if (later.state == kMarked) break;
-    }
-    found.peer = waiting.peer;
+  const bool is_waiting = num_done_ < begun;
+  const Entry& oldest = log_[(is_waiting ? num_done_ + 1 : begun) % kLog];
+  const u64 number = is_waiting ? oldest.number : num_of_all_;
+  Array<String> ops;
+  for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
+    const Entry& later = log_[n % kLog];
+    // Calls between two ranks have the number of the call before.
+    if (later.number >= number + ops.size()) ops.push_back(String(later.op));
+    if (later.state == kMarked) break;
   }
-  found.trouble = trouble_;
-  found.num_captured = num_captured_;
+  std::string trouble = trouble_;
   const std::unique_lock<std::timed_mutex> use(used_, std::try_to_lock);
   if (use.owns_lock() && comm_ != nullptr && !is_stopped_) {
     NcclResult state = kNcclSuccess;
     if (nccl_.ncclCommGetAsyncError(comm_, &state) == kNcclSuccess && state != kNcclSuccess) {
-      found.trouble = nccl_.text_of(state);
+      trouble = nccl_.text_of(state);
     }
   }
-  return found;
+  return {{"num_calls", static_cast<int64_t>(num_of_all_)},
+          {"last_op", String(log_[begun % kLog].op)},
+          {"is_open", queued > 0 && log_[queued % kLog].state == kOpen},
+          {"waiting_s", is_waiting ? now_s() - oldest.begin_s : -1.0},
+          {"op", String(oldest.op)},
+          {"number", static_cast<int64_t>(number)},
+          {"peer", int64_t{is_waiting ? oldest.peer.load() : -1}},
+          {"ops", ops},
+          {"trouble", String(trouble)},
+          {"num_captured", static_cast<int64_t>(num_captured_)}};
 }
 
 }  // namespace jitkern

@@ -8,6 +8,9 @@
 #pragma once
 
 #include <jitkern/launch.h>
+#include <tvm/ffi/any.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/string.h>
 
 #include <functional>
 #include <mutex>
@@ -23,7 +26,7 @@ enum CallStatus : int64_t {
   kCallDone,     // queued
   kCallStopped,  // the communicator is closed, or has failed
   kCallLate,     // of a wait: the deadline has passed
-  kCallFailed,   // see Progress::trouble
+  kCallFailed,   // see `progress`
 };
 
 class NcclCommunicator {
@@ -68,20 +71,15 @@ class NcclCommunicator {
   // Registers memory, which NCCL then accesses without a copy. Collective, once.
   CallStatus register_memory(void* memory, size_t bytes);
 
-  // How far this rank is, for any thread.
-  struct Progress {
-    u64 num_calls = 0;  // that all ranks make
-    const char* last_op = "";
-    bool is_open = false;   // the last call has no event yet: see `mark`
-    double waiting_s = -1;  // since the oldest call that is not done; -1 if there is none
-    const char* op = "";    // that call, or the last one
-    u64 number = 0;
-    std::vector<const char*> ops;  // from that call to the next event, any of which it may be
-    int peer = -1;                 // of that call
-    std::string trouble;           // NCCL's error
-    u64 num_captured = 0;
-  };
-  Progress progress();
+  // How far this rank is, for any thread:
+  //   num_calls, last_op   of the calls that all ranks make
+  //   is_open              the last call has no event yet: see `mark`
+  //   waiting_s            since the oldest call that is not done; -1 if there is none
+  //   op, number, peer     of that call, or the last one
+  //   ops                  from that call to the next event, any of which it may be
+  //   trouble              NCCL's error
+  //   num_captured         calls in graphs
+  tvm::ffi::Map<tvm::ffi::String, tvm::ffi::Any> progress();
 
  private:
   // At most 32 to 48 calls are not done; the next one waits here. A GPU's launch queue holds 1,024
