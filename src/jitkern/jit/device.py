@@ -345,7 +345,7 @@ def render(
     Examples
     --------
     >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
-    #include <jitkern/launch_bounds.cuh>
+    #include <jitkern/wrapper.cuh>
     #include "ops/copy.cu"
     extern "C" { __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1]; }
     extern "C" __global__ void
@@ -355,8 +355,7 @@ def render(
     }
     <BLANKLINE>
     """
-    lines = ["#include <jitkern/launch_bounds.cuh>"]
-    lines += ["#include <jitkern/declared.cuh>"] if any(params.values()) else []
+    lines = ["#include <jitkern/wrapper.cuh>"]
     lines += [f'#include "{name}"' for name in includes]
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"

@@ -1,7 +1,7 @@
 """The members of a kernel's ``Params``: declared by the user, or read in the source.
 
 ``"float* data, double factor, int64 count"`` declares them. Only a struct that is a plain list of
-numbers and pointers is read, and the compiler checks what was read (``jitkern/declared.cuh``).
+numbers and pointers is read, and the compiler checks what was read (``jitkern/wrapper.cuh``).
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _body(text: str, start: int) -> str:
 def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
     """Return C++ lines that compare `params` with the struct ``Params`` when it is compiled.
 
-    They need ``jitkern/declared.cuh``.
+    They need ``jitkern/wrapper.cuh``.
     """
     advice = "; declare the parameters as the third item of device_wrappers"
     if all(param.is_declared for param in params):

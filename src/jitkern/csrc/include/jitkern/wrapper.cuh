@@ -1,8 +1,29 @@
-// Whether a member of a kernel's Params has the type that jitkern assumes. jit/params.py renders
-// static_asserts of these beside the kernel.
+// What the translation units of jit/device.py ask of a kernel's class: its launch bounds, and
+// whether a member of its Params has the type that jitkern assumes.
 #pragma once
 
 namespace jitkern {
+
+// 0 if the class has none, which the compiler takes for no bound.
+template <class Kernel>
+__device__ constexpr auto num_threads(int) -> decltype(Kernel::kNumThreads) {
+  return Kernel::kNumThreads;
+}
+template <class Kernel>
+__device__ constexpr int num_threads(...) {
+  return 0;
+}
+
+template <class Kernel>
+__device__ constexpr auto min_blocks(int) -> decltype(Kernel::kMinBlocks) {
+  return Kernel::kMinBlocks;
+}
+template <class Kernel>
+__device__ constexpr int min_blocks(...) {
+  return 0;
+}
+
+// -- members of Params, of which jit/params.py renders static_asserts
 
 // `kind`: f is floating point, i an integer, b bool, ? a type that C++ lacks.
 template <class T>
