@@ -1,14 +1,13 @@
-"""Ways to get a SlotPipeline wrong, one at a time.
-
-Of its order each is a wait or record less; then there are those of its times.
-"""
+"""Ways to get a SlotPipeline's order wrong, one at a time: a wait or a record less."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-SLOTS, HEADER = "offload/slots.cc", "offload/slot_times.h"
+from threads.mutants import replace_once
+
+SLOTS = "offload/slots.cc"
 WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream"
 COMPUTE, LOADS, STORES = (f"&lanes_[{access}]" for access in ("kCompute", "kLoad", "kStore"))
 
@@ -23,11 +22,7 @@ class Mutant:
     file: str = SLOTS
 
     def apply(self, csrc: Path) -> None:
-        path = csrc / self.file
-        text = path.read_text()
-        found = text.count(self.old)
-        assert found == 1, f"{self.file}: {found} of {self.old!r}, expected 1"
-        path.write_text(text.replace(self.old, self.new))
+        replace_once(csrc / self.file, self.old, self.new)
 
 
 def without_wait(mistake: str, access: str, lane: str) -> Mutant:

@@ -90,6 +90,9 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     assert found.name == "weights"
     assert (found.iterations, found.window, found.dropped, found.captured) == (21, 10, 0, 0)
     assert found.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
+    for _ in pipeline.load(blocks, copy=bring):
+        break
+    assert monitor.snapshot().iterations == 22  # a body that ends its run counts
     assert found.compute_ms > 0 and found.transfer_ms > 0 and found.fill_ms > 0
     assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):

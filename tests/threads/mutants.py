@@ -11,6 +11,13 @@ BY_CPU = "ops/pairs_by_cpu.cc"
 STAGE = "[&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });"
 
 
+def replace_once(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    found = text.count(old)
+    assert found == 1, f"{path.name}: {found} of {old!r}, expected 1"
+    path.write_text(text.replace(old, new))
+
+
 @dataclass(frozen=True)
 class Mutant:
     """``old``, which is once in ``file``, becomes ``new``."""
@@ -22,11 +29,7 @@ class Mutant:
     flags: tuple[str, ...] = ASAN
 
     def apply(self, csrc: Path) -> None:
-        path = csrc / self.file
-        text = path.read_text()
-        found = text.count(self.old)
-        assert found == 1, f"{self.file}: {found} of {self.old!r}, expected 1"
-        path.write_text(text.replace(self.old, self.new))
+        replace_once(csrc / self.file, self.old, self.new)
 
 
 MUTANTS = (

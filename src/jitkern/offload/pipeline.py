@@ -355,6 +355,9 @@ class SlotPipeline:
                     break
                 slot = ahead.popleft()
                 self._streams.next(COMPUTE, slot.index)
+                if monitor is not None:
+                    monitor._iterations += 1
+                    monitor._copies += num_copies
                 yield slot
                 if store is not None:
                     self._copy(STORE, slot, store)
@@ -363,11 +366,8 @@ class SlotPipeline:
                 slot.block = None
                 self._free.append(slot)
                 done += 1
-                if monitor is not None:
-                    monitor._iterations += 1
-                    monitor._copies += num_copies
-                    if monitor._iterations % _EVERY == 0:
-                        self._measure(monitor)
+                if monitor is not None and monitor._iterations % _EVERY == 0:
+                    self._measure(monitor)
             if failed is not None:
                 raise failed
         finally:
