@@ -427,8 +427,7 @@ def load() -> str:
 
     Raises UnsupportedError, which says what to install.
     """
-    import torch  # noqa: F401 - a CUDA build loads its libnccl, which dlopen then finds by name
-
+    # A CUDA build of PyTorch has loaded its libnccl, which dlopen then finds by name.
     given = settings().nccl
     errors = []
     for path in [_FILE, *_of_a_package()] if given is None else [str(given)]:

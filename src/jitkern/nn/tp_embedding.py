@@ -230,13 +230,7 @@ class TPEmbedding(torch.nn.Module):
         return f"{given}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        *others: Any,
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
     ) -> None:
         """Take the whole table, or this rank's rows."""
         key = f"{prefix}weight"
@@ -251,10 +245,8 @@ class TPEmbedding(torch.nn.Module):
             with self._fenced():
                 _write(self.weight, [value])
             state_dict = {name: one for name, one in state_dict.items() if name != key}
-            missing_keys = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, *others
-        )
+            missing = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *more)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TPEmbedding:
         if self._peers is None:
