@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jitkern.fs import digest, read_regular, sha256
+from jitkern.fs import digest, sha256
 from jitkern.jit.record import replay
 
 TEXT = {"record": 2, "text": "int x;\n"}
@@ -103,13 +103,3 @@ def test_a_record_lays_out_nothing_outside_of_its_folder(tmp_path: Path) -> None
         "extra_include_paths": [str(tree), str(tree / "more/inc")],
     }
     assert sorted(path.name for path in tree.rglob("*")) == ["a.cu", "inc", "more", "src"]
-
-
-def test_a_file_is_read_up_to_a_limit(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(bytes(11))
-    with pytest.raises(OSError, match="11 bytes, expected at most 10"):
-        read_regular(tmp_path / "file", 10)
-    (tmp_path / "link").symlink_to("file")
-    with pytest.raises(OSError, match="a symbolic link, which is not followed here"):
-        read_regular(tmp_path / "link", 11)
-    assert read_regular(tmp_path / "link", 11, follow=True) == bytes(11)

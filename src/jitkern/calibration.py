@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Curve = Sequence[tuple[float, float]]
-Curves = dict[str, list[tuple[float, float]]]
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -54,20 +53,15 @@ def machine_with(gpu: str, cuda_version: int) -> Machine:
 
 def kernel_driver() -> str:
     """Return the version of the driver's kernel module, such as 580.95.05; empty if unknown."""
-    return _first_match(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", "/proc/driver/nvidia/version")
+    text = fs.text_of(Path("/proc/driver/nvidia/version"))
+    found = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def processor() -> str:
     """Return the processor's model; its architecture if Linux does not say."""
-    return _first_match(r"^model name\s*: *(.+)$", "/proc/cpuinfo") or platform.machine()
-
-
-def _first_match(pattern: str, file: str) -> str:
-    try:
-        found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else ""
+    found = re.search(r"^model name\s*: *(.+)$", fs.text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, int]] | None:
@@ -139,7 +133,7 @@ class Calibration:
 
     machine: Machine
     figures: Mapping[str, int]
-    curves: Curves
+    curves: Mapping[str, Curve]
     took_s: float
     file: Path
 
@@ -166,37 +160,31 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
     if not torch.cuda.is_available():
         raise UnsupportedError("calibrate: no GPU; run it where the ops will run")
     started = time.perf_counter()
-    cache = user_cache()
+    cache, host = user_cache(), module()
     cache.check()
     fs.require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
     pool_gib = _pool_gib(fs.free_bytes() or 0)
-    machine = _this_machine(torch.cuda.current_device())
+    names = [str(host["gpu_name"](ordinal)) for ordinal in range(torch.cuda.device_count())]
+    gpu = names[torch.cuda.current_device()]
+    machine = machine_with(gpu, int(host["driver_version"]()))
     say(f"pinning {pool_gib} GiB")
     # On a stream of its own: the default one takes no batch of copies.
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with PinnedPool(pool_gib * _GIB, progress=False) as pool, torch.cuda.stream(stream):
         curves = _measure(pool.tensor(), pool_gib, say)
-    alike = [one for one in range(torch.cuda.device_count()) if _this_machine(one) == machine]
     figures = figures_of(curves)
     file = save(machine, figures, curves=curves)
-    for ordinal in alike:
+    for ordinal in (i for i, name in enumerate(names) if name == gpu):
         for name, value in figures.items():
-            module()["set_figure"](ordinal, name, value)
+            host["set_figure"](ordinal, name, value)
     return Calibration(machine, figures, curves, time.perf_counter() - started, file)
-
-
-def _this_machine(ordinal: int) -> Machine:
-    from jitkern.host.module import module
-
-    host = module()
-    return machine_with(str(host["gpu_name"](ordinal)), int(host["driver_version"]()))
 
 
 def _pool_gib(free: int) -> int:
     """Return the size of the pool: a quarter of what is free."""
-    for gib in _POOLS_GIB:
-        if 4 * gib * _GIB <= free:
-            return gib
+    fitting = [gib for gib in _POOLS_GIB if 4 * gib * _GIB <= free]
+    if fitting:
+        return fitting[0]
     raise UnsupportedError(
         f"calibrate: {free / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
         "which a quarter is pinned; end what takes it, or raise the container's limit"
@@ -237,7 +225,7 @@ def _up_to(curve: Curve, other: Curve, times: float) -> float:
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> Curves:
+def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> dict[str, Curve]:
     """Return the curves of random rows and blocks between the pool and the GPU."""
     import torch
 
@@ -272,9 +260,8 @@ def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> Curves:
 
     say("how far the link's address translation reaches")
     spans = [gib for gib in _SPANS_GIB if gib <= pool_gib]
-    curves: Curves = {
-        "as they come": [(gib, gather(gib, order="given", method="sm")) for gib in spans]
-    }
+    curves: dict[str, Curve] = {}
+    curves["as they come"] = [(gib, gather(gib, order="given", method="sm")) for gib in spans]
     say("small calls")
     before = int(module()["figures"](ordinal)[figure])
     try:
@@ -284,17 +271,15 @@ def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> Curves:
     say("blocks by SMs and by the copy engine")
     for to_host in ("", " to the host"):
         for method, by in (("sm", "SMs"), ("engine", "the engine")):
-            curves[f"blocks{to_host} by {by}"] = [
-                (kib, blocks(kib, method, to_host)) for kib in _PIECES_KIB
-            ]
+            curve = [(kib, blocks(kib, method, to_host)) for kib in _PIECES_KIB]
+            curves[f"blocks{to_host} by {by}"] = curve
     say("by the CPU and by SMs at once")
     curves["in order"] = [(spans[-1], gather(spans[-1], order="host", method="sm"))]
     most = max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))
-    curves["both ways, of threads"] = [
-        (count, gather(spans[-1], on="cpu", method="both", num_threads=count))
-        for count in [*(n for n in (1, 2, 4, 8, 16, 32, 64) if n < most), most]
-    ]
-    return curves
+    counts = [*(n for n in (1, 2, 4, 8, 16, 32, 64) if n < most), most]
+    on_cpu: dict[str, Any] = {"on": "cpu", "method": "both"}
+    both = [(count, gather(spans[-1], num_threads=count, **on_cpu)) for count in counts]
+    return {**curves, "both ways, of threads": both}
 
 
 def _pairs(num_from: int, num_to: int, count: int) -> Tensor:

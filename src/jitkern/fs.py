@@ -75,15 +75,6 @@ def open_regular(file: Path | str, *, follow: bool = False) -> int:
     return descriptor
 
 
-def read_regular(file: Path | str, max_bytes: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file of at most `max_bytes`; see ``open_regular``."""
-    with open(open_regular(file, follow=follow), "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > max_bytes:
-            raise OSError(errno.EFBIG, f"{size} bytes, expected at most {max_bytes}", str(file))
-        return stream.read(size + 1)
-
-
 def _open(file: Path | str, flags: int, follow: bool) -> int:
     flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -131,15 +122,13 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
 def open_to_append(file: Path) -> int:
     """Open `file` to read it and to append to it, made if need be; return its descriptor.
 
-    Raises OSError unless it is plainly this user's: a regular file of one name, not a link.
+    Raises OSError unless it is plainly this user's: a regular file, not a link.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = _open(file, flags, follow=False)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
-    elif status.st_nlink > 1:
-        reason = f"a file of {status.st_nlink} names, expected one"
     elif status.st_uid not in (os.geteuid(), 0):
         reason = f"belongs to uid {status.st_uid}"
     else:
@@ -325,13 +314,13 @@ _CGROUP_FILES = (
 
 def free_bytes() -> int | None:
     """Return the bytes that the machine and our control groups leave free; None if unknown."""
-    available = re.search(r"^MemAvailable:\s+(\d+) kB", _text(_MEMINFO), re.M)
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", text_of(_MEMINFO), re.M)
     known = [int(available[1]) << 10] if available else []
     for folder, limit, used, cached in _CGROUP_FILES:
         for group in _control_groups(folder):
-            most, now = _text(group / limit).strip(), _text(group / used).strip()
+            most, now = text_of(group / limit).strip(), text_of(group / used).strip()
             if most.isdigit() and now.isdigit():  # "max" means no limit
-                files = re.search(rf"^{cached} (\d+)", _text(group / "memory.stat"), re.M)
+                files = re.search(rf"^{cached} (\d+)", text_of(group / "memory.stat"), re.M)
                 known.append(max(0, int(most) - int(now) + (int(files[1]) if files else 0)))
     return min(known, default=None)
 
@@ -339,7 +328,7 @@ def free_bytes() -> int | None:
 def _control_groups(controller: str) -> list[Path]:
     """Return the directories of the process's control group and of all above it."""
     root = _CGROUP / controller
-    for line in _text(_MEMBERSHIP).splitlines():
+    for line in text_of(_MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         # A container does not see a path with "..": its own root is then the group's.
         if controller in controllers.split(",") and ".." not in path:
@@ -348,7 +337,8 @@ def _control_groups(controller: str) -> list[Path]:
     return [root]
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
-from jitkern.cache.get import Lookup, forbidden_by, user_cache
+from jitkern.cache.get import Lookup, forbids_to_compile, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
@@ -25,7 +25,7 @@ from jitkern.jit.loader import checked, load_device
 from jitkern.jit.native import NativeLibrary, has_cuda
 from jitkern.jit.record import Recorded, Specialisation, replay
 from jitkern.ops import device_ops
-from jitkern.ops._ops import SIZES, Size, op_names, op_sizes
+from jitkern.ops._ops import SIZES, op_names, op_sizes
 
 # NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
@@ -54,8 +54,8 @@ class Outcome:
     name: str
     parameters: str
     arch: str
-    find: Callable[[], Lookup[Any] | None]
-    build: Callable[[], Lookup[Any]]
+    find: Callable[[], Lookup[Any] | None] = lambda: None
+    build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
     compiler: Callable[[], object] = lambda: None  # raises ToolchainError if there is none
     lookup: Lookup[Any] | None = None
@@ -96,9 +96,6 @@ class Outcome:
         return self.lookup is not None and not (self.source == "shipped" and self.is_library)
 
 
-Progress = Callable[[Outcome, int, int], None]
-
-
 def warm(
     ops: Sequence[str] | None = None,
     element_sizes: Sequence[int] = (),
@@ -110,12 +107,11 @@ def warm(
     trust: bool = False,
     out: str | PathLike[str] | None = None,
     threads: int | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[Outcome, int, int], object] = lambda *_: None,
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always comes first; without arguments it is all. Nothing is built twice, and
-    what is built is not loaded.
+    The host module always comes first; without arguments it is all. What is built is not loaded.
 
     Parameters
     ----------
@@ -170,8 +166,6 @@ def warm(
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
-    if out is not None and not isinstance(out, (str, PathLike)):
-        raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
@@ -196,8 +190,9 @@ def warm(
         for one in outcomes:
             if one.error is None:
                 one.run(one.find)
-        if not check:
-            _build_missing(outcomes, threads, progress or (lambda *_: None))
+        missing = [one for one in outcomes if one.source == "missing"]
+        if missing and not check:  # else the cache need not be writable
+            _build(missing, threads, progress)
     for one in outcomes:
         if out is not None and one.lookup is not None and one.is_to_copy:
             # From memory: the cache may have evicted it since.
@@ -248,30 +243,24 @@ def _listed(argument: str, value: Any) -> list[Any]:
 
 def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
-    sizes = {size: _checked_sizes(size, given[size.name]) for size in SIZES}
     stems, size_of = op_names(), op_sizes()
+    sizes = {size: _listed(f"{size.name}s", given[size.name]) for size in SIZES}
     names = list(stems) if ops is None else _listed("ops", ops)
-    for op in () if ops is None else names:
+    for op in names:
         if op not in stems:
             raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(stems)}")
         size = size_of[op]
-        if not sizes[size]:
+        if ops is not None and not sizes[size]:
             raise ValueError(f"warm: ops: {op!r}, expected along with {size.name}s, {size.meaning}")
-    for size in SIZES:
-        if sizes[size] and size not in {size_of[op] for op in names}:
+    for size, values in sizes.items():
+        for one in values:
+            if type(one) is not int or not 1 <= one <= size.largest:
+                expected = f"{size.meaning}, 1 to {size.largest}"
+                raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
+        if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise ValueError(f"warm: {size.name}s: {sizes[size]}, expected an op of {expected}")
-    wanted = [(stems[op], size) for op in names for size in sizes[size_of[op]]]
-    return list(dict.fromkeys(wanted))
-
-
-def _checked_sizes(size: Size, given: Sequence[int]) -> list[int]:
-    values = _listed(f"{size.name}s", given)
-    for one in values:
-        if type(one) is not int or not 1 <= one <= size.largest:
-            expected = f"{size.meaning}, 1 to {size.largest}"
-            raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
-    return values
+            raise ValueError(f"warm: {size.name}s: {values}, expected an op of {expected}")
+    return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
@@ -317,9 +306,8 @@ def recorded_jobs(
             kernel = load_device(used) if is_kernel else None
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
-            failed = _outcome(one.used.args, one.used.arch, lambda: None, host.find)
-            failed.error = error
-            jobs[one.to_json(one.used.arch)] = failed
+            job = _outcome(one.used.args, one.used.arch, error=error)
+            jobs[one.to_json(one.used.arch)] = job
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
@@ -331,22 +319,20 @@ def recorded_jobs(
     return list(jobs.values())
 
 
-def _outcome(args: Sequence[str], arch: str, find: Any, build: Any, **more: Any) -> Outcome:
-    name, *parameters = args
-    return Outcome(name, ", ".join(parameters), arch, find, build, **more)
+def _outcome(args: Sequence[str], arch: Arch | str | None, **fields: Any) -> Outcome:
+    return Outcome(args[0], ", ".join(args[1:]), str(arch or ""), **fields)
 
 
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
-    find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return _outcome([kernel.op, *kernel.args], str(arch), find, build, compiler=compiler_id)
+    how = {"find": partial(kernel.find, arch), "build": partial(kernel.lookup, arch)}
+    return _outcome([kernel.op, *kernel.args], arch, **how, compiler=compiler_id)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
-    def library() -> NativeLibrary:  # made when it is asked for: tvm-ffi is imported for its key
-        return NativeLibrary(used, arch, load=False)
-
-    find, build = (lambda: library().find()), (lambda: library().get())
-    return _outcome(used.args, str(arch or ""), find, build, is_library=True)
+    # Made when it is asked for: tvm-ffi is imported for its key.
+    library = partial(NativeLibrary, used, arch, load=False)
+    how = {"find": lambda: library().find(), "build": lambda: library().get()}
+    return _outcome(used.args, arch, **how, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------
@@ -359,14 +345,13 @@ def default_threads() -> int:
     return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
 
 
-def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress) -> None:
-    """Build what is missing; if nothing is, the cache need not be writable."""
-    missing = [one for one in outcomes if one.source == "missing"]
-    if not missing:
-        return
-    if by := forbidden_by():
+def _build(
+    missing: Sequence[Outcome], threads: int, progress: Callable[[Outcome, int, int], object]
+) -> None:
+    if forbids_to_compile():
         raise FrozenError(
-            f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
+            f"warm: {_named(missing)}: missing, and jitkern is frozen, which forbids to compile: "
+            "unset JITKERN_FREEZE, or call jitkern.unfreeze()"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
     for compiler in {one.compiler for one in missing}:
@@ -387,14 +372,15 @@ def _build_missing(outcomes: Sequence[Outcome], threads: int, progress: Progress
 def _failures_text(outcomes: Sequence[Outcome]) -> str:
     """Say what failed and why, equal reasons once; then the log of the first compiler."""
     failed_by: dict[str, list[Outcome]] = {}
-    for one in outcomes:
-        if one.error is not None:
-            reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
-            failed_by.setdefault(" ".join(reason.split()), []).append(one)
-    logs = [f"{one.error}" for one in outcomes if isinstance(one.error, CompileError)]
-    lines = [f"{_named(failed)}: {reason}" for reason, failed in failed_by.items()]
-    first = f"{sum(map(len, failed_by.values()))} of {len(outcomes)} failed:"
-    text = f"{first} {lines[0]}" if len(lines) == 1 else "\n  ".join([first, *lines])
+    failed = [one for one in outcomes if one.error is not None]
+    for one in failed:
+        reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
+        failed_by.setdefault(" ".join(reason.split()), []).append(one)
+    lines = [f"{_named(some)}: {reason}" for reason, some in failed_by.items()]
+    text = ("\n  " if len(lines) > 1 else " ").join(
+        [f"{len(failed)} of {len(outcomes)} failed:", *lines]
+    )
+    logs = [f"{one.error}" for one in failed if isinstance(one.error, CompileError)]
     return "\n".join([text, *logs[:1]])
 
 

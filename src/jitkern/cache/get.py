@@ -83,13 +83,9 @@ def is_frozen() -> bool:
     return _freeze_mode() is not None
 
 
-def forbidden_by() -> str:
-    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty if nothing does."""
-    if _freeze_mode() != "raise":
-        return ""
-    reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
-    reasons += ["jitkern.freeze() was called"] if _frozen else []
-    return " and ".join(reasons)
+def forbids_to_compile() -> bool:
+    """Tell whether a miss raises."""
+    return _freeze_mode() == "raise"
 
 
 def _freeze_mode() -> FreezeMode | None:
@@ -239,17 +235,16 @@ def find(wanted: Buildable[T]) -> Lookup[T] | None:
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     """Return what is wanted, built if no cache has it.
 
-    Raises CompileError if it does not compile or load, here or in the process that was waited for;
-    FrozenError or ToolchainError if it is missing and may not or cannot be compiled.
+    Raises CompileError if it does not compile or load, FrozenError or ToolchainError if it is
+    missing and may not or cannot be compiled.
     """
     start = time.perf_counter()
-    began_unix_s = time.time()
     try:
         found = _find(wanted, start)
         if found is None:
             stats.count("misses")
             _obey_freeze(wanted)
-            found = _find_or_build_alone(wanted, start, began_unix_s)
+            found = _find_or_build_alone(wanted, start)
     except Exception as error:
         ms = (time.perf_counter() - start) * 1e3
         stats.tell(wanted.key, "failed", ms, wanted.variant, error=error)
@@ -297,7 +292,7 @@ def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]
             yield source, entry
 
 
-def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
+def _find_or_build_alone(wanted: Buildable[T], start: float) -> Lookup[T]:
     """Build, but let one process of this machine do it for all."""
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
@@ -306,16 +301,8 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
         found = _find(wanted, start)
         if found is not None:
             return found
-        failure = cache.failure(wanted.key)
-        known = failure.recent(wanted.variant, began_unix_s)
-        if known is not None:
-            raise known
-        try:
-            entry = _publish(wanted.key, build(wanted))
-            loaded = wanted.load(entry)
-        except CompileError as error:
-            failure.write(error, wanted.variant)
-            raise
+        entry = _publish(wanted.key, build(wanted))
+        loaded = wanted.load(entry)
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 

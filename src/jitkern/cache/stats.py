@@ -30,7 +30,7 @@ class Stats:
     misses
         Lookups that found nothing.
     compiles, failures
-        Compilations that succeeded; those that failed here or in the rank that was waited for.
+        Compilations that succeeded; those that failed.
     waits
         Waits for another thread or process that was compiling the same kernel.
     """
