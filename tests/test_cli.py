@@ -109,13 +109,11 @@ except SystemExit:
     ("argv", "message", "see"),
     [
         ("", "required: COMMAND", ""),
-        ("bnech --ci", "did you mean bench?", ""),
+        ("bnech --ci", "invalid choice: 'bnech' (choose from ", ""),
         ("cache", "required: ACTION", "cache"),
-        ("cache lst", "did you mean list?", "cache"),
-        ("cache list --jsn", "--jsn, did you mean --json?", "cache list"),
+        ("cache list --jsn", "unrecognized arguments: --jsn", ""),
         ("cache clear --unused-for x", "--unused-for: 'x'", "cache clear"),
         ("cache export", "required: FILE", "cache export"),
-        ("cache import a b", "unrecognized arguments: b", "cache import"),
         ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "warm"),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "warm"),
         ("warm --trust", "--trust: expected along with --replay FILE", "warm"),
@@ -128,7 +126,7 @@ except SystemExit:
         ("warm --element-size 656 --arch 9.0 --op frob", "--op: 'frob'", "warm"),
         ("warm --jobs 0", "--jobs: 0, expected 1 or more", "warm"),
         ("bench store", "required: --ci", "bench"),
-        ("warm --elem 656", "--elem 656, did you mean --element-size?", "warm"),  # not abbreviated
+        ("warm --elem 656", "unrecognized arguments: --elem 656", ""),  # not abbreviated
     ],
 )
 def test_a_wrong_command_line_is_one_line_that_points_to_help(
@@ -147,7 +145,7 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
         ("ARCH", "", 2, "--arch: none is given, JITKERN_ARCH is not set, and there is no GPU"),
         ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),
         ("CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
-        ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
+        ("FREEZE", "1", 1, "and jitkern is frozen, which forbids to compile"),
     ],
 )
 def test_a_wrong_variable_is_one_line(
@@ -303,23 +301,18 @@ def test_demo_says_which_result_differs(
     assert (status, err) == ((1, text) if broken else (0, ""))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 @pytest.mark.usefixtures("small_demo")
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_demo_without_nvrtc_runs_on_the_cpu_and_fails_beside_a_gpu(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+def test_demo_without_nvrtc_runs_on_the_cpu(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(*_: object) -> None:
+    def missing() -> None:
         raise ToolchainError(NO_NVRTC)
 
-    compare = demo._compare
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(demo, "_compile", missing)
-    monkeypatch.setattr(demo, "_compare", lambda *a: missing() if a[0] == "cuda" else compare(*a))
     status, out, err = run(capsys, "demo")
-    assert "CPU threads" in out
-    assert (status, err) == ((1, f"jitkern: error: {NO_NVRTC}\n") if has_gpu else (0, ""))
-    assert (f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out) != has_gpu
+    assert (status, err) == (0, "")
+    assert f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out
 
 
 @needs_cxx

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
-from jitkern.env import settings
 from jitkern.errors import JitkernError
 from jitkern.fs import require_writable
 
@@ -93,12 +92,6 @@ def run(args: argparse.Namespace) -> int:
     ui.say(end)
     if args.json is not None:
         report.save(args.json, result)
-    if (step_summary := settings().step_summary) is not None:
-        out = ui.console()
-        with out.capture() as text:
-            out.print(table)
-        with step_summary.open("a") as file:
-            file.write(f"### jitkern bench\n\n```\n{text.get()}{end}\n```\n")
     if args.require_counts and uncounted:
         raise JitkernError(f"bench: --require-counts: {uncounted}")
     return 1 if any(verdict.fails for verdict in verdicts) else 0

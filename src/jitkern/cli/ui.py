@@ -43,7 +43,7 @@ def require_torch() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line, with the nearest command or option."""
+    """argparse, but a mistake is one line."""
 
     def __init__(self, *, example: str = "", **kwargs: Any) -> None:
         if example:
@@ -53,28 +53,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
         self.set_defaults(prog=self.prog)  # the innermost command's
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Here, because the outermost parser does not know a command's options.
-        parsed, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            options = [option for action in self._actions for option in action.option_strings]
-            text = " ".join(unknown)
-            self.error(f"unrecognized arguments: {text}{_did_you_mean(unknown[0], options)}")
-        return parsed, unknown
-
     def error(self, message: str) -> NoReturn:
-        if match := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message):
-            message += _did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
         raise UsageError(f"{message} (see: {self.prog} --help)")
-
-
-def _did_you_mean(word: str, words: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
-    word = word.partition("=")[0]
-    begin = [one for one in words if len(word) > 2 and one.startswith(word)]
-    nearest = begin or get_close_matches(word, words, n=1)
-    return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def sizes(of: Size) -> Callable[[str], list[int]]:

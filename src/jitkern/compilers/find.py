@@ -187,14 +187,9 @@ def _nvrtc(path: Path) -> Tool:
     if len(versions) == 1:
         return Tool((str(path),), "nvrtc", versions.pop())
     # None, or two releases in one directory: ask the library itself.
-    import ctypes
+    from jitkern.compilers.nvrtc import load_nvrtc
 
-    release = (ctypes.c_int(), ctypes.c_int())
-    try:
-        ctypes.CDLL(str(path)).nvrtcVersion(*map(ctypes.byref, release))
-    except (OSError, AttributeError) as error:
-        raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
-    return Tool((str(path),), "nvrtc", ".".join(str(number.value) for number in release))
+    return Tool((str(path),), "nvrtc", load_nvrtc(path).version)
 
 
 # -- nvcc ------------------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, find, get_or_build
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
-from jitkern.compilers.find import find_nvrtc
+from jitkern.compilers.find import (
+    CudaHeaders,
+    find_headers,
+    find_nvcc,
+    find_nvrtc,
+    given_id,
+    is_cuda_headers,
+)
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError
@@ -31,7 +38,6 @@ from jitkern.jit.template import KernelConfig
 
 if TYPE_CHECKING:
     from jitkern.cache.store import Cache
-    from jitkern.compilers.find import CudaHeaders
 
 DEVICE_ABI = 1
 """Part of each key: raised when the same sources have to be compiled anew."""
@@ -104,7 +110,7 @@ class DeviceModule:
         self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
-        self._cuda_dirs = _cuda_dirs(include_dirs)
+        self._cuda_dirs = list(filter(is_cuda_headers, include_dirs))  # not read here
         self.closure: Closure = include_closure(
             render([_include_name(file) for file in self.files], self.wrappers, params),
             include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
@@ -277,9 +283,6 @@ class DeviceModule:
         """Return CUDA's own headers that the sources may include; None if they name none."""
         if not self.closure.missing:
             return None
-        # Imported here: most kernels have no need of it.
-        from jitkern.compilers.find import find_headers
-
         library = find_nvrtc() if settings().compiler == "nvrtc" else None
         return find_headers(self.closure.missing, self._cuda_dirs, library)
 
@@ -297,8 +300,6 @@ class DeviceModule:
             "arch": str(arch),
         }
         if self.closure.missing and self._cuda_dirs:
-            from jitkern.compilers.find import given_id
-
             content["given"] = given_id(self.closure.missing, self._cuda_dirs)
         describe = {
             "op": self.op,
@@ -368,15 +369,6 @@ def render(
             lines += [f"  {check}" for check in checks(export, params[export])]
         lines += [f"  {kernel}::run(params);", "}"]
     return "\n".join(lines) + "\n"
-
-
-def _cuda_dirs(include_dirs: Sequence[Path]) -> list[Path]:
-    """Return those that hold CUDA's own headers, which are not read here."""
-    if not include_dirs:
-        return []
-    from jitkern.compilers.find import is_cuda_headers
-
-    return list(filter(is_cuda_headers, include_dirs))
 
 
 def _content(text: str) -> str:
@@ -486,11 +478,7 @@ def _driver_version() -> tuple[int, int]:
 
 def compiler_id() -> str:
     """Name the compiler for device code; ToolchainError if it is not installed."""
-    if settings().compiler == "nvrtc":
-        return find_nvrtc().id
-    from jitkern.compilers.find import find_nvcc
-
-    return find_nvcc().id
+    return (find_nvrtc() if settings().compiler == "nvrtc" else find_nvcc()).id
 
 
 def _variant(headers: CudaHeaders | None) -> str:
