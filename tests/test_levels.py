@@ -29,7 +29,6 @@ comm
 offload nn
 warming calibration
 bench
-perf
 integrations
 cli
 __main__
