@@ -24,7 +24,7 @@ from launch_fake import (
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.jit import device
+from jitkern.jit import launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
@@ -182,7 +182,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
 
 def main() -> None:
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
-    device.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
+    launch.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
     report_checks({**globals(), **vars(launch_users)}, log)
 
 

@@ -11,8 +11,9 @@ import torch
 import tvm_ffi
 from fake_gpu import OnCuda
 
-from jitkern.jit import device
-from jitkern.jit.device import CpuForm, DeviceModule
+from jitkern.jit import launch
+from jitkern.jit.device import DeviceModule
+from jitkern.jit.launch import CpuForm
 from jitkern.jit.params import parse_params
 from jitkern.jit.record import Specialisation
 
@@ -89,4 +90,4 @@ def refused(kind: type[Exception], text: str, call: Callable[..., object], *args
     assert "grid" not in log(), "launched all the same"
 
 
-real_device_and_stream = device.device_and_stream
+real_device_and_stream = launch.device_and_stream

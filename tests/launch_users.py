@@ -29,8 +29,8 @@ from launch_fake import (
 from jitkern.comm.peer_memory import Range
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
-from jitkern.jit import device
-from jitkern.jit.device import CpuForm
+from jitkern.jit import launch
+from jitkern.jit.launch import CpuForm
 
 # -- kernels of users ------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
 
 
 def check_no_gpu_is_said() -> None:
-    device.device_and_stream, kept = real_device_and_stream, device.device_and_stream
+    launch.device_and_stream, kept = real_device_and_stream, launch.device_and_stream
     refused(
         UnsupportedError,
         "launch: there is no CUDA device",
@@ -331,4 +331,4 @@ def check_no_gpu_is_said() -> None:
         grid=1,
         block=1,
     )
-    device.device_and_stream = kept
+    launch.device_and_stream = kept

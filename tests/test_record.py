@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -142,6 +143,18 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("one", "two", "one"):
         put(tmp_path / "used.jsonl", name, *write_headers(tmp_path, 1))
     assert kinds_of(tmp_path / "used.jsonl") == ["// 0.h", "one", "two"]
+
+
+def test_who_holds_the_lock_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped while it recorded stopped all others."""
+    monkeypatch.setenv("JITKERN_LOCK_TIMEOUT_S", "0.05")
+    file = tmp_path / "used.jsonl"
+    with file.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        put(file, "tiny")
+    assert kinds_of(file) == ["tiny"]
 
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:

@@ -27,13 +27,14 @@ VARIABLES = (
 """What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
 
 # What brings flags, headers and programs to a build besides its command.
-_CXX_READS = (
-    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "COMPILER_PATH", "GCC_EXEC_PREFIX"),
-    *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"),  # ld's; clang's
+CXX_HEADERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+NVCC_FLAGS = (
+    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
+    *("CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
 )
-_NVCC_READS = (
-    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
-    *("INCLUDES", "SYSTEM_INCLUDES", "CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
+_CXX_READS = (
+    *(*CXX_HEADERS, "COMPILER_PATH", "GCC_EXEC_PREFIX"),
+    *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"),  # ld's; clang's
 )
 
 T = TypeVar("T")
@@ -158,7 +159,11 @@ def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str
 
     With `cuda`, nvcc takes part. With `links`, libraries are named, which ``LIBRARY_PATH`` finds.
     """
-    names = (*_CXX_READS, *(_NVCC_READS if cuda else ()), *(("LIBRARY_PATH",) if links else ()))
+    names = (
+        *_CXX_READS,
+        *((*NVCC_FLAGS, "NVCC_CCBIN") if cuda else ()),
+        *(("LIBRARY_PATH",) if links else ()),
+    )
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 

@@ -17,7 +17,7 @@ from fake_gpu import report_checks
 from launch_fake import cuda, driver, log
 
 import jitkern
-from jitkern.jit import device
+from jitkern.jit import launch
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import PinnedPool, memory
 from jitkern.offload.memory import PinnedMemory
@@ -153,7 +153,7 @@ def check_a_forked_child_leaves_it_alone() -> None:
 
 def main() -> None:
     DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
-    device.device_and_stream = lambda number: (max(number, 0), 1)
+    launch.device_and_stream = lambda number: (max(number, 0), 1)
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     memory._node_of_gpu = lambda: None

@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
     verdicts = baselines.compare(baseline or baselines.Baseline(), result, wanted)
     uncounted = result["counts"]["note"]
     notes += [f"instructions: {uncounted}"] if uncounted else []
-    table = ui.table(_COLUMNS, map(_cells, verdicts))
     end = "\n".join([*(f"note: {note}" for note in notes), _summary(verdicts)])
-    ui.console().print(table)
+    ui.print_table(_COLUMNS, map(_cells, verdicts))
     ui.say(end)
     if args.json is not None:
         report.save(args.json, result)

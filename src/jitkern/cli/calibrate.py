@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
     ui.require_torch()
     from jitkern.calibration import calibrate
 
-    with ui.console(stderr=True).status("calibrating") as status:
-        found = calibrate(status.update)
+    with ui.progress() as advance:
+        found = calibrate(lambda what: advance(what, 0, 1))
     if args.json:
         ui.say_json(**asdict(found))
         return 0
     rows = [(name, f"{value:,}") for name, value in found.figures.items()]
-    ui.console().print(ui.table(("figure", ">of this machine"), rows))
+    ui.print_table(("figure", ">of this machine"), rows)
     ui.say(f"measured in {found.took_s:.0f} s, kept in {found.file}")
     return 0

@@ -91,7 +91,7 @@ def _compare(device: Literal["cuda", "cpu"], name: str) -> list[str]:
     jitkern.check(device)
     columns = ("op", "rows", "bits", ">ms", ">GB/s", "PyTorch", ">its ms", ">ratio")
     ui.say(f"\n{name}")
-    ui.console().print(ui.table(columns, rows))
+    ui.print_table(columns, rows)
     ui.say("")
     return wrong
 

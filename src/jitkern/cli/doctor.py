@@ -51,19 +51,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; return 1 if the ops cannot run here."""
-
+    """Print each check when it is done; return 1 if the ops cannot run here."""
     checks = []
-    with ui.console(stderr=True).status("looking") as status:
-        for check in diagnose():
-            checks.append(check)
-            status.update(f"looked at {check.what}")
+    for check in diagnose():
+        checks.append(check)
+        if not args.json:
+            ui.say(f"{check.what:16} {check.state:6} {check.found}")
+            if check.fix:
+                ui.say(f"{'fix: ':>29}{check.fix}")
     broken = [check.what for check in checks if check.state == "broken"]
     if args.json:
         ui.say_json(checks=list(map(asdict, checks)), broken=broken)
     else:
-        rows = [(check.what, check.state, check.found, check.fix) for check in checks]
-        ui.console().print(ui.table(("", "", "found", "fix"), rows))
         ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
     return 1 if broken else 0
 

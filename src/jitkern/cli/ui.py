@@ -15,16 +15,11 @@ from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from jitkern.arch import Arch
     from jitkern.ops._ops import Size
 
 JSON_SCHEMA = 1
 """Version of the output of ``--json``: raised if a name goes or changes its meaning."""
-
-_STYLES = {"ok": "green", "note": "yellow", "broken": "bold red", "failed": "bold red"}
 
 
 class UsageError(Exception):
@@ -103,28 +98,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console for the stream as it is now; plain text unless it is a terminal."""
-    from rich.console import Console
-
-    made = Console(stderr=stderr, highlight=False, emoji=False)  # a path may hold :x:
-    if not made.is_terminal:
-        made.width = 200  # a pipe or a file has none; tables take only what they need
-    return made
-
-
-def table(columns: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table of literal cells; a column whose name starts with ``>`` is right-aligned."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name[:1] == ">" else "left")
-    for row in rows:
-        made.add_row(*(Text(visible(cell), style=_STYLES.get(cell, "")) for cell in row))
-    return made
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print aligned columns; one whose name starts with ``>`` is right-aligned."""
+    # Not rich's, which takes 24 s for 10,000 rows.
+    names = [name.removeprefix(">") for name in columns]
+    shown = [names, *([visible(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    align = [str.rjust if name[:1] == ">" else str.ljust for name in columns]
+    for row in shown:
+        cells = (a(cell, width) for a, cell, width in zip(align, row, widths, strict=True))
+        say("  ".join(cells).rstrip())
 
 
 @contextmanager
@@ -133,9 +116,10 @@ def progress(*, lines: bool = False) -> Iterator[Callable[[str, int, int], None]
 
     It moves a bar on standard error, if that is a terminal; otherwise `lines` prints lines.
     """
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    out = console(stderr=True)
+    out = Console(stderr=True, highlight=False, emoji=False)  # a path may hold :x:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     bar = Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
     with bar:

@@ -13,15 +13,12 @@ from jitkern.compilers.cxx import ninja_build, ninja_rule, run_ninja
 from jitkern.compilers.find import CudaHeaders, find_nvcc
 from jitkern.compilers.nvrtc import Image
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
+from jitkern.env import CXX_HEADERS, NVCC_FLAGS
 from jitkern.errors import CompileError
 from jitkern.fs import scratch_folder
 
 # By these nvcc and its preprocessor take options and headers that would be in no key.
-_UNSET = (
-    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
-    *("CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
-    *("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CCC_OVERRIDE_OPTIONS"),
-)
+_UNSET = (*NVCC_FLAGS, *CXX_HEADERS, "CCC_OVERRIDE_OPTIONS")
 
 BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")
 """Given to every compile: line numbers for the profiler, the resource report in the log."""

@@ -17,14 +17,12 @@ from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import CSRC, include_dirs
+from jitkern.env import CXX_HEADERS
 from jitkern.errors import CacheError, ToolchainError
 from jitkern.fs import digest
 from jitkern.host.module import HostModule
 
 _log = logging.getLogger("jitkern")
-
-# They would bring headers that are in no key.
-_UNSET = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 
 def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
@@ -40,7 +38,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
             ldflags=("-pthread", *ldflags),  # before glibc 2.34 threads are a library of their own
             include_paths=include_dirs(csrc),
             precompiled=csrc / "host" / "precompiled.h",
-            unset=_UNSET,
+            unset=CXX_HEADERS,  # they would bring headers that are in no key
         ).read_bytes()
     notes = {"tvm_ffi": tvm_ffi.__version__, "libc": platform_abi()[1]}
     variant = f"{cxx.toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"

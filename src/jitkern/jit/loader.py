@@ -17,7 +17,8 @@ from typing import Any
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
-from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
+from jitkern.jit.device import DeviceModule, Wrapper
+from jitkern.jit.launch import CpuForm
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FOLDERS, Specialisation
 

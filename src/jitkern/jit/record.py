@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,8 +74,7 @@ def record(used: Specialisation, closure: Closure) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = fs.open_to_append(file)
         try:
-            with suppress(OSError):  # without locks a text may be there twice
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, settings().lock_timeout_s)
             _append(used, lines, descriptor)
         finally:
             # A child that was forked meanwhile has the descriptor too, and would hold the lock.
@@ -83,6 +83,19 @@ def record(used: Specialisation, closure: Closure) -> None:
             os.close(descriptor)
     except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
+
+
+def _lock(descriptor: int, timeout_s: float) -> None:
+    """Wait for other processes that record; without the lock a text may be there twice."""
+    until_s = time.monotonic() + timeout_s
+    with suppress(OSError):  # a file system without locks
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            if time.monotonic() > until_s:
+                return
+            time.sleep(0.01)
 
 
 def _append(used: Specialisation, lines: list[bytes], descriptor: int) -> None:
