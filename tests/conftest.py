@@ -25,8 +25,6 @@ from tiny import folder, thawed  # noqa: F401
 
 from jitkern.env import settings
 
-collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
-
 # The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 hypothesis_settings.register_profile("quick", max_examples=200, derandomize=True, **_COMMON)

@@ -23,7 +23,6 @@ from pages import (
     Block,
     blocks,
     program,
-    with_expected_errors,
     write_files,
 )
 from paths import python_path
@@ -94,30 +93,10 @@ def test_cpp_that_is_no_file_compiles(block: Block, tmp_path: Path) -> None:
 
 
 def test_every_block_says_what_it_is() -> None:
-    """A block that is only indented, or has no language, is run by nobody."""
-    for block in ALL:
-        assert block.language in LANGUAGES, block
-    for page in PAGES:
-        fences = [line for line in (ROOT / page).read_text().splitlines() if line[:3] == "```"]
-        assert len(fences) == 2 * len(blocks(page)), page
-        text = (ROOT / page).read_text()
-        for block in blocks(page):
-            text = text.replace(block.text, "")
-        indented = [line for line in text.splitlines() if line.startswith("    ")]
-        assert [line for line in indented if not line.startswith("    options: {")] == [], page
-
-
-def test_what_is_left_out_is_there() -> None:
-    """So that no reason outlives its block."""
+    """One of another language is run by nobody; no reason to leave one out outlives its block."""
+    assert {block.language for block in ALL} <= LANGUAGES
     for page, text in {*NEEDS_GPU, *NEEDS_NVCC}:
         assert sum(text in block.text for block in blocks(page)) == 1, text
-
-
-def test_an_error_in_a_comment_is_expected() -> None:
-    code = "if True:\n    int({})\n    # ValueError: invalid literal for ...\n"
-    exec(with_expected_errors(code.format("'x'")), {})
-    with pytest.raises(AssertionError):
-        exec(with_expected_errors(code.format("'7'")), {})
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

@@ -1,4 +1,7 @@
-"""The way to a launch, without a GPU: launch_child.py on a driver that notes what it is told."""
+"""The way to a launch, without a GPU: launch_child.py on a driver that notes what it is told.
+
+What earlier calls have left: fault_child.py on the same driver.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from fake_gpu import checks_of, needs_fake_gpu, run_checks
 HERE = Path(__file__).resolve().parent
 CHILD = HERE / "launch_child.py"
 SOURCES = [CHILD, HERE / "launch_users.py"]
+FAULTS = HERE / "fault_child.py"
 
 pytestmark = needs_fake_gpu
 
@@ -33,3 +37,13 @@ def test_on_hopper(on_hopper: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", checks_of(SOURCES, "old_"))
 def test_on_ampere_with_an_old_driver(on_ampere: dict[str, str], name: str) -> None:
     assert on_ampere[name] == "", on_ampere[name]
+
+
+@pytest.fixture(scope="module")
+def after_faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return run_checks(FAULTS, tmp_path_factory.mktemp("driver"), "check_")
+
+
+@pytest.mark.parametrize("name", checks_of([FAULTS], "check_"))
+def test_what_earlier_calls_have_left(after_faults: dict[str, str], name: str) -> None:
+    assert after_faults[name] == "", after_faults[name]
