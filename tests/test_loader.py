@@ -16,7 +16,7 @@ from tiny import SM_90, compiles, tiny
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.bundle import export_bundle
-from jitkern.cache.stats import stats
+from jitkern.cache.get import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import CSRC
@@ -151,7 +151,7 @@ from jitkern.errors import ToolchainError
 import jitkern.jit.device as device
 from jitkern.cache.bundle import import_bundle
 from jitkern.cache.get import user_cache
-from jitkern.cache.stats import stats
+from jitkern.cache.get import stats
 from jitkern.jit.loader import load_jit
 def missing(): raise ToolchainError("none")
 device.find_nvrtc = missing  # as on a machine where there is none

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from jitkern.cache import stats
+from jitkern.cache.get import count
 from jitkern.env import settings
 from jitkern.fs import make_folders, open_regular, scratch_folder, write_whole
 
@@ -52,7 +52,7 @@ def build_lock(
     except OSError:
         pass  # the caller builds without the lock, and the publication says why nothing is kept
     if time.monotonic() - start > 1e-3:
-        stats.count("waits")
+        count("waits")
     try:
         yield held
     finally:

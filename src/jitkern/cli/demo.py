@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jitkern
-from jitkern.arch import SUPPORTED_ARCHS
 from jitkern.cli import ui
-from jitkern.errors import JitkernError, ToolchainError
+from jitkern.errors import JitkernError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +17,7 @@ if TYPE_CHECKING:
 SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
 Run three ops on real tensors, compare every bit with PyTorch, and show time, bandwidth and ratio.
-On the GPU if there is one. Otherwise on the CPU, and the CUDA kernels are compiled for four archs,
-if there is a compiler."""
+On the GPU if there is one, otherwise on the CPU."""
 EXAMPLE = "jitkern demo"
 
 # 656: one token's row of a latent KV cache with its scales, no multiple of 128.
@@ -52,17 +49,11 @@ def run(args: argparse.Namespace) -> int:
     ui.require_torch()
     import torch
 
-    start = time.perf_counter()
     ui.say(f"jitkern {jitkern.__version__}, torch {torch.__version__}")
     if torch.cuda.is_available():
         wrong = _compare("cuda", torch.cuda.get_device_name())
     else:
         wrong = _compare("cpu", f"{torch.get_num_threads()} CPU threads")
-        try:
-            _compile()
-        except ToolchainError as error:
-            ui.say(f"CUDA kernels were not compiled: {error}")
-    ui.say(f"{time.perf_counter() - start:.1f} s in all")
     if wrong:
         raise JitkernError(f"demo: {', '.join(wrong)}: the result differs from PyTorch's")
     return 0
@@ -92,7 +83,6 @@ def _compare(device: Literal["cuda", "cpu"], name: str) -> list[str]:
     columns = ("op", "rows", "bits", ">ms", ">GB/s", "PyTorch", ">its ms", ">ratio")
     ui.say(f"\n{name}")
     ui.print_table(columns, rows)
-    ui.say("")
     return wrong
 
 
@@ -133,13 +123,3 @@ def _cases(device: str) -> Iterator[Case]:
 
     fetch = partial(jitkern.h2d_gather, src, dst, pairs)
     yield Case("h2d_gather", fetch, dst, "dst[slots] = src[rows]", gather, expected_dst)
-
-
-def _compile() -> None:
-    """Compile the kernels for GPUs that are not here, and show how long that takes."""
-    start = time.perf_counter()
-    found = [jitkern.warm([op], [size], SUPPORTED_ARCHS) for op, size in _ROW_BYTES.items()]
-    sources = [one.source for some in found for one in some if one.arch and one.source != "memo"]
-    archs, took_s = ", ".join(map(str, SUPPORTED_ARCHS)), time.perf_counter() - start
-    ui.say(f"{len(sources)} CUDA kernels for {archs} in {took_s:.1f} s,")
-    ui.say(f"{sources.count('compiled')} compiled, without a GPU or a CUDA toolkit")
