@@ -26,7 +26,7 @@ from launch_fake import (
     user,
 )
 
-from jitkern.comm.peer_memory import Range
+from jitkern.comm.args import namespace
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
 from jitkern.jit import launch
@@ -244,10 +244,10 @@ def check_every_pointer_is_on_the_device() -> None:
 PIECE = 2 << 20
 
 
-def mapped() -> tuple[Range, Range]:
+def mapped() -> tuple[Any, Any]:
     """Memory of GPUs 0 and 1 that GPU 0 addresses, and memory that GPU 1 alone addresses."""
     make = host.module()["make_peer_range"]
-    both, alone = (Range(*make(2, PIECE, ordinal)) for ordinal in (0, 1))
+    both, alone = (namespace(make(2, PIECE, ordinal)) for ordinal in (0, 1))
     os.close(both.create(0))
     fd = alone.create(0)
     both.map(1, fd)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,21 @@ def folder(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder / "single.cu").write_text(SINGLE_CU)
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Sets variables, as another process would have them."""
+
+    def put(**variables: object) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(f"JITKERN_{name}", str(value))
+        settings.cache_clear()
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    yield put
+    monkeypatch.undo()
+    settings.cache_clear()
 
 
 def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
