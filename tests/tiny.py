@@ -54,8 +54,7 @@ template <int N> struct AddKernel {
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
     yield
-    get._frozen = ""
-    get._warned_of.clear()
+    get._frozen = None
 
 
 @pytest.fixture
