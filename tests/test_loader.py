@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import subprocess
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from tiny import SM_90, compiles, tiny
 
 from jitkern.arch import Arch
 from jitkern.cache import get
-from jitkern.cache.bundle import export_bundle
 from jitkern.cache.get import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
@@ -135,36 +133,6 @@ def test_places_in_order(
     assert tiny().image(SM_90) == image
     assert stats().shipped == before + 2
     get._caches.cache_clear()
-
-
-@needs_nvrtc
-def test_a_bundle_serves_a_machine_without_compilers(
-    folder: Path, empty_cache: Path, tmp_path: Path, fresh_python: Fresh
-) -> None:
-    images = {arch: tiny().image(Arch.parse(arch)) for arch in ("8.0", "9.0")}
-    bundle = tmp_path / "kernels.jkb"
-    assert export_bundle(Cache(empty_cache), bundle) == 2
-    code = """
-import hashlib, sys
-from pathlib import Path
-from jitkern.errors import ToolchainError
-import jitkern.jit.device as device
-from jitkern.cache.bundle import import_bundle
-from jitkern.cache.get import user_cache
-from jitkern.cache.get import stats
-from jitkern.jit.loader import load_jit
-def missing(): raise ToolchainError("none")
-device.find_nvrtc = missing  # as on a machine where there is none
-assert len(import_bundle(user_cache(), Path(sys.argv[1]))) == 2
-m = load_jit("tiny", "4", device_files=[sys.argv[2]], device_wrappers=[("tiny", "Tiny<4>")])
-for arch in sys.argv[3:]:
-    print(hashlib.sha256(m.image(device.Arch.parse(arch))).hexdigest())
-assert stats().compiles == 0
-"""
-    env = {"JITKERN_CACHE_DIR": str(tmp_path / "elsewhere"), "PATH": "/nonexistent"}
-    done = fresh_python(code, str(bundle), str(folder / "tiny.cu"), *images, env=env)
-    expected = [hashlib.sha256(image).hexdigest() for image in images.values()]
-    assert done.stdout.split() == expected
 
 
 @needs_nvrtc

@@ -14,15 +14,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from jitkern.cache.entry import (
-    META_NAME,
-    Entry,
-    check_file,
-    meta_bytes,
-    parse_meta,
-    read_entry,
-    read_meta,
-)
+from jitkern.cache import entry as entries
+from jitkern.cache.entry import META_NAME, Entry
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import written_by_others
 from jitkern.errors import CacheError
@@ -48,11 +41,11 @@ def export_bundle(
     count = 0
     for path in cache.paths():
         try:
-            entry = Entry(path, {}, read_meta(path, cache.trust))
+            entry = Entry(path, {}, entries.read_meta(path, cache.trust))
             if select(entry):
                 count += 1
-                members[f"{entry}/{META_NAME}"] = meta_bytes(entry.meta)
-                for name, data in read_entry(path, cache.trust, entry.meta).files.items():
+                members[f"{entry}/{META_NAME}"] = entries.meta_bytes(entry.meta)
+                for name, data in entries.read_entry(path, cache.trust, entry.meta).files.items():
                     members[f"{entry}/{name}"] = data
         except (OSError, CacheError) as error:
             reason = f"{path}: {error.strerror}" if isinstance(error, OSError) else error
@@ -131,10 +124,10 @@ def _entry(file: Path, folder: str, files: dict[str, bytes]) -> Entry:
     where = f"{file}: {folder}"
     if META_NAME not in files:
         raise CacheError(f"{where}: {META_NAME} is missing")
-    entry = Entry(None, files, parse_meta(files.pop(META_NAME), where))
+    entry = Entry(None, files, entries.parse_meta(files.pop(META_NAME), where))
     recorded = entry.meta["files"]
     if str(entry) != folder or set(recorded) != set(files):
         raise CacheError(f"{where}: its meta describes something else")
     for name, expected in recorded.items():
-        check_file(name, files[name], expected, where)
+        entries.check_file(name, files[name], expected, where)
     return entry

@@ -15,18 +15,10 @@ from typing import Any, NamedTuple
 from jitkern.cache.trust import EVERYONE, require_trusted
 from jitkern.env import Trust
 from jitkern.errors import CacheError
-from jitkern.fs import (
-    canonical_json,
-    is_safe_name,
-    open_regular,
-    parse_json,
-    sha256,
-    slug,
-)
+from jitkern.fs import canonical_json, is_safe_name, open_regular, parse_json, sha256, slug
 
 SCHEMA = 1
 META_NAME = "meta.json"
-_YEAR_5000_S = 1e11
 
 
 class Key(NamedTuple):
@@ -202,13 +194,8 @@ def _is_sound(meta: Mapping[str, Any]) -> bool:
     return (
         meta["schema"] == SCHEMA
         and all(isinstance(text, str) for text in texts)
-        and all(map(is_time, numbers))
+        # Comparisons with NaN fail, and those with infinity.
+        and all(type(number) in (int, float) and 0 <= number < 1e11 for number in numbers)
         and all(map(is_safe_name, [meta["family"], meta["toolchain"], *files]))
         and meta["artefact"] in files
     )
-
-
-def is_time(value: Any) -> bool:
-    """Tell whether `value` may be a number of seconds since 1970, of milliseconds or bytes."""
-    # Comparisons with NaN fail, and those with infinity.
-    return type(value) in (int, float) and 0 <= value < _YEAR_5000_S

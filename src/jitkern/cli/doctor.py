@@ -9,7 +9,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -20,7 +19,7 @@ import jitkern
 from jitkern.arch import SUPPORTED_ARCHS, gpu_archs
 from jitkern.cli import ui
 from jitkern.env import settings
-from jitkern.errors import CacheError, JitkernError, ToolchainError, UnsupportedError
+from jitkern.errors import CacheError, JitkernError, UnsupportedError
 from jitkern.fs import require_writable
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def diagnose() -> Iterator[Check]:
     fix = "install a jitkern wheel, or g++ and ninja to build it here"
     host = _look("host module", _host_module, needed=True, fix=fix)
     yield host
-    ops_run, gpus = host.state == torch.state == "ok", 0
+    ops_run, gpus, version = host.state == torch.state == "ok", 0, 0
     if host.state == "ok":
         from jitkern.host.module import module
 
@@ -93,9 +92,7 @@ def diagnose() -> Iterator[Check]:
         if version:
             supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
             yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
-        if gpus:
-            yield from _newer_nvrtc(version // 1000)
-    yield from _compilers(bool(gpus), host_works=host.state == "ok")
+    yield from _compilers(version // 1000 if gpus else 0, host_works=host.state == "ok")
     yield from _caches()
     yield _look("jitkern-kernels", kernels_wheel)
     yield _look("huge pages", huge_pages)
@@ -163,28 +160,22 @@ def gpu(count: int) -> Check:
     return Check("GPU", found)
 
 
-def _newer_nvrtc(major: int) -> Iterator[Check]:
-    """Return a check of NVRTC, if its code is for a newer CUDA than the driver's `major`."""
-    from jitkern.compilers.find import find_nvrtc
-
-    with suppress(ToolchainError):  # which has its own line
-        nvrtc = find_nvrtc()
-        if int(nvrtc.version.partition(".")[0]) > major:
-            package = "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
-            found = f"makes code for CUDA {nvrtc.version}, newer than the driver"
-            fix = f'update the driver, or pip install "{package}=={major}.*"'
-            yield Check("NVRTC", found, "broken", fix)
-
-
-def _compilers(has_gpu: bool, *, host_works: bool) -> Iterator[Check]:
+def _compilers(driver: int, *, host_works: bool) -> Iterator[Check]:
+    """Check the compilers; `driver` is the CUDA that the GPUs' driver is for, 0 without GPUs."""
     from jitkern.compilers import find
 
     def shown(look: Callable[[], Any]) -> str:
         tool = look()
+        if look is find.find_nvrtc and 0 < driver < int(tool.version.partition(".")[0]):
+            package = "nvidia-cuda-nvrtc-cu12" if driver == 12 else "nvidia-cuda-nvrtc"
+            raise UnsupportedError(
+                f"makes code for CUDA {tool.version}, newer than the driver; "
+                f'update the driver, or pip install "{package}=={driver}.*"'
+            )
         # The version of a C++ compiler does not say which compiler it is.
         return f"{tool.id if look is find.find_cxx else tool.version} ({tool.path})"
 
-    compiler = settings().compiler if has_gpu else ""
+    compiler = settings().compiler if driver else ""
     cxx_use = "only for C++ sources of your own"
     nvcc_use = "only for JITKERN_COMPILER=nvcc and .cu files with host code"
     for what, look, needed, use in (
@@ -232,14 +223,12 @@ def _cache(cache: Cache, *, is_optional: bool) -> str:
 
 def kernels_wheel() -> str:
     """Return the version of the wheel of prebuilt kernels; another version's are not used."""
-    from jitkern.cache.get import KERNELS, caches
+    from jitkern.cache.get import KERNELS
 
-    if KERNELS not in (origin for origin, _, _ in caches()):
-        return "not installed: kernels are compiled when they are first used"
     try:
         version = metadata.version(KERNELS)
     except metadata.PackageNotFoundError:
-        version = "unknown version"  # unpacked, not installed
+        return "not installed: kernels are compiled when they are first used"
     if version != jitkern.__version__:
         fix = f"install {KERNELS} {jitkern.__version__}"
         raise UnsupportedError(f"{version}, for another version of jitkern; {fix}")
