@@ -15,7 +15,7 @@ import torch
 from built_wheel import wheel  # noqa: F401
 from children import cache_dir, children, forked_python, fresh_python, sources  # noqa: F401
 from fake_toolkit import fake_nvcc  # noqa: F401
-from headers import bare_machine  # noqa: F401
+from headers import bare_machine, machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from shared_gpu import IS_SHARED

@@ -1,10 +1,9 @@
-"""A kernel that includes what it is told to; a machine with CUDA headers where one wants."""
+"""A kernel that includes what it is told to; a machine with compilers and headers of one's own."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,23 @@ def load(folder: Path, *includes: str, type: str = "int", body: str = "", **opti
     return load_jit("own", device_files=[file], device_wrappers=wrappers, **options)
 
 
+try:
+    NVRTC = str(find.find_nvrtc().path)
+except ToolchainError:
+    NVRTC = ""
+
+
 @pytest.fixture
-def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """A machine without CUDA's headers; `bare_machine(**variables)` sets its environment."""
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    with suppress(ToolchainError):
-        monkeypatch.setenv("JITKERN_NVRTC", str(find.find_nvrtc().path))
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """An empty machine: no pip packages, no CUDA; `machine(**variables)` sets its environment."""
+    (tmp_path / "bin").mkdir()
+    # What the real machine has in these places is not on this one.
     monkeypatch.setattr(find, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
+    monkeypatch.setattr(find, "_SYSTEM_LIBS", (tmp_path / "usr-lib",))
     monkeypatch.setattr(find, "site_directories", lambda: (str(tmp_path / "site"),))
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "conda"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "JITKERN_NVRTC", "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
 
     def configure(**variables: object) -> Path:
         for name, value in variables.items():
@@ -51,15 +56,23 @@ def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         settings.cache_clear()
         return tmp_path
 
-    configure()
+    configure(PATH=tmp_path / "bin")
     yield configure
     monkeypatch.undo()
     settings.cache_clear()
 
 
+@pytest.fixture
+def bare_machine(machine: Callable[..., Path]) -> Callable[..., Path]:
+    """The same, with NVRTC and without CUDA's headers."""
+    machine(JITKERN_NVRTC=NVRTC)
+    return machine
+
+
 def put(path: Path, text: str = "") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    path.chmod(0o755)
     return path
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from headers import put
 from needs import needs_nvrtc
 
 from jitkern.arch import Arch
 from jitkern.compilers import find
-from jitkern.env import settings
 from jitkern.errors import ToolchainError
 
 # What nvcc answers to --version and to --dryrun; {root} is its toolkit.
@@ -22,39 +22,6 @@ case " $* " in
 *) echo '#$ _HERE_={root}/bin' >&2; echo '#$ TOP={root}/bin/..' >&2;;
 esac
 """
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """An empty machine: no pip packages, no CUDA; `machine(**variables)` sets its environment."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "site").mkdir()
-    # What the real machine has in these places is not on this one.
-    monkeypatch.setattr(find, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
-    monkeypatch.setattr(find, "_SYSTEM_LIBS", (tmp_path / "usr-lib",))
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "JITKERN_NVRTC", "LD_LIBRARY_PATH"):
-        monkeypatch.delenv(name, raising=False)
-
-    def configure(**variables: object) -> Path:
-        for name, value in variables.items():
-            monkeypatch.setenv(name, str(value))
-        settings.cache_clear()
-        return tmp_path
-
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    configure()
-    yield configure
-    monkeypatch.undo()
-    settings.cache_clear()
-
-
-def put(path: Path, text: str = "") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 def toolkit(root: Path, lib: str = "lib64", cudart: str = "libcudart.so") -> Path:
@@ -112,7 +79,7 @@ def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path]) -> None:
         ("site/nvidia/cuda_nvrtc/lib", "12.9"),
         ("usr-local-cuda/targets/x86_64-linux/lib", "13.0"),
         ("opt/cuda/lib64", "13.2"),  # beside the nvcc on PATH
-        ("lib", "13.1"),  # sys.prefix/lib: conda
+        ("conda/lib", "13.1"),  # below sys.prefix
         ("usr-lib", "12.0"),
     ],
 )
