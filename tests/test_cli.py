@@ -138,7 +138,7 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
 @pytest.mark.parametrize(
     ("name", "value", "status", "message"),
     [
-        ("FREEZE", "maybe", 2, "JITKERN_FREEZE: 'maybe', expected 0 or 1\n"),
+        ("FREEZE", "maybe", 2, "JITKERN_FREEZE: 'maybe', expected 0, 1 or warn\n"),
         ("ARCH", "99", 2, "JITKERN_ARCH: "),
         ("ARCH", "", 2, "--arch: none is given, JITKERN_ARCH is not set, and there is no GPU"),
         ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),

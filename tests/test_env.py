@@ -21,7 +21,7 @@ def test_defaults_of_an_unset_or_empty_variable() -> None:
     assert (found.cache_dir, found.cache_path) == (Path("/home/u/.cache/jitkern"), ())
     assert (found.cache_trust, found.cache_max_bytes) == (NOBODY, 4 << 30)
     assert (found.compiler, found.faults, found.lock_timeout_s) == ("nvrtc", "raise", 120)
-    assert (found.freeze, found.log, found.record, found.nvrtc) == (False, False, None, None)
+    assert (found.freeze, found.log, found.record, found.nvrtc) == (None, False, None, None)
     assert (found.arch, found.cuda_home, found.cxx) == ((), None, None)
     assert parse(**dict.fromkeys(VARIABLES, "")) == found
 
@@ -44,7 +44,9 @@ CACHE = "JITKERN_CACHE_DIR"
         ({"JITKERN_CACHE_MAX_BYTES": "0"}, "cache_max_bytes", 0),
         ({"JITKERN_CACHE_MAX_BYTES": "2k"}, "cache_max_bytes", 2048),
         ({"JITKERN_CACHE_MAX_BYTES": "4GiB"}, "cache_max_bytes", 4 << 30),
-        ({"JITKERN_FREEZE": " 1 "}, "freeze", True),
+        ({"JITKERN_FREEZE": "0"}, "freeze", None),
+        ({"JITKERN_FREEZE": "1"}, "freeze", "raise"),
+        ({"JITKERN_FREEZE": " warn "}, "freeze", "warn"),
     ],
 )
 def test_a_value_is_parsed(environ: dict[str, str], field: str, expected: object) -> None:
@@ -59,7 +61,7 @@ def test_a_value_is_parsed(environ: dict[str, str], field: str, expected: object
         ("JITKERN_CACHE_TRUST", "-1", "numbers of users, separated by commas, or everyone"),
         ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
         ("JITKERN_FAULTS", "explode", "raise, warn or ignore"),
-        ("JITKERN_FREEZE", "yes", "0 or 1"),
+        ("JITKERN_FREEZE", "yes", "0, 1 or warn"),
         ("JITKERN_LOG", "2", "0 or 1"),
         ("JITKERN_LOCK_TIMEOUT_S", "-1", "a number of seconds, 0 or more"),
         ("JITKERN_LOCK_TIMEOUT_S", "nan", "a number of seconds, 0 or more"),

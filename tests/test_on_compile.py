@@ -1,8 +1,10 @@
-"""What a server is told of its look-ups: on_compile."""
+"""What a server is told of its look-ups: on_compile, and freeze in the mode that only warns."""
 
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import jitkern
 from jitkern.cache import get
 from jitkern.cache.get import LookupEvent
 from jitkern.cache.store import Cache
+from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError
 
 
@@ -81,3 +84,40 @@ def test_what_a_callback_raises_breaks_no_build(
         stop()
     tiny().image(SM_90)
     assert len(events) == 3
+
+
+# ---------------------------------------------------------------------------------- frozen to warn
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("by", ["the call", "the environment"])
+def test_frozen_to_warn_compiles_and_says_so_once(
+    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "the call":
+        jitkern.freeze(mode="warn")
+    else:
+        monkeypatch.setenv("JITKERN_FREEZE", "warn")
+        settings.cache_clear()
+    shipped = Path(sys.modules["jitkern"].__file__ or "").parent / "_prebuilt"
+    with pytest.warns(RuntimeWarning) as caught:
+        assert tiny(5).image(SM_90)
+    (warning,) = caught
+    key = tiny(5).key(SM_90)
+    (variant,) = (path.name for path in (empty_cache / "v1" / str(key)).iterdir())
+    assert str(warning.message) == (
+        f"jitkern: {key}/{variant}: not found in {empty_cache}, {shipped}, and jitkern is frozen "
+        "to warn: it is compiled now; record a run with JITKERN_RECORD=FILE and build it "
+        "beforehand with: jitkern warm --replay FILE --arch 9.0"
+    )
+    Cache(empty_cache).clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tiny(5).image(SM_90)  # compiled again, and not said again
+
+
+def test_an_unknown_mode_freezes_nothing() -> None:
+    with pytest.raises(ValueError) as raised:
+        jitkern.freeze("sometimes")  # type: ignore[arg-type]
+    assert str(raised.value) == "freeze: mode: 'sometimes', expected raise or warn"
+    assert not get.is_frozen()

@@ -43,7 +43,7 @@ def test_frozen_misses_name_what_to_warm(folder: Path, monkeypatch: pytest.Monke
         store.image(SM_90)
     unfreeze()
     assert tiny(5).image(SM_90)
-    get._frozen = None
+    get._frozen = ""
     monkeypatch.setenv("JITKERN_FREEZE", "1")
     settings.cache_clear()
     with pytest.raises(FrozenError):

@@ -16,10 +16,11 @@ from tiny import SM_90, compiles, tiny
 
 import jitkern
 from jitkern.arch import Arch, target_archs
+from jitkern.cache import get
 from jitkern.cache.store import Cache
 from jitkern.cli import _parser, main
 from jitkern.env import settings
-from jitkern.errors import CacheError, WarmError
+from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.fs import sha256
 from jitkern.host import module as host
 from jitkern.jit import device, native
@@ -311,10 +312,15 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[.
         "jitkern: error: warm: tiny<4> for 9.0 and 1 more: missing, and jitkern is frozen, which "
         "forbids to compile: unset JITKERN_FREEZE, or call jitkern.unfreeze()\n"
     )
-    use(FREEZE="0")
-    assert run(capsys, "--replay", record)[0] == 0
     jitkern.freeze()
-    assert run(capsys, "--replay", record)[0] == 0  # all is there
+    use(FREEZE="warn")
+    with pytest.raises(FrozenError, match="missing, and jitkern is frozen"):
+        jitkern.warm(files=[record])
+    get._frozen = ""
+    with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
+        jitkern.warm(files=[record])
+    use(FREEZE="1")
+    assert run(capsys, "--replay", record)[0] == 0
 
 
 # -- records of others: they are code --------------------------------------------------------------

@@ -54,7 +54,8 @@ template <int N> struct AddKernel {
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
     yield
-    get._frozen = None
+    get._frozen = ""
+    get._warned_of.clear()
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 
 Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
+FreezeMode = Literal["raise", "warn"]
+
+FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 
 VARIABLES = (
     *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
@@ -78,8 +81,8 @@ class Settings(NamedTuple):
     record
         ``JITKERN_RECORD``: file that receives each specialisation used.
     freeze
-        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile. ``freeze`` and
-        ``unfreeze`` override it.
+        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
+        it, with a warning. ``freeze`` and ``unfreeze`` override it.
     log
         ``JITKERN_LOG``: 1 logs one line per lookup.
     faults
@@ -97,7 +100,7 @@ class Settings(NamedTuple):
     nvrtc: Path | None
     lock_timeout_s: float
     record: Path | None
-    freeze: bool
+    freeze: FreezeMode | None
     log: bool
     faults: FaultMode
     cuda_home: Path | None  # CUDA_HOME, else CUDA_PATH
@@ -120,7 +123,7 @@ class Settings(NamedTuple):
             nvrtc=_path(environ, "JITKERN_NVRTC"),
             lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S"),
             record=_path(environ, "JITKERN_RECORD"),
-            freeze=_choice(environ, "JITKERN_FREEZE", {"0": False, "1": True}),
+            freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
             log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
             faults=_choice(environ, "JITKERN_FAULTS", {mode: mode for mode in get_args(FaultMode)}),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),

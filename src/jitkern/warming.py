@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
-from jitkern.cache.get import Lookup, is_frozen, user_cache
+from jitkern.cache.get import Lookup, forbids_to_compile, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
@@ -348,7 +348,7 @@ def default_threads() -> int:
 def _build(
     missing: Sequence[Outcome], threads: int, progress: Callable[[Outcome, int, int], object]
 ) -> None:
-    if is_frozen():
+    if forbids_to_compile():
         raise FrozenError(
             f"warm: {_named(missing)}: missing, and jitkern is frozen, which forbids to compile: "
             "unset JITKERN_FREEZE, or call jitkern.unfreeze()"

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from jitkern.cache.entry import Entry, Key, render_meta
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError
-from jitkern.env import Settings, settings
+from jitkern.env import FREEZE_MODES, FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 from jitkern.fs import ForkLocal
 
@@ -42,15 +43,22 @@ _NOWHERE = Path(os.devnull, "no-home")
 # -- freezing --------------------------------------------------------------------------------------
 
 # What freeze() and unfreeze() have said last; nothing yet: JITKERN_FREEZE decides.
-_frozen: bool | None = None
+_frozen: FreezeMode | Literal["off", ""] = ""
+_warned_of: set[str] = set()
 
 
-def freeze() -> None:
+def freeze(mode: FreezeMode = "raise") -> None:
     """Make a missing kernel an error from now on, instead of a compile.
 
     Call it when a server has warmed up: a miss then raises FrozenError, which names what to warm,
-    rather than stalling a request. ``JITKERN_FREEZE=1`` does the same from the start. A kernel that
-    another version of the compiler has made counts as there.
+    rather than stalling a request. ``JITKERN_FREEZE=1`` or ``warn`` does the same from the start.
+    A kernel that another version of the compiler has made counts as there.
+
+    Parameters
+    ----------
+    mode : {"raise", "warn"}
+        What becomes of a miss: FrozenError, or a RuntimeWarning with the same words, once for each
+        kernel, and then the compile. Another mode is a ValueError.
 
     Examples
     --------
@@ -58,7 +66,9 @@ def freeze() -> None:
     >>> jitkern.freeze()  # doctest: +SKIP
     """
     global _frozen
-    _frozen = True
+    if mode not in FREEZE_MODES:
+        raise ValueError(f"freeze: mode: {mode!r}, expected {' or '.join(FREEZE_MODES)}")
+    _frozen = mode
 
 
 def unfreeze() -> None:
@@ -70,12 +80,21 @@ def unfreeze() -> None:
     >>> jitkern.unfreeze()  # doctest: +SKIP
     """
     global _frozen
-    _frozen = False
+    _frozen = "off"
 
 
 def is_frozen() -> bool:
+    """Tell whether a miss raises or warns."""
+    return _freeze_mode() is not None
+
+
+def forbids_to_compile() -> bool:
     """Tell whether a miss raises."""
-    return settings().freeze if _frozen is None else _frozen
+    return _freeze_mode() == "raise"
+
+
+def _freeze_mode() -> FreezeMode | None:
+    return None if _frozen == "off" else _frozen or settings().freeze
 
 
 # -- which caches ----------------------------------------------------------------------------------
@@ -229,8 +248,7 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
         found = _find(wanted, start)
         if found is None:
             count("misses")
-            if is_frozen():
-                raise _missing(wanted)
+            _obey_freeze(wanted)
             found = _find_or_build_alone(wanted, start)
     except Exception as error:
         ms = (time.perf_counter() - start) * 1e3
@@ -304,10 +322,19 @@ def _publish(key: Key, built: BuildOutput) -> Entry:
     return entry
 
 
-def _missing(wanted: Buildable[Any]) -> FrozenError:
-    name, searched = f"{wanted.key}/{wanted.variant or 'any'}", ", ".join(map(str, folders()))
-    text = f"{name}: not found in {searched}, and jitkern is frozen; {wanted.hint()}"
-    return FrozenError(text.removesuffix("; "))
+def _obey_freeze(wanted: Buildable[T]) -> None:
+    """Raise for what is missing in a frozen process, or warn of it once."""
+    mode = _freeze_mode()
+    if mode is None or (mode == "warn" and str(wanted.key) in _warned_of):
+        return
+    so = "jitkern is frozen" if mode == "raise" else "jitkern is frozen to warn: it is compiled now"
+    searched = ", ".join(map(str, folders()))
+    name = f"{wanted.key}/{wanted.variant or 'any'}"
+    message = f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
+    if mode == "raise":
+        raise FrozenError(message)
+    _warned_of.add(str(wanted.key))
+    warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
 
 
 # -- what has happened -----------------------------------------------------------------------------
