@@ -29,6 +29,7 @@ comm
 offload nn
 warming calibration
 bench
+perf
 integrations
 cli
 __main__

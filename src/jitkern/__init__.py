@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.ops.unpack import unpack as unpack
+    from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
+    from jitkern.perf import perf_cpu as perf_cpu
+    from jitkern.perf import perf_cuda as perf_cuda
     from jitkern.warming import warm as warm
 
 __version__ = "0.1.0"
@@ -56,6 +59,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     **{f"jitkern.ops.{op.stem}": (op.function, *op.more) for op in _OPS},
     "jitkern.host.faults": ("check",),
+    "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
     "jitkern.warming": ("warm",),
     "jitkern.calibration": ("Calibration", "calibrate"),
     "jitkern.jit.loader": ("load_aot", "load_jit"),

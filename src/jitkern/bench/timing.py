@@ -134,5 +134,7 @@ def torch_with_cuda(who: str) -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"{who}: PyTorch sees no CUDA device")
+        raise UnsupportedError(
+            f"{who}: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
+        )
     return torch

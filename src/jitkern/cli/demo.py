@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jitkern
 from jitkern.cli import ui
@@ -59,22 +59,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(device: Literal["cuda", "cpu"], name: str) -> list[str]:
+def _compare(device: str, name: str) -> list[str]:
     """Print one line per op; return the ops whose results differ."""
     import torch
 
-    from jitkern.bench.timing import cpu_replay, time_replays
+    from jitkern.perf import perf_cpu, perf_cuda
 
+    # No graph: PyTorch's gather waits for the host.
+    ms = perf_cpu if device == "cpu" else partial(perf_cuda, cuda_graph_repetitions=None)
     rows, wrong = [], []
     for case in _cases(device):
         case.ours()
         case.theirs()
         is_right = torch.equal(case.output, case.expected)
         wrong += [] if is_right else [case.op]
-        # No graph: PyTorch's gather waits for the host.
-        replays = {"ours": cpu_replay([case.ours]), "theirs": cpu_replay([case.theirs])}
-        timings = time_replays(replays, device=device)
-        ours_ms, theirs_ms = (timing.median_ms for timing in timings.values())
+        ours_ms, theirs_ms = ms(case.ours), ms(case.theirs)
         what = f"{_ROWS[device][case.op]:,} of {_ROW_BYTES[case.op]} B"
         gb_s = f"{2 * case.output.nbytes / ours_ms / 1e6:,.1f}"  # read once, written once
         cells = [case.op, what, "ok" if is_right else "failed", ui.ms_text(ours_ms), gb_s]

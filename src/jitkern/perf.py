@@ -1,0 +1,107 @@
+"""Timing of memory kernels, as mini-sglang has it; ``jitkern.bench`` compares more carefully."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from jitkern.bench.timing import (
+    Call,
+    Replay,
+    cpu_replay,
+    cuda_replay,
+    cuda_timer,
+    host_ms,
+    time_replays,
+    torch_with_cuda,
+)
+
+logger: logging.Logger = logging.getLogger("jitkern.perf")
+
+
+def perf_cuda(
+    f: Call,
+    *,
+    init_stream: bool = True,
+    repetitions: int = 10,
+    cuda_graph_repetitions: int | None = 10,
+) -> float:
+    """Return the milliseconds one call of ``f`` takes on the current CUDA device.
+
+    Parameters
+    ----------
+    f : callable
+        Enqueues the work on the current stream. Called once for warm-up, then captured.
+    init_stream : bool
+        Time on a new stream, since the legacy default stream captures no graph.
+    repetitions : int
+        Timed replays (or calls, without a graph); the mean is returned.
+    cuda_graph_repetitions : int or None
+        Calls captured into one CUDA graph, which hides the host's launch cost. ``None`` or 0
+        times plain calls.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no CUDA device.
+    """
+    graph_calls = cuda_graph_repetitions or 0
+    torch = torch_with_cuda("perf_cuda")
+    stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        f()
+        replay = cuda_replay([f] * graph_calls) if graph_calls else Replay(f, 1)
+        replay.run()
+        ms = cuda_timer("perf_cuda")(cpu_replay([replay.run] * repetitions).run)
+    return ms / (repetitions * replay.calls)
+
+
+def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> float:
+    """Return the milliseconds one call of ``f`` takes on the CPU: the median of the samples.
+
+    ``f`` is called once for warm-up. Each of ``repetitions`` samples repeats it until it is about
+    ``min_sample_ms`` long.
+    """
+    f()
+    calls = max(1, math.ceil(min_sample_ms / max(host_ms(f), 1e-5)))
+    timings = time_replays({"f": cpu_replay([f] * calls)}, device="cpu", rounds=repetitions)
+    return timings["f"].median_ms
+
+
+def compare_memory_kernel_perf(
+    *,
+    baseline: Call,
+    our_impl: Call,
+    memory_footprint: int,
+    description: str = " ",
+    extra_kwargs: dict[str, Any] | None = None,
+    need_latency: bool = True,
+) -> tuple[float, float]:
+    """Time two implementations of one memory-bound operation and log their bandwidth.
+
+    Parameters
+    ----------
+    baseline, our_impl : callable
+        As ``perf_cuda`` takes them, along with `extra_kwargs`.
+    memory_footprint : int
+        Bytes read plus bytes written by one call.
+    description : str
+        Begins the logged line (logger ``jitkern.perf``, level INFO).
+    need_latency : bool
+        Log the milliseconds beside the bandwidth.
+
+    Returns
+    -------
+    (float, float)
+        GB/s, of 1e9 bytes, of the baseline and of ours.
+    """
+    parts, gb_s = [], []
+    for label, f in (("Baseline", baseline), ("Our Impl", our_impl)):
+        ms = perf_cuda(f, **(extra_kwargs or {}))
+        gb_s.append(memory_footprint / (ms * 1e6))
+        latency = f"{ms:8.3f} ms | " if need_latency else ""
+        parts.append(f"{label}: {latency}{gb_s[-1]:8.3f} GB/s")
+    logger.info("%s%s", description, " | ".join(parts))
+    return gb_s[0], gb_s[1]

@@ -1,0 +1,54 @@
+"""jitkern.perf: what the figures mean, and what a machine without a GPU is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+
+import jitkern
+from jitkern import perf
+from jitkern.errors import UnsupportedError
+
+
+def test_perf_cpu_measures_milliseconds() -> None:
+    ms = perf.perf_cpu(lambda: time.sleep(0.002), repetitions=3)
+    assert 1.9 < ms < 50
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said_with_what_to_use() -> None:
+    with pytest.raises(UnsupportedError, match=r"perf_cuda: PyTorch sees no CUDA device.*perf_cpu"):
+        jitkern.perf_cuda(lambda: None)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("init_stream", [True, False])
+@pytest.mark.parametrize("graph", [None, 0, 4])
+def test_perf_cuda_times_a_copy(init_stream: bool, graph: int | None) -> None:
+    src = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    dst = torch.empty_like(src)
+    ms = perf.perf_cuda(
+        lambda: dst.copy_(src), init_stream=init_stream, repetitions=3, cuda_graph_repetitions=graph
+    )
+    assert 0.005 < ms < 5
+    assert torch.equal(dst, src)
+
+
+@pytest.mark.cuda
+def test_compare_logs_both_bandwidths(caplog: pytest.LogCaptureFixture) -> None:
+    src = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
+    dst = torch.empty_like(src)
+    copy = torch.Tensor.copy_
+    with caplog.at_level(logging.INFO, "jitkern.perf"):
+        theirs, ours = jitkern.compare_memory_kernel_perf(
+            baseline=lambda: dst.copy_(src),
+            our_impl=lambda: copy(dst, src),
+            memory_footprint=2 * src.numel(),
+            description="copy: ",
+        )
+    assert theirs > 10
+    assert ours > 10
+    assert caplog.messages[0].startswith("copy: Baseline:")
