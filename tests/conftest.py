@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,39 +15,14 @@ from fake_toolkit import fake_nvcc  # noqa: F401
 from headers import bare_machine, machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
+from leftovers import temporary_folder
 from shared_gpu import IS_SHARED
 from strangers import open_place  # noqa: F401
 from tiny import folder, thawed, use  # noqa: F401
 
 from jitkern.env import settings
 
-# Reads until the writing end is closed, which the kernel does for a killed process.
-_REMOVE = """
-import os, shutil, sys, time
-sys.stdin.read()
-for _ in range(50):
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    if not os.path.exists(sys.argv[1]):
-        break
-    time.sleep(0.1)  # ranks may still be ending
-"""
-
-
-def temporary_folder() -> Path:
-    """Make a folder that is removed after this process; all that it starts shall use it.
-
-    It takes the place of /tmp, by TMPDIR, and of /dev/shm in the fake NCCL.
-    """
-    made = Path(tempfile.mkdtemp(prefix="jitkern-tests-"))
-    made.chmod(0o1777)  # as /tmp: some tests are of several users
-    reading, _held = os.pipe()
-    command = [sys.executable, "-S", "-c", _REMOVE, str(made)]
-    subprocess.Popen(command, stdin=reading, start_new_session=True)
-    os.close(reading)
-    os.environ["TMPDIR"] = os.environ["FAKE_NCCL_FOLDER"] = str(made)
-    tempfile.tempdir = None  # asks TMPDIR again
-    return made
-
+collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
 # The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}

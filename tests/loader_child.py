@@ -23,9 +23,22 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment] # tvm-ffi does without: 1 s less
     from jitkern.arch import Arch
     from jitkern.cache.get import stats
+    from jitkern.compilers import cxx, nvrtc
     from jitkern.errors import JitkernError
     from jitkern.jit.loader import load_aot, load_jit
 
+    attempts = 0
+
+    def count(function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal attempts
+            attempts += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    nvrtc.compile = count(nvrtc.compile)
+    cxx.build = count(cxx.build)
     if "become" in config:
         become(config["become"])
     report: dict[str, Any] = {}
@@ -60,6 +73,7 @@ def main() -> None:
     done = stats()
     report |= {
         "compiles": done.compiles,
+        "attempts": attempts,
         "cached": done.cached,
         "waits": done.waits,
         "warnings": caught,

@@ -15,6 +15,7 @@ from jitkern.bench import Context, Row, baseline, case, ci, counts, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
 from jitkern.bench.case import CaseError, cases_of
 from jitkern.cli import main
+from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Context("cpu")
@@ -306,14 +307,16 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
     monkeypatch.setattr(
         counts, "count", lambda *_, **__: counts.Counts(IDENTITY, {"good: copy": counted[0]})
     )
-    place = tmp_path / "bench" / "baselines"  # not there yet
+    place, summary = tmp_path / "bench" / "baselines", tmp_path / "summary.md"  # not there yet
     guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", place)
     status, out, _ = bench(capsys, *guard, "--update")
     assert (status, ": 1 figures" in out) == (0, True)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    settings.cache_clear()
     for counted[0], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
-        found = bench(capsys, *guard, "--require-counts")
-        assert found[0] == status
-    assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", found[1])
+        assert bench(capsys, *guard, "--require-counts")[0] == status
+    assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", summary.read_text())
+    settings.cache_clear()
 
 
 @pytest.mark.parametrize(

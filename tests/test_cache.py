@@ -20,7 +20,7 @@ from jitkern.cache import store
 from jitkern.cache.entry import META_NAME, read_entry
 from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, Cache
-from jitkern.errors import CacheError
+from jitkern.errors import CacheError, CompileError
 from jitkern.fs import digest, sha256
 
 HERE, TOKEN = os.uname().nodename, "0123456789abcdef"
@@ -231,7 +231,7 @@ def test_an_entry_in_the_place_of_another_is_a_miss(
 # -- links, which lead nowhere ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["key", "variant", "file", "staging", "locks", "v1"])
+@pytest.mark.parametrize("place", ["key", "variant", "file", "staging", "failed", "locks", "v1"])
 @pytest.mark.parametrize("action", ["clear", "publish", "publish the same"])
 def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
     cache: Cache, tmp_path: Path, place: str, action: str
@@ -261,6 +261,8 @@ def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
             assert fresh.lookup(key(name)) is not None
         with fresh.lock(key(), timeout_s=1) as held:
             assert held == (place != "locks")
+        fresh.failure(key()).write(CompileError("no", command="", log=""), "")
+        fresh.failure(key()).forget()
     except CacheError as error:
         assert str(cache.root) in str(error)
         assert place in ("key", "staging", "v1")
@@ -364,7 +366,7 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(cache: Cache) -> N
     }
 
 
-# -- locks -----------------------------------------------------------------------------------------
+# -- locks and failures ----------------------------------------------------------------------------
 
 
 def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path: Path) -> None:
@@ -425,3 +427,16 @@ def test_no_lock_is_no_obstacle(cache: Cache, held_elsewhere: None, tmp_path: Pa
             with one as held:
                 assert not held
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_failure_is_handed_on_for_a_while(cache: Cache) -> None:
+    note = cache.failure(key())
+    assert note.recent("", time.time()) is None
+    failure = CompileError("no", command="nvrtc", log="line 1", source="src")
+    note.write(failure, "digest")
+    known = note.recent("digest", time.time())
+    assert str(known) == str(failure)
+    assert note.recent("other inputs", time.time()) is None
+    assert note.recent("digest", time.time() + 60) is None
+    publish(cache)  # forgets it
+    assert not note.path.exists()

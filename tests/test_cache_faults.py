@@ -35,6 +35,22 @@ def test_four_processes_compile_once(children: Children, sources: Path, tmp_path
     assert [report["warnings"] for report in reports] == [[]] * 4
 
 
+@needs_nvrtc
+def test_two_ranks_report_one_failure(children: Children, sources: Path, tmp_path: Path) -> None:
+    text = (sources / "tiny.cu").read_text()
+    (sources / "tiny.cu").write_text(text + "template <int N> __device__ float bad = Nonsense;\n")
+    go = tmp_path / "go"
+    processes = [children.start(sources / "tiny.cu", n=SLOW, go=str(go)) for _ in range(2)]
+    children.wait_ready(*processes)
+    go.touch()
+    reports = [children.report(process) for process in processes]
+    assert sum(report["attempts"] for report in reports) == 1
+    assert len({report["error"] for report in reports}) == 1
+    assert "Nonsense" in reports[0]["error"]
+    (sources / "tiny.cu").write_text(text)  # mended: built at once
+    assert children.run(sources / "tiny.cu", n=4)["compiles"] == 1
+
+
 def kill_and_wait(children: Children, file: Path, delay_s: float, **config: Any) -> None:
     """Kill -9 a compiling process after `delay_s`, with a waiter, and see that all goes on."""
     victim = children.start(file, **config)

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from needs import needs_cxx, needs_nvrtc
 from paths import python_path
 
 import jitkern
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, _parser, cache_cmd, demo, main, ui
+from jitkern.errors import ToolchainError
 from jitkern.host import module as host
 from jitkern.jit import device as hints
 from jitkern.ops import store
@@ -107,11 +109,13 @@ except SystemExit:
     ("argv", "message", "see"),
     [
         ("", "required: COMMAND", ""),
-        ("bnech --ci", "invalid choice: 'bnech' (choose from ", ""),
+        ("bnech --ci", "did you mean bench?", ""),
         ("cache", "required: ACTION", "cache"),
-        ("cache list --jsn", "unrecognized arguments: --jsn", ""),
+        ("cache lst", "did you mean list?", "cache"),
+        ("cache list --jsn", "--jsn, did you mean --json?", "cache list"),
         ("cache clear --unused-for x", "--unused-for: 'x'", "cache clear"),
         ("cache export", "required: FILE", "cache export"),
+        ("cache import a b", "unrecognized arguments: b", "cache import"),
         ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "warm"),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "warm"),
         ("warm --trust", "--trust: expected along with --replay FILE", "warm"),
@@ -124,7 +128,7 @@ except SystemExit:
         ("warm --element-size 656 --arch 9.0 --op frob", "--op: 'frob'", "warm"),
         ("warm --jobs 0", "--jobs: 0, expected 1 or more", "warm"),
         ("bench store", "required: --ci", "bench"),
-        ("warm --elem 656", "unrecognized arguments: --elem 656", ""),  # not abbreviated
+        ("warm --elem 656", "--elem 656, did you mean --element-size?", "warm"),  # not abbreviated
     ],
 )
 def test_a_wrong_command_line_is_one_line_that_points_to_help(
@@ -143,7 +147,7 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
         ("ARCH", "", 2, "--arch: none is given, JITKERN_ARCH is not set, and there is no GPU"),
         ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),
         ("CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
-        ("FREEZE", "1", 1, "and jitkern is frozen, which forbids to compile"),
+        ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
 def test_a_wrong_variable_is_one_line(
@@ -288,6 +292,7 @@ def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_says_which_result_differs(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
+    monkeypatch.setattr(demo, "_compile", lambda: None)
     if broken:
         monkeypatch.setattr(jitkern, broken, lambda *_, **__: None)
     status, out, err = run(capsys, "demo")
@@ -298,12 +303,34 @@ def test_demo_says_which_result_differs(
     assert (status, err) == ((1, text) if broken else (0, ""))
 
 
+@pytest.mark.usefixtures("small_demo")
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_demo_without_nvrtc_runs_on_the_cpu_and_fails_beside_a_gpu(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    def missing(*_: object) -> None:
+        raise ToolchainError(NO_NVRTC)
+
+    compare = demo._compare
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setattr(demo, "_compile", missing)
+    monkeypatch.setattr(demo, "_compare", lambda *a: missing() if a[0] == "cuda" else compare(*a))
+    status, out, err = run(capsys, "demo")
+    assert "CPU threads" in out
+    assert (status, err) == ((1, f"jitkern: error: {NO_NVRTC}\n") if has_gpu else (0, ""))
+    assert (f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out) != has_gpu
+
+
 @needs_cxx
+@needs_nvrtc
 def test_the_demo_of_a_user(session_cache: Path) -> None:
     """The real one, as a process of its own."""
     done = shell("demo")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(re.findall(r" ok .*x *$", done.stdout, re.MULTILINE)) == len(_OPS)
+    if not torch.cuda.is_available():
+        assert re.search(r"^\d+ CUDA kernels for 8.0, 9.0, ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", ["demo", "bench --ci", "warm --element-size 656"])

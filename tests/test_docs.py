@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from pages import (
     Block,
     blocks,
     program,
+    with_expected_errors,
     write_files,
 )
 from paths import python_path
 from proved import unproved
 
 from jitkern.cli import _COMMANDS, main
+from jitkern.compilers.find import find_cxx
 
 LANGUAGES = {"console", "cpp", "python", "text", "yaml"}
 
@@ -76,13 +79,45 @@ def test_a_session_prints_what_it_says(block: Block) -> None:
     assert result.attempted > 0 and result.failed == 0, "".join(said)
 
 
+@needs_cxx
+@pytest.mark.parametrize(
+    "block", [one for one in ALL if one.language == "cpp" and not one.file], ids=str
+)
+def test_cpp_that_is_no_file_compiles(block: Block, tmp_path: Path) -> None:
+    """What is a file is compiled by the Python that loads it."""
+    file = tmp_path / "block.cc"
+    file.write_text(block.text)
+    include = f"-I{ROOT / 'src/jitkern/csrc/include'}"
+    command = [*find_cxx().command, "-std=c++17", "-fsyntax-only", include, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_block_says_what_it_is() -> None:
-    """One of another language is run by nobody; no reason to leave one out outlives its block."""
-    assert {block.language for block in ALL} <= LANGUAGES
-    # The Python that loads a file compiles it.
-    assert all(block.file for block in ALL if block.language == "cpp")
+    """A block that is only indented, or has no language, is run by nobody."""
+    for block in ALL:
+        assert block.language in LANGUAGES, block
+    for page in PAGES:
+        fences = [line for line in (ROOT / page).read_text().splitlines() if line[:3] == "```"]
+        assert len(fences) == 2 * len(blocks(page)), page
+        text = (ROOT / page).read_text()
+        for block in blocks(page):
+            text = text.replace(block.text, "")
+        indented = [line for line in text.splitlines() if line.startswith("    ")]
+        assert [line for line in indented if not line.startswith("    options: {")] == [], page
+
+
+def test_what_is_left_out_is_there() -> None:
+    """So that no reason outlives its block."""
     for page, text in {*NEEDS_GPU, *NEEDS_NVCC}:
         assert sum(text in block.text for block in blocks(page)) == 1, text
+
+
+def test_an_error_in_a_comment_is_expected() -> None:
+    code = "if True:\n    int({})\n    # ValueError: invalid literal for ...\n"
+    exec(with_expected_errors(code.format("'x'")), {})
+    with pytest.raises(AssertionError):
+        exec(with_expected_errors(code.format("'7'")), {})
 
 
 @pytest.mark.parametrize("command", _COMMANDS)

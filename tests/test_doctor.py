@@ -19,7 +19,7 @@ from jitkern.host import module as host
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-ALL = {"system", "python", "jitkern", "torch", "tvm-ffi", "host module", "GPU"}
+ALL = {"system", "python", "jitkern", "torch", "tvm-ffi", "host module", "bytecode", "GPU"}
 ALL |= {"NVRTC", "nvcc", "c++", "ninja", "cache", "shipped cache", "jitkern-kernels"}
 ALL |= {"huge pages", "indexing on cpu"}
 
@@ -111,6 +111,22 @@ def test_huge_pages(tmp_path: Path, monkeypatch: Patch) -> None:
     file.write_text("always madvise [never]")
     with pytest.raises(UnsupportedError, match="as root: echo madvise > "):
         doctor.huge_pages()
+
+
+def test_bytecode(tmp_path: Path, monkeypatch: Patch) -> None:
+    there, modules = tmp_path / "there", {name: type(sys)(name) for name in ("jitkern", "tvm_ffi")}
+    for name, module in modules.items():
+        module.__file__ = f"/packages/{name}/__init__.py"
+        module.__spec__ = type("Spec", (), {"cached": str(there)})  # type: ignore[assignment]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "modules", modules)
+        with pytest.raises(UnsupportedError) as lacking:
+            doctor.bytecode()
+        there.touch()
+        assert doctor.bytecode() == "of all 2 modules"
+    assert str(lacking.value).startswith("2 of 2 modules have none: ")
+    fix = "; python -m compileall -q /packages/jitkern /packages/tvm_ffi"
+    assert str(lacking.value).endswith(fix)
 
 
 @pytest.mark.parametrize(("archs", "state"), [("7.5 9.0", "note"), ("8.0 8.0", "ok")])

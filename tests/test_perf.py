@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,30 @@ def test_perf_cpu_measures_milliseconds() -> None:
     assert 1.9 < ms < 50
 
 
+@pytest.mark.parametrize(
+    ("timer", "name", "count", "least"),
+    [
+        (perf.perf_cpu, "repetitions", 0, 1),
+        (perf.perf_cuda, "repetitions", 0, 1),
+        (perf.perf_cuda, "cuda_graph_repetitions", -1, 0),
+    ],
+)
+def test_a_count_that_is_too_low_is_refused(timer: Any, name: str, count: int, least: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: {count}, expected {least} or more"):
+        timer(lambda: None, **{name: count})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_with_what_to_use() -> None:
     with pytest.raises(UnsupportedError, match=r"perf_cuda: PyTorch sees no CUDA device.*perf_cpu"):
         jitkern.perf_cuda(lambda: None)
+
+
+def test_footprint_must_be_bytes() -> None:
+    with pytest.raises(ValueError, match="memory_footprint: 0, expected 1"):
+        jitkern.compare_memory_kernel_perf(
+            baseline=lambda: None, our_impl=lambda: None, memory_footprint=0
+        )
 
 
 @pytest.mark.cuda

@@ -35,6 +35,7 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
 
 PLANTED: dict[str, Callable[[Path, Path], object]] = {
     "a symbolic link, which is not followed here": Path.symlink_to,
+    "a file of 2 names, expected one": Path.hardlink_to,
     "not a regular file": lambda file, victim: os.mkfifo(file),
     f"belongs to uid {MALLORY}": lambda file, victim: (file.touch(), os.chown(file, MALLORY, -1)),
 }

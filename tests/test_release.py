@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ import jitkern
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PAGES = (
-    *("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml"),
-    "src/jitkern/__init__.py",
-)
-TAG = f"v{jitkern.__version__}"
+PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
+INIT = "src/jitkern/__init__.py"
 
 
 def _release_check() -> Any:
@@ -46,29 +44,47 @@ def test_the_version_is_in_one_place() -> None:
     assert check.check_versions(ROOT).startswith(f"{jitkern.__version__}, ")
 
 
+@pytest.fixture
+def tree(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the files that say a version, one of them with something else in it."""
+
+    def made(name: str, old: str, new: str) -> Path:
+        for page in (*PAGES, INIT):
+            (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / page, tmp_path / page)
+        text, count = re.subn(old, new, (tmp_path / name).read_text(), count=1)
+        assert count == 1
+        (tmp_path / name).write_text(text)
+        return tmp_path
+
+    return made
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "tag", "message"),
+    ("name", "old", "new", "message"),
     [
-        (r"\n## ", "\n## 9.9.9 (unreleased)\n\n## ", None, "the top section is ## 9.9.9"),
-        (r"\n## (\S+) \(.+\)\n", r"\n## \1 (2026-11-23)\n", "v9.9.9", "the tag is v9.9.9, the ver"),
-        (
-            r"\n## (\S+) \(.+\)\n",
-            r"\n## \1 (unreleased)\n",
-            TAG,
-            "expected the date of the release",
-        ),
+        (INIT, r'__version__ = ".+"', '__version__ = "9.9.9"', "CHANGELOG.md: the top section"),
+        ("CHANGELOG.md", r"\n## ", "\n## 9.9.9 (unreleased)\n\n## ", "top section is ## 9.9.9"),
+        ("README.md", r"jitkern-\d[\d.]+\d-", "jitkern-9.9.9-", r"README.md: jitkern-9.9.9, the"),
+        ("pyproject.toml", r'dynamic = \["version"\]', 'version = "1"', "a version of its own"),
     ],
 )
-def test_a_version_that_differs_and_a_tag_without_a_date(
-    tmp_path: Path, old: str, new: str, tag: str | None, message: str
+def test_versions_that_differ(
+    tree: Callable[..., Path], name: str, old: str, new: str, message: str
 ) -> None:
-    for page in PAGES:
-        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / page, tmp_path / page)
-    changes = tmp_path / "CHANGELOG.md"
-    changes.write_text(re.sub(old, new, changes.read_text(), count=1))
     with pytest.raises(check.UnfitError, match=message):
-        check.check_versions(tmp_path, tag)
+        check.check_versions(tree(name, old, new))
+
+
+def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> None:
+    tag = f"v{jitkern.__version__}"
+    dated = tree("CHANGELOG.md", r"\n## (\S+) \(.+\)\n", r"\n## \1 (2026-11-23)\n")
+    assert check.check_versions(dated, tag) == f"{jitkern.__version__}, 2026-11-23"
+    with pytest.raises(check.UnfitError, match=r"the tag is v9\.9\.9, the version"):
+        check.check_versions(dated, "v9.9.9")
+    undated = tree("CHANGELOG.md", r"\n## (\S+) \(.+\)\n", r"\n## \1 (unreleased)\n")
+    with pytest.raises(check.UnfitError, match="expected the date of the release"):
+        check.check_versions(undated, tag)
 
 
 # -- what is built ---------------------------------------------------------------------------------

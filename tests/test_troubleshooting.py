@@ -46,3 +46,7 @@ def test_messages_are_those_of_the_sources(message: str) -> None:
     assert max(map(len, parts)) >= 10, "hardly anything to find"
     for part in filter(None, parts):
         assert part in sources(), part
+
+
+def test_the_page_has_messages() -> None:
+    assert len(MESSAGES) >= 50 and len(EXCEPTIONS) == 10

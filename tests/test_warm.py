@@ -140,6 +140,7 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
         ),
         ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
         ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
+        ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
         ({"check": True, "out": "x"}, ValueError, "warm: out: given along with check, which write"),
         ({"element_sizes": [656]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not s"),
     ],
@@ -309,12 +310,12 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[.
     status, out, err = run(capsys, "--replay", record)
     assert (status, out) == (1, "")
     assert err == (
-        "jitkern: error: warm: tiny<4> for 9.0 and 1 more: missing, and jitkern is frozen, which "
-        "forbids to compile: unset JITKERN_FREEZE, or call jitkern.unfreeze()\n"
+        "jitkern: error: warm: tiny<4> for 9.0 and 1 more: missing, and JITKERN_FREEZE=1 is set, "
+        "which forbids to compile: warm without it\n"
     )
     jitkern.freeze()
     use(FREEZE="warn")
-    with pytest.raises(FrozenError, match="missing, and jitkern is frozen"):
+    with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
         jitkern.warm(files=[record])
     get._frozen = ""
     with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
@@ -354,6 +355,20 @@ def test_replay_builds_and_does_not_load(
         assert (status, err) == (0, "")
         assert re.search(rf"^marking .* {source} ", out, re.MULTILINE)
         assert not mark.exists()
+
+
+def test_replay_refuses_a_file_that_others_could_have_written(
+    capsys: Capture, empty_cache: Path, tmp_path: Path
+) -> None:
+    recording = tmp_path / "used.jsonl"
+    write_record(recording, MARKING)
+    recording.chmod(0o666)
+    status, out, err = run(capsys, "--replay", recording)
+    assert (status, out) == (1, "")
+    assert err == (
+        f"jitkern: error: --replay: {recording}: its mode, 0666, lets others write it; if you "
+        f"trust them, replay it with: jitkern warm --trust --replay {recording}\n"
+    )
 
 
 # -- for which GPU ---------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class Settings(NamedTuple):
     home: Path | None
     path: str
     library_path: tuple[Path, ...]  # LD_LIBRARY_PATH
+    step_summary: Path | None  # GITHUB_STEP_SUMMARY
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -131,6 +132,7 @@ class Settings(NamedTuple):
             home=_path(environ, "HOME"),
             path=environ.get("PATH", os.defpath),
             library_path=_paths(environ, "LD_LIBRARY_PATH"),
+            step_summary=_path(environ, "GITHUB_STEP_SUMMARY"),
         )
 
 

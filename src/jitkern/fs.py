@@ -122,13 +122,15 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
 def open_to_append(file: Path) -> int:
     """Open `file` to read it and to append to it, made if need be; return its descriptor.
 
-    Raises OSError unless it is plainly this user's: a regular file, not a link.
+    Raises OSError unless it is plainly this user's: a regular file of one name, not a link.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
     descriptor = _open(file, flags, follow=False)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         reason = "not a regular file"
+    elif status.st_nlink > 1:
+        reason = f"a file of {status.st_nlink} names, expected one"
     elif status.st_uid not in (os.geteuid(), 0):
         reason = f"belongs to uid {status.st_uid}"
     else:

@@ -46,7 +46,9 @@ def perf_cuda(
     UnsupportedError
         There is no CUDA device.
     """
+    _check_count("perf_cuda", "repetitions", repetitions, 1)
     graph_calls = cuda_graph_repetitions or 0
+    _check_count("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
     torch = torch_with_cuda("perf_cuda")
     stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
@@ -64,6 +66,7 @@ def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> f
     ``f`` is called once for warm-up. Each of ``repetitions`` samples repeats it until it is about
     ``min_sample_ms`` long.
     """
+    _check_count("perf_cpu", "repetitions", repetitions, 1)
     f()
     calls = max(1, math.ceil(min_sample_ms / max(host_ms(f), 1e-5)))
     timings = time_replays({"f": cpu_replay([f] * calls)}, device="cpu", rounds=repetitions)
@@ -97,11 +100,18 @@ def compare_memory_kernel_perf(
     (float, float)
         GB/s, of 1e9 bytes, of the baseline and of ours.
     """
-    parts, gb_s = [], []
+    _check_count("compare_memory_kernel_perf", "memory_footprint", memory_footprint, 1)
+    bandwidths: list[float] = []
+    parts: list[str] = []
     for label, f in (("Baseline", baseline), ("Our Impl", our_impl)):
         ms = perf_cuda(f, **(extra_kwargs or {}))
-        gb_s.append(memory_footprint / (ms * 1e6))
+        bandwidths.append(memory_footprint / (ms * 1e6))
         latency = f"{ms:8.3f} ms | " if need_latency else ""
-        parts.append(f"{label}: {latency}{gb_s[-1]:8.3f} GB/s")
+        parts.append(f"{label}: {latency}{bandwidths[-1]:8.3f} GB/s")
     logger.info("%s%s", description, " | ".join(parts))
-    return gb_s[0], gb_s[1]
+    return bandwidths[0], bandwidths[1]
+
+
+def _check_count(who: str, name: str, count: int, least: int) -> None:
+    if count < least:
+        raise ValueError(f"{who}: {name}: {count}, expected {least} or more")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.arch import Arch, gpu_archs, requested_archs
-from jitkern.cache.get import Lookup, forbids_to_compile, user_cache
+from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
@@ -166,6 +166,8 @@ def warm(
         raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
     if check and out is not None:
         raise ValueError("warm: out: given along with check, which writes nothing")
+    if out is not None and not isinstance(out, (str, PathLike)):
+        raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
@@ -348,10 +350,9 @@ def default_threads() -> int:
 def _build(
     missing: Sequence[Outcome], threads: int, progress: Callable[[Outcome, int, int], object]
 ) -> None:
-    if forbids_to_compile():
+    if by := forbidden_by():
         raise FrozenError(
-            f"warm: {_named(missing)}: missing, and jitkern is frozen, which forbids to compile: "
-            "unset JITKERN_FREEZE, or call jitkern.unfreeze()"
+            f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
     for compiler in {one.compiler for one in missing}:

@@ -88,9 +88,13 @@ def is_frozen() -> bool:
     return _freeze_mode() is not None
 
 
-def forbids_to_compile() -> bool:
-    """Tell whether a miss raises."""
-    return _freeze_mode() == "raise"
+def forbidden_by() -> str:
+    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty if nothing does."""
+    if _freeze_mode() != "raise":
+        return ""
+    reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
+    reasons += ["jitkern.freeze() was called"] if _frozen else []
+    return " and ".join(reasons)
 
 
 def _freeze_mode() -> FreezeMode | None:
@@ -240,16 +244,17 @@ def find(wanted: Buildable[T]) -> Lookup[T] | None:
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     """Return what is wanted, built if no cache has it.
 
-    Raises CompileError if it does not compile or load, FrozenError or ToolchainError if it is
-    missing and may not or cannot be compiled.
+    Raises CompileError if it does not compile or load, here or in the process that was waited for;
+    FrozenError or ToolchainError if it is missing and may not or cannot be compiled.
     """
     start = time.perf_counter()
+    began_unix_s = time.time()
     try:
         found = _find(wanted, start)
         if found is None:
             count("misses")
             _obey_freeze(wanted)
-            found = _find_or_build_alone(wanted, start)
+            found = _find_or_build_alone(wanted, start, began_unix_s)
     except Exception as error:
         ms = (time.perf_counter() - start) * 1e3
         _tell(wanted.key, "failed", ms, wanted.variant, error=error)
@@ -297,7 +302,7 @@ def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]
             yield source, entry
 
 
-def _find_or_build_alone(wanted: Buildable[T], start: float) -> Lookup[T]:
+def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
     """Build, but let one process of this machine do it for all."""
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
@@ -306,8 +311,16 @@ def _find_or_build_alone(wanted: Buildable[T], start: float) -> Lookup[T]:
         found = _find(wanted, start)
         if found is not None:
             return found
-        entry = _publish(wanted.key, build(wanted))
-        loaded = wanted.load(entry)
+        failure = cache.failure(wanted.key)
+        known = failure.recent(wanted.variant, began_unix_s)
+        if known is not None:
+            raise known
+        try:
+            entry = _publish(wanted.key, build(wanted))
+            loaded = wanted.load(entry)
+        except CompileError as error:
+            failure.write(error, wanted.variant)
+            raise
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
@@ -351,7 +364,7 @@ class Stats:
     misses
         Lookups that found nothing.
     compiles, failures
-        Compilations that succeeded; those that failed.
+        Compilations that succeeded; those that failed here or in the rank that was waited for.
     waits
         Waits for another thread or process that was compiling the same kernel.
     """

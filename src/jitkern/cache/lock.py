@@ -1,19 +1,27 @@
-"""One build per key and node: a file lock with a bounded wait that names its holder."""
+"""One build per key and node: a file lock with a bounded wait that names its holder.
+
+A process that waited for a build that failed is given that failure instead of failing once more.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from jitkern.cache.get import count
 from jitkern.env import settings
-from jitkern.fs import make_folders, open_regular, scratch_folder, write_whole
+from jitkern.errors import CompileError
+from jitkern.fs import make_folders, open_regular, parse_json, scratch_folder, write_whole
 
 _POLL_S = 0.01
+_FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries again is slower
+_MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
 
 
 @contextmanager
@@ -79,8 +87,7 @@ def build_folder(folder: Path | None) -> Iterator[Path]:
 def read_holder(path: Path) -> str:
     """Return who says to hold the lock file `path`; empty if nobody does."""
     try:
-        with open(open_regular(_holder_file(path)), "rb") as stream:
-            text = stream.read(400).decode()
+        text = _read(_holder_file(path), 400).decode()
     except (OSError, ValueError):
         return ""
     return text if text.isprintable() else ""
@@ -88,3 +95,40 @@ def read_holder(path: Path) -> str:
 
 def _holder_file(path: Path) -> Path:
     return path.with_name(path.name + ".holder")
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    with open(open_regular(file), "rb") as stream:
+        return stream.read(max_bytes)
+
+
+@dataclass(frozen=True)
+class FailureNote:
+    """The file that keeps one key's last failure, so that many ranks report one."""
+
+    path: Path
+
+    def write(self, error: CompileError, variant: str) -> None:
+        """Note `error` for a build with `variant`. Best effort: others then build too."""
+        texts = {"message": error.message, "command": error.command, "log": error.log}
+        note = {"at_unix_s": time.time(), "variant": variant, "source": error.source or "", **texts}
+        with suppress(OSError):
+            write_whole(self.path, json.dumps(note).encode())
+
+    def recent(self, variant: str, since_unix_s: float) -> CompileError | None:
+        """Return the failure of a build with the same `variant`, since 10 s before that time."""
+        try:
+            note = parse_json(_read(self.path, _MAX_FAILURE_BYTES))
+            at_unix_s, noted_variant = float(note["at_unix_s"]), note["variant"]
+            texts = {name: str(note[name]) for name in ("command", "log", "source")}
+            error = CompileError(str(note["message"]), **texts)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        # One of the future does not count: a clock was wrong.
+        is_fresh = since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S
+        return error if noted_variant == variant and is_fresh else None
+
+    def forget(self) -> None:
+        """Remove the note: the key has been built."""
+        with suppress(OSError):  # it grows stale by itself
+            self.path.unlink()

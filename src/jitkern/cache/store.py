@@ -5,6 +5,7 @@ Layout below the root, ``v1/``::
     <name>-<digest>/<variant>/{artefact, meta.json}    entries
     .staging/    entries being written or thrown away
     .locks/      one lock file per key, its holder beside it
+    .failed/     the last failed build per key
 
 An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
 none. Every byte is checked on every read; what does not match counts as absent and gets replaced.
@@ -22,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jitkern.cache.entry import (
     META_NAME,
@@ -37,6 +38,9 @@ from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
+
+if TYPE_CHECKING:
+    from jitkern.cache.lock import FailureNote
 
 # What rank(meta) says of an entry.
 NO_USE = 0
@@ -152,7 +156,7 @@ class Cache:
                 found.append(Entry(path, {}, read_meta(path)))
         return found
 
-    # -- locks -----------------------------------------------------------------------------------
+    # -- locks and failures ----------------------------------------------------------------------
 
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
@@ -161,12 +165,21 @@ class Cache:
         # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
         from jitkern.cache.lock import build_lock
 
-        try:
-            folder = self._make(".locks")
-        except (OSError, UntrustedError):
-            folder = Path(os.devnull)  # below it nothing can be locked
-        path = folder / f"{key.directory}.lock"
+        path = self._beside(".locks") / f"{key.directory}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
+
+    def failure(self, key: Key) -> FailureNote:
+        """Return the note of the last failed build of `key`."""
+        from jitkern.cache.lock import FailureNote
+
+        return FailureNote(self._beside(".failed") / f"{key.directory}.json")
+
+    def _beside(self, name: str) -> Path:
+        """Return a folder beside the entries, or one below which there is nothing."""
+        try:
+            return self._make(name)
+        except (OSError, UntrustedError):
+            return Path(os.devnull)
 
     def _make(self, name: str) -> Path:
         """Make folder `name` below the base, and what is above it, if they are missing."""
@@ -207,6 +220,7 @@ class Cache:
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
+        self.failure(entry.key).forget()
         if self.max_bytes is not None:
             self._evict(self.max_bytes, target)
         return entry._replace(path=target)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import jitkern
 from jitkern.cli import ui
+from jitkern.env import settings
 from jitkern.errors import JitkernError
 from jitkern.fs import require_writable
 
@@ -87,10 +88,13 @@ def run(args: argparse.Namespace) -> int:
     uncounted = result["counts"]["note"]
     notes += [f"instructions: {uncounted}"] if uncounted else []
     end = "\n".join([*(f"note: {note}" for note in notes), _summary(verdicts)])
-    ui.print_table(_COLUMNS, map(_cells, verdicts))
-    ui.say(end)
+    shown = f"{ui.table(_COLUMNS, map(_cells, verdicts))}\n{end}"
+    ui.say(shown)
     if args.json is not None:
         report.save(args.json, result)
+    if (step_summary := settings().step_summary) is not None:
+        with step_summary.open("a") as file:
+            file.write(f"### jitkern bench\n\n```\n{shown}\n```\n")
     if args.require_counts and uncounted:
         raise JitkernError(f"bench: --require-counts: {uncounted}")
     return 1 if any(verdict.fails for verdict in verdicts) else 0

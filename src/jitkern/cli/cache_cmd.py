@@ -133,7 +133,7 @@ def _info(args: argparse.Namespace) -> int:
         )
         for c in found
     ]
-    ui.print_table(("cache", "directory", "entries", "size", "not searched"), rows)
+    ui.say(ui.table(("cache", "directory", "entries", "size", "not searched"), rows))
     ui.say(f"the least recently used go beyond {ui.bytes_text(max_bytes)}")
     return 0
 
@@ -186,7 +186,7 @@ def _print_entries(entries: Sequence[Entry]) -> None:
         [*(str(value) or "-" for value in _shown(one).values()), _ago(now_unix_s - one.last_used)]
         for one in entries
     ]
-    ui.print_table(columns, rows)
+    ui.say(ui.table(columns, rows))
 
 
 def _entries(count: int) -> str:

@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         ui.say_json(**asdict(found))
         return 0
     rows = [(name, f"{value:,}") for name, value in found.figures.items()]
-    ui.print_table(("figure", ">of this machine"), rows)
+    ui.say(ui.table(("figure", ">of this machine"), rows))
     ui.say(f"measured in {found.took_s:.0f} s, kept in {found.file}")
     return 0

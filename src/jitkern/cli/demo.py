@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jitkern
+from jitkern.arch import SUPPORTED_ARCHS
 from jitkern.cli import ui
-from jitkern.errors import JitkernError
+from jitkern.errors import JitkernError, ToolchainError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 SUMMARY = "run the ops on real tensors against PyTorch"
 DESCRIPTION = """\
 Run three ops on real tensors, compare every bit with PyTorch, and show time, bandwidth and ratio.
-On the GPU if there is one, otherwise on the CPU."""
+On the GPU if there is one. Otherwise on the CPU, and the CUDA kernels are compiled for four archs.
+Without NVRTC it runs on the CPU and names what is missing: an error if there is a GPU."""
 EXAMPLE = "jitkern demo"
 
 # 656: one token's row of a latent KV cache with its scales, no multiple of 128.
@@ -49,13 +52,26 @@ def run(args: argparse.Namespace) -> int:
     ui.require_torch()
     import torch
 
+    start = time.perf_counter()
+    has_gpu = torch.cuda.is_available()
+    missing: ToolchainError | None = None
     ui.say(f"jitkern {jitkern.__version__}, torch {torch.__version__}")
-    if torch.cuda.is_available():
-        wrong = _compare("cuda", torch.cuda.get_device_name())
-    else:
+    try:
+        wrong = _compare("cuda", torch.cuda.get_device_name()) if has_gpu else None
+    except ToolchainError as error:
+        wrong, missing = None, error
+    if wrong is None:
         wrong = _compare("cpu", f"{torch.get_num_threads()} CPU threads")
+    if not has_gpu:
+        try:
+            _compile()
+        except ToolchainError as error:
+            ui.say(f"CUDA kernels were not compiled: {error}")
+    ui.say(f"{time.perf_counter() - start:.1f} s in all")
     if wrong:
         raise JitkernError(f"demo: {', '.join(wrong)}: the result differs from PyTorch's")
+    if missing is not None:
+        raise missing
     return 0
 
 
@@ -81,7 +97,8 @@ def _compare(device: str, name: str) -> list[str]:
     jitkern.check(device)
     columns = ("op", "rows", "bits", ">ms", ">GB/s", "PyTorch", ">its ms", ">ratio")
     ui.say(f"\n{name}")
-    ui.print_table(columns, rows)
+    ui.say(ui.table(columns, rows))
+    ui.say("")
     return wrong
 
 
@@ -122,3 +139,13 @@ def _cases(device: str) -> Iterator[Case]:
 
     fetch = partial(jitkern.h2d_gather, src, dst, pairs)
     yield Case("h2d_gather", fetch, dst, "dst[slots] = src[rows]", gather, expected_dst)
+
+
+def _compile() -> None:
+    """Compile the kernels for GPUs that are not here, and show how long that takes."""
+    start = time.perf_counter()
+    found = [jitkern.warm([op], [size], SUPPORTED_ARCHS) for op, size in _ROW_BYTES.items()]
+    sources = [one.source for some in found for one in some if one.arch and one.source != "memo"]
+    archs, took_s = ", ".join(map(str, SUPPORTED_ARCHS)), time.perf_counter() - start
+    ui.say(f"{len(sources)} CUDA kernels for {archs} in {took_s:.1f} s,")
+    ui.say(f"{sources.count('compiled')} compiled, without a GPU or a CUDA toolkit")

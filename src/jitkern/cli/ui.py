@@ -38,7 +38,7 @@ def require_torch() -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is one line."""
+    """argparse, but a mistake is one line, with the nearest command or option."""
 
     def __init__(self, *, example: str = "", **kwargs: Any) -> None:
         if example:
@@ -48,8 +48,28 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **kwargs)
         self.set_defaults(prog=self.prog)  # the innermost command's
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # Here, because the outermost parser does not know a command's options.
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            text = " ".join(unknown)
+            self.error(f"unrecognized arguments: {text}{_did_you_mean(unknown[0], options)}")
+        return parsed, unknown
+
     def error(self, message: str) -> NoReturn:
+        if match := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)$", message):
+            message += _did_you_mean(match[1], re.findall(r"[\w-]+", match[2]))
         raise UsageError(f"{message} (see: {self.prog} --help)")
+
+
+def _did_you_mean(word: str, words: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    word = word.partition("=")[0]
+    begin = [one for one in words if len(word) > 2 and one.startswith(word)]
+    nearest = begin or get_close_matches(word, words, n=1)
+    return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def sizes(of: Size) -> Callable[[str], list[int]]:
@@ -98,15 +118,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns; one whose name starts with ``>`` is right-aligned."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return aligned columns; one whose name starts with ``>`` is right-aligned."""
     names = [name.removeprefix(">") for name in columns]
     shown = [names, *([visible(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     align = [str.rjust if name[:1] == ">" else str.ljust for name in columns]
+    lines = []
     for row in shown:
         cells = (a(cell, width) for a, cell, width in zip(align, row, widths, strict=True))
-        say("  ".join(cells).rstrip())
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         shown = [one for one in outcomes if one.lookup is None or not args.check]
         if shown:
-            ui.print_table(COLUMNS, map(_cells, shown))
+            ui.say(ui.table(COLUMNS, map(_cells, shown)))
         ui.say(f"{_tally(outcomes)} in {took_s:.1f} s, {threads} at a time, in {cache}")
         if args.out is not None:
             count = sum(one.is_to_copy for one in outcomes)
