@@ -22,7 +22,7 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: caught.append(str(message))  # type: ignore[assignment]
     sys.modules["torch"] = None  # type: ignore[assignment] # tvm-ffi does without: 1 s less
     from jitkern.arch import Arch
-    from jitkern.cache.get import stats
+    from jitkern.cache.stats import stats
     from jitkern.compilers import cxx, nvrtc
     from jitkern.errors import JitkernError
     from jitkern.jit.loader import load_aot, load_jit

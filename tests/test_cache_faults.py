@@ -158,7 +158,7 @@ def test_a_cache_of_somebody_else_is_named_and_not_used(
 
 THREADS = """
 import json, multiprocessing, os, sys, threading
-from jitkern.cache.get import stats
+from jitkern.cache.stats import stats
 from jitkern.jit.loader import load_jit
 from jitkern.arch import Arch
 

@@ -14,7 +14,7 @@ from tiny import SM_90, compiles, tiny
 
 from jitkern.arch import Arch
 from jitkern.cache import get
-from jitkern.cache.get import stats
+from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import CSRC

@@ -13,8 +13,8 @@ from needs import needs_nvrtc
 from tiny import SM_90, tiny
 
 import jitkern
-from jitkern.cache import get
-from jitkern.cache.get import LookupEvent
+from jitkern.cache import get, stats
+from jitkern.cache.stats import LookupEvent
 from jitkern.cache.store import Cache
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError
@@ -26,7 +26,7 @@ def events() -> Iterator[list[LookupEvent]]:
     stop = jitkern.on_compile(told.append)
     yield told
     stop()
-    assert not get._callbacks, "another test has left a callback behind"
+    assert not stats._callbacks, "another test has left a callback behind"
 
 
 @needs_nvrtc

@@ -10,7 +10,7 @@ import pytest
 
 from jitkern.arch import Arch
 from jitkern.cache import get
-from jitkern.cache.get import stats
+from jitkern.cache.stats import stats
 from jitkern.compilers.sources import Closure
 from jitkern.env import settings
 from jitkern.jit.loader import DeviceModule, load_jit

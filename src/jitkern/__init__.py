@@ -13,11 +13,11 @@ from jitkern.ops._ops import OPS as _OPS
 
 if TYPE_CHECKING:
     from jitkern.arch import Arch as Arch
-    from jitkern.cache.get import LookupEvent as LookupEvent
     from jitkern.cache.get import freeze as freeze
-    from jitkern.cache.get import on_compile as on_compile
-    from jitkern.cache.get import stats as stats
     from jitkern.cache.get import unfreeze as unfreeze
+    from jitkern.cache.stats import LookupEvent as LookupEvent
+    from jitkern.cache.stats import on_compile as on_compile
+    from jitkern.cache.stats import stats as stats
     from jitkern.calibration import Calibration as Calibration
     from jitkern.calibration import calibrate as calibrate
     from jitkern.errors import CacheError as CacheError
@@ -65,7 +65,8 @@ _PUBLIC = {
     "jitkern.jit.loader": ("load_aot", "load_jit"),
     "jitkern.jit.device": ("DeviceModule",),
     "jitkern.arch": ("Arch",),
-    "jitkern.cache.get": ("LookupEvent", "freeze", "on_compile", "stats", "unfreeze"),
+    "jitkern.cache.get": ("freeze", "unfreeze"),
+    "jitkern.cache.stats": ("LookupEvent", "on_compile", "stats"),
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         *("CacheError", "CommError", "CommTimeoutError", "CompileError", "FrozenError"),

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jitkern.cache.get import count
+from jitkern.cache import stats
 from jitkern.env import settings
 from jitkern.errors import CompileError
 from jitkern.fs import make_folders, open_regular, parse_json, scratch_folder, write_whole
@@ -60,7 +60,7 @@ def build_lock(
     except OSError:
         pass  # the caller builds without the lock, and the publication says why nothing is kept
     if time.monotonic() - start > 1e-3:
-        count("waits")
+        stats.count("waits")
     try:
         yield held
     finally:

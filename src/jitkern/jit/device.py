@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
+from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, count, find, get_or_build
+from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, find, get_or_build
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
 from jitkern.compilers.find import (
     CudaHeaders,
@@ -136,7 +137,7 @@ class DeviceModule(Launches):
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         found = self._images.get(arch)
         if found is not None:
-            count("memo")
+            stats.count("memo")
             found = replace(found, source="memo", ms=0.0)
         return found
 
