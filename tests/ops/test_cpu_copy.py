@@ -54,36 +54,6 @@ def test_nothing_is_written_where_the_last_index_is_out_of_range(threads: int) -
     assert all(cache.same(twin) for cache, twin in zip(caches, twins, strict=True))
 
 
-LITTLE_ADDRESS_SPACE = """
-import os, resource, torch
-from jitkern import store_cache
-cache, k = torch.zeros(8192, 16384, dtype=torch.uint8), torch.ones(8192, 16384, dtype=torch.uint8)
-slots = torch.randperm(8192)
-store_cache(cache[:1], None, slots[:1] * 0, k[:1] * 2)
-child = os.fork() if FORK else 0
-if child != 0:
-    raise SystemExit(os.waitpid(child, 0)[1] != 0)
-torch.set_num_threads(64)  # more than there are by now
-with open("/proc/self/statm") as statm:
-    used_bytes = int(statm.read().split()[0]) * resource.getpagesize()
-hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-resource.setrlimit(resource.RLIMIT_AS, (used_bytes + ROOM, hard))
-store_cache(cache, None, slots, k)
-resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-torch.set_num_threads(1)  # torch itself would hang in the child
-os._exit(not bool((cache == 1).all()))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its own address space")
-@pytest.mark.parametrize(("room_bytes", "fork"), [(1 << 20, False), (40 << 20, True)])
-def test_no_more_threads_to_be_had(room_bytes: int, fork: bool) -> None:
-    """GNU's runtime would end the process; a forked child does not ask it at all."""
-    code = LITTLE_ADDRESS_SPACE.replace("ROOM", str(room_bytes)).replace("FORK", str(fork))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
 FORKED = """
 import os, torch
 torch.set_num_threads(3)
