@@ -214,10 +214,6 @@ Function bound(const std::shared_ptr<NcclCommunicator>& comm,
   return Function::FromTyped(
       [comm, function](Args... args) -> int64_t { return function(*comm, args...); });
 }
-Function bound(const std::shared_ptr<NcclCommunicator>& comm,
-               CallStatus (NcclCommunicator::*method)()) {
-  return Function::FromTyped([comm, method]() -> int64_t { return ((*comm).*method)(); });
-}
 
 Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
                                              double timeout_s) {
@@ -225,10 +221,7 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
       static_cast<int>(ordinal), static_cast<int>(rank), static_cast<int>(size), timeout_s);
   const auto open = [comm](Bytes bytes) -> int64_t {
     NcclUniqueId id{};
-    if (bytes.size() != sizeof(id.bytes)) {
-      raise_error("ValueError", "nccl: a unique id of another length");
-    }
-    std::copy_n(bytes.data(), sizeof(id.bytes), id.bytes);
+    std::copy_n(bytes.data(), std::min(bytes.size(), sizeof(id.bytes)), id.bytes);
     return comm->open(id);
   };
   const auto register_memory = [comm](int64_t address, int64_t bytes) -> int64_t {
@@ -244,8 +237,8 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"barrier", bound(comm, barrier)},
           {"watch", bound(comm, watch)},
           {"open", Function::FromTyped(open)},
-          {"wait_done", bound(comm, &NcclCommunicator::wait_done)},
-          {"finish", bound(comm, &NcclCommunicator::finish)},
+          {"wait_done", Function::FromTyped([comm]() -> int64_t { return comm->wait_done(); })},
+          {"finish", Function::FromTyped([comm]() -> int64_t { return comm->finish(); })},
           {"free", Function::FromTyped([comm] { comm->free(); })},
           {"abort", Function::FromTyped([comm] { comm->abort(); })},
           {"mark", Function::FromTyped([comm] { comm->mark(); })},

@@ -57,26 +57,12 @@ int64_t gpu_granularity(int64_t ordinal) {
 class PeerRange {
  public:
   PeerRange(i64 size, i64 share_bytes) : size(size), share_bytes(share_bytes) {}
-  virtual ~PeerRange() = default;
   PeerRange(const PeerRange&) = delete;
   PeerRange& operator=(const PeerRange&) = delete;
 
   const i64 size;         // ranks
   const i64 share_bytes;  // per rank, whole pages
   char* base = nullptr;
-
-  // Makes the memory of `rank` on this range's GPU, and maps it; the caller closes the descriptor.
-  // On the CPU Python makes it.
-  virtual int create(i64) { return -1; }
-  // Maps the memory of `rank`, the caller's descriptor.
-  virtual void map(i64 rank, int fd) = 0;
-  // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
-  virtual void write(i64 offset, const char* from, i64 bytes, double timeout_s) = 0;
-  virtual void read(i64 offset, char* to, i64 bytes, double timeout_s) = 0;
-  virtual void clear(i64 offset, i64 bytes, double timeout_s) = 0;
-  // Waits for the GPU, then releases the addresses; memory lives on where it is mapped elsewhere.
-  virtual void release() noexcept = 0;
-  virtual DLDevice device() const = 0;
 
  protected:
   i64 bytes() const { return size * share_bytes; }
@@ -99,9 +85,11 @@ class HostRange : public PeerRange {
     char* const first = static_cast<char*>(reserved_);
     base = first + -address(first) % kHugePageBytes;
   }
-  ~HostRange() override { release(); }
+  ~HostRange() { release(); }
 
-  void map(i64 rank, int fd) override {
+  static int create(i64) { return -1; }  // Python makes it
+  // Maps the memory of `rank`, the caller's descriptor.
+  void map(i64 rank, int fd) {
     const size_t length = static_cast<size_t>(share_bytes);
     char* const at = base + rank * share_bytes;
     if (mmap(at, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
@@ -110,20 +98,20 @@ class HostRange : public PeerRange {
     madvise(at, length, MADV_DONTFORK);
   }
 
-  void write(i64 offset, const char* from, i64 bytes, double) override {
+  void write(i64 offset, const char* from, i64 bytes, double) {
     std::memcpy(base + offset, from, static_cast<size_t>(bytes));
   }
-  void read(i64 offset, char* to, i64 bytes, double) override {
+  void read(i64 offset, char* to, i64 bytes, double) {
     std::memcpy(to, base + offset, static_cast<size_t>(bytes));
   }
-  void clear(i64 offset, i64 bytes, double) override {
+  void clear(i64 offset, i64 bytes, double) {
     std::memset(base + offset, 0, static_cast<size_t>(bytes));
   }
-  void release() noexcept override {
+  void release() noexcept {
     if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
     reserved_ = nullptr;
   }
-  DLDevice device() const override { return {kDLCPU, 0}; }
+  DLDevice device() const { return {kDLCPU, 0}; }
 
  private:
   static constexpr i64 kHugePageBytes = i64(2) << 20;
@@ -172,9 +160,10 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemAddressReserve, &begin, static_cast<size_t>(bytes()), 0, 0, 0);
     base = reinterpret_cast<char*>(begin);
   }
-  ~GpuRange() override { release(); }
+  ~GpuRange() { release(); }
 
-  int create(i64 rank) override {
+  // Makes the memory of `rank`, and maps it; the caller closes the descriptor.
+  int create(i64 rank) {
     const ContextScope scope(device_);
     const VmmProperties properties = properties_of(device_.ordinal);
     Handle handle;
@@ -193,7 +182,7 @@ class GpuRange : public PeerRange {
     return fd;
   }
 
-  void map(i64 rank, int fd) override {
+  void map(i64 rank, int fd) {
     const ContextScope scope(device_);
     Handle handle;
     void* const shared = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
@@ -201,25 +190,27 @@ class GpuRange : public PeerRange {
     map_handle(rank, handle.value);
   }
 
-  void write(i64 offset, const char* from, i64 bytes, double timeout_s) override {
+  // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
+  void write(i64 offset, const char* from, i64 bytes, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
       std::memcpy(probe.pinned, from, static_cast<size_t>(bytes));
       copy_to_device(base + offset, probe.pinned, bytes, probe.stream);
     });
   }
-  void read(i64 offset, char* to, i64 bytes, double timeout_s) override {
+  void read(i64 offset, char* to, i64 bytes, double timeout_s) {
     const auto queue = [&](Probe& probe) {
       copy_to_host(probe.pinned, base + offset, bytes, probe.stream);
     };
     run(timeout_s, queue, to, bytes);
   }
-  void clear(i64 offset, i64 bytes, double timeout_s) override {
+  void clear(i64 offset, i64 bytes, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
       JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
     });
   }
 
-  void release() noexcept override {
+  // Waits for the GPU, then releases the addresses; memory lives on where it is mapped elsewhere.
+  void release() noexcept {
     if (base == nullptr) return;
     const CUdeviceptr begin = pointer(0);
     base = nullptr;
@@ -237,7 +228,7 @@ class GpuRange : public PeerRange {
     }
   }
   // The GPU that uses it, not the one where the memory lies.
-  DLDevice device() const override { return {kDLCUDA, device_.ordinal}; }
+  DLDevice device() const { return {kDLCUDA, device_.ordinal}; }
 
  private:
   // Until it is mapped: a mapping keeps the memory.
@@ -297,14 +288,9 @@ struct View {
   void FreeData(DLTensor*) { range.reset(); }
 };
 
-// The functions of a range, which keep it. `ordinal` is -1 for the CPU.
-Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
-  std::shared_ptr<PeerRange> range;
-  if (ordinal < 0) {
-    range = std::make_shared<HostRange>(size, share_bytes);
-  } else {
-    range = std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal));
-  }
+// The functions of a range, which keep it.
+template <class Range>
+Map<String, Function> functions_of(const std::shared_ptr<Range>& range) {
   const auto base = [range] { return reinterpret_cast<int64_t>(range->base); };
   const auto create = [range](int64_t rank) -> int64_t { return range->create(rank); };
   const auto map = [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); };
@@ -331,6 +317,12 @@ Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t
           {"clear", Function::FromTyped(clear)},
           {"view", Function::FromTyped(view)},
           {"release", Function::FromTyped([range] { range->release(); })}};
+}
+
+// `ordinal` is -1 for the CPU.
+Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
+  if (ordinal < 0) return functions_of(std::make_shared<HostRange>(size, share_bytes));
+  return functions_of(std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal)));
 }
 
 }  // namespace
