@@ -93,6 +93,14 @@ def session_cache(
     settings.cache_clear()
 
 
+@pytest.fixture(scope="session")
+def host_module(session_cache: Path) -> None:
+    """Build the host module in the session's cache, not once more in a test's empty one."""
+    from jitkern.host.module import module
+
+    module()
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache directory of this test's own, for this process and the ones it starts."""

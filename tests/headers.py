@@ -69,7 +69,8 @@ def bare_machine(machine: Callable[..., Path]) -> Callable[..., Path]:
     return machine
 
 
-def put(path: Path, text: str = "") -> Path:
+def put(file: Path | str, text: str = "") -> Path:
+    path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)

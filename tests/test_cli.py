@@ -22,7 +22,6 @@ import jitkern
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, _parser, cache_cmd, demo, main, ui
 from jitkern.errors import ToolchainError
-from jitkern.host import module as host
 from jitkern.jit import device as hints
 from jitkern.ops import store
 from jitkern.ops._ops import SIZES
@@ -35,11 +34,7 @@ NO_NVRTC = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def host_module(session_cache: Path) -> Path:
-    """Build the host module in the session's cache, not once more in each test's empty one."""
-    host.module()
-    return session_cache
+pytestmark = pytest.mark.usefixtures("host_module")
 
 
 def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:

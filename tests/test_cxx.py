@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+from children import wait_until
+from headers import put
 from needs import needs_cxx, needs_nvcc
 
 from jitkern.arch import Arch
@@ -47,13 +47,6 @@ static_assert(f(90) > 0);
 """
 
 
-def write(directory: Path, name: str, text: str) -> Path:
-    path = directory / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 def add(library: Path, x: int) -> int:
     import tvm_ffi
 
@@ -69,8 +62,8 @@ def out(tmp_path: Path) -> Path:
 @needs_cxx
 def test_an_edit_recompiles_one_file(tmp_path: Path, out: Path) -> None:
     include = tmp_path / "include $dir"
-    write(include, "term.h", "#define TERM 40\n")
-    sources = [write(tmp_path, "a source.cc", ADD), write(tmp_path, "other.cc", "int other;\n")]
+    put(include / "term.h", "#define TERM 40\n")
+    sources = [put(tmp_path / "a source.cc", ADD), put(tmp_path / "other.cc", "int other;\n")]
 
     def built() -> set[str]:
         before = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
@@ -82,16 +75,16 @@ def test_an_edit_recompiles_one_file(tmp_path: Path, out: Path) -> None:
     assert (first[:9], library, second[:6]) == ("a_source-", "add", "other-")
     assert add(out / "add.so", 2) == 42
     assert built() == set()
-    write(include, "term.h", "#define TERM 50\n")
+    put(include / "term.h", "#define TERM 50\n")
     assert built() == {"add", first}
 
 
 @needs_cxx
 def test_a_header_that_is_compiled_once(tmp_path: Path, out: Path) -> None:
     """Every source begins with it; the library holds no path of this machine."""
-    write(tmp_path, "src/all.h", "#pragma once\n#include <vector>\n#define TERM 5\n")
-    write(tmp_path, "src/term.h", "")
-    write(tmp_path, "src/add.cc", ADD)
+    put(tmp_path / "src/all.h", "#pragma once\n#include <vector>\n#define TERM 5\n")
+    put(tmp_path / "src/term.h", "")
+    put(tmp_path / "src/add.cc", ADD)
 
     def build() -> Path:
         sources, header = [tmp_path / "src/add.cc"], tmp_path / "src/all.h"
@@ -99,14 +92,14 @@ def test_a_header_that_is_compiled_once(tmp_path: Path, out: Path) -> None:
 
     assert os.fsencode(tmp_path) not in build().read_bytes()
     assert "no work to do" in run_ninja("again", out)
-    write(tmp_path, "src/all.h", "#pragma once\n#include <vector>\n#define TERM 6\n")
+    put(tmp_path / "src/all.h", "#pragma once\n#include <vector>\n#define TERM 6\n")
     assert add(build(), 2) == 8
 
 
 @needs_cxx
 def test_flags_hold_words_quoted_as_in_a_shell(tmp_path: Path, out: Path) -> None:
     text = 'static_assert(A == 1 && B == 2);\nextern "C" const char* s() { return TEXT; }\n'
-    source = write(tmp_path, "a.cpp", text)
+    source = put(tmp_path / "a.cpp", text)
     flags = ["-DA=1 -DB=2", "'-DTEXT=\"two words $HOME\"'", "-std=c++17"]
     library = cxx.build(
         "a", sources=[source], directory=out, cflags=flags, ldflags=["-Wl,-soname,odd.so"]
@@ -119,8 +112,8 @@ def test_flags_hold_words_quoted_as_in_a_shell(tmp_path: Path, out: Path) -> Non
 
 @needs_cxx
 def test_failure_carries_command_and_log(tmp_path: Path, out: Path) -> None:
-    good = write(tmp_path, "good.cc", "int good;\n")
-    bad = write(tmp_path, "bad.cc", '#error "this one"\nint bad = missing_name;\n')
+    good = put(tmp_path / "good.cc", "int good;\n")
+    bad = put(tmp_path / "bad.cc", '#error "this one"\nint bad = missing_name;\n')
     with pytest.raises(CompileError) as caught:
         cxx.build("m", sources=[good, bad], directory=out, cflags=["-DMARK=1"])
     error = caught.value
@@ -139,14 +132,14 @@ def test_failure_carries_command_and_log(tmp_path: Path, out: Path) -> None:
 @pytest.mark.slow
 def test_cuda_source(tmp_path: Path, out: Path) -> None:
     """Compiles for an arch that this machine need not have, links the runtime by its plain name."""
-    source = write(tmp_path, "k.cu", CUDA)
-    plain = write(tmp_path, "p.cc", "#include <cuda_runtime.h>\nint bytes = sizeof(dim3);\n")
+    source = put(tmp_path / "k.cu", CUDA)
+    plain = put(tmp_path / "p.cc", "#include <cuda_runtime.h>\nint bytes = sizeof(dim3);\n")
     library = cxx.build("k", sources=[source, plain], directory=out, arch=Arch(8, 0))
     data = library.read_bytes()
     assert b"libcudart.so." in data
     assert b"sm_80" in data
     assert os.fsencode(tmp_path) not in data
-    write(tmp_path, "k.cu", "__global__ void k() { missing_name(); }\n")
+    put(tmp_path / "k.cu", "__global__ void k() { missing_name(); }\n")
     with pytest.raises(CompileError, match="missing_name") as caught:
         cxx.build("k", sources=[source], directory=out, arch=Arch(9, 0))
     assert "compute_90" in caught.value.command
@@ -154,7 +147,7 @@ def test_cuda_source(tmp_path: Path, out: Path) -> None:
 
 def test_a_library_that_does_not_load_says_so(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="tiny: the library was built but does not") as caught:
-        load_library("tiny", write(tmp_path, "tiny.so", "no library"))
+        load_library("tiny", put(tmp_path / "tiny.so", "no library"))
     assert "tiny.so: file too short" in caught.value.log
     with pytest.raises(CompileError, match="tiny: the library was built but does not"):
         load_library("tiny", b"no library")
@@ -166,10 +159,10 @@ def test_a_library_that_does_not_load_says_so(tmp_path: Path) -> None:
 def test_a_log_says_what_is_built(out: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Names of spaces and dollars, and lines longer than a ninja file's usual width."""
     name, args = "a$$ b: c", [f"{number}  $ {'x' * number}" for number in range(60)]
-    write(out, name, "")
+    put(out / name, "")
     code = "import sys; open(sys.argv[2], 'w').write('\\n'.join(sys.argv[1:]))"
     rule = ninja_rule("echo", [sys.executable, "-c", code, "$in", "$out", *args], depfile=False)
-    write(out, "build.ninja", rule + ninja_build("o ut", "echo", [name]))
+    put(out / "build.ninja", rule + ninja_build("o ut", "echo", [name]))
     caplog.set_level(logging.INFO)
     run_ninja("odd[name]", out)
     assert (out / "o ut").read_text().split("\n") == [name, "o ut", *args]
@@ -189,15 +182,6 @@ def processes_in(directory: Path) -> dict[int, str]:
         except OSError:
             continue  # gone, or another user's
     return found
-
-
-def wait_for(condition: Any, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 BUILD = """
@@ -232,14 +216,12 @@ def start_build(source: Path, out: Path, sigint: str = "") -> subprocess.Popen[s
 @needs_cxx
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_builder(tmp_path: Path, out: Path, how: signal.Signals) -> None:
-    process = start_build(write(tmp_path, "slow.cc", SLOW), out)
+    process = start_build(put(tmp_path / "slow.cc", SLOW), out)
     try:
-        if not wait_for(lambda: "cc1plus" in processes_in(out).values(), 60):
-            process.kill()
-            pytest.fail(f"no compiler was seen: {process.communicate()[1]}")
+        wait_until(lambda: "cc1plus" in processes_in(out).values(), 60)
         process.send_signal(how)
         process.wait(20)
-        assert wait_for(lambda: not processes_in(out), 5), processes_in(out)
+        wait_until(lambda: not processes_in(out), 5)
     finally:
         process.kill()
         process.communicate()
@@ -248,9 +230,9 @@ def test_nothing_outlives_the_builder(tmp_path: Path, out: Path, how: signal.Sig
 @needs_cxx
 def test_an_interrupt_is_no_fault_of_the_source(tmp_path: Path, out: Path) -> None:
     """ninja hears of a Ctrl-C by itself, also if Python goes on, as in a thread."""
-    process = start_build(write(tmp_path, "slow.cc", SLOW), out, "ignore")
+    process = start_build(put(tmp_path / "slow.cc", SLOW), out, "ignore")
     try:
-        assert wait_for(lambda: "cc1plus" in processes_in(out).values(), 60)
+        wait_until(lambda: "cc1plus" in processes_in(out).values(), 60)
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60)
     finally:

@@ -24,9 +24,7 @@ ALL |= {"NVRTC", "nvcc", "c++", "ninja", "cache", "shipped cache", "jitkern-kern
 ALL |= {"huge pages", "indexing on cpu"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def host_module(session_cache: Path) -> None:
-    host.module()
+pytestmark = pytest.mark.usefixtures("host_module")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from headers import put
 from needs import needs_cxx, needs_nvcc
 from tiny import compiles
 
@@ -33,13 +34,6 @@ extern "C" __attribute__((visibility("default"))) int __tvm_ffi_value(
 }
 """
 HEADER_CC = f'#include "x.h"\n{OWN_CC}long own() {{ return VALUE; }}\n'
-
-
-def put(path: str, text: str) -> Path:
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
 
 
 def load(**options: Any) -> Any:

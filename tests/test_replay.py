@@ -19,7 +19,6 @@ from jitkern.cache.store import Cache
 from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.fs import sha256
-from jitkern.host import module as host
 from jitkern.jit.loader import load_aot, load_jit
 
 Capture = pytest.CaptureFixture[str]
@@ -107,10 +106,7 @@ def warm(capsys: Capture, *argv: object) -> tuple[int, list[tuple[str, str, str]
     return status, rows[1:], err
 
 
-@pytest.fixture(scope="module", autouse=True)
-def host_module(session_cache: Path) -> None:
-    """Build the host module in the session's cache, not once more in each test's empty one."""
-    host.module()
+pytestmark = pytest.mark.usefixtures("host_module")
 
 
 @pytest.fixture

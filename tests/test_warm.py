@@ -22,7 +22,6 @@ from jitkern.cli import _parser, main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
 from jitkern.fs import sha256
-from jitkern.host import module as host
 from jitkern.jit import device, native
 from jitkern.jit.loader import load_aot, load_jit
 from jitkern.ops import device_ops
@@ -51,10 +50,7 @@ EXPORT int __tvm_ffi_nothing(void*, const void*, int, void*) { return 0; }
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def host_module(session_cache: Path) -> None:
-    """Build the host module in the session's cache, not once more in each test's empty one."""
-    host.module()
+pytestmark = pytest.mark.usefixtures("host_module")
 
 
 @pytest.fixture
