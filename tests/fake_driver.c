@@ -199,12 +199,10 @@ CUresult cuLaunchKernelEx(const struct Config* c, struct Function* function, voi
   say("\n");
   return 0;
 }
-__attribute__((weak)) int fake_vmm_holds(uint64_t at, size_t bytes);
+int fake_vmm_holds(uint64_t at, size_t bytes);
 CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* stream) {
   (void)stream;
-  if (fake_vmm_holds != NULL && fake_vmm_holds(at, bytes)) {
-    memset((void*)(uintptr_t)at, value, bytes);
-  }
+  if (fake_vmm_holds(at, bytes)) memset((void*)(uintptr_t)at, value, bytes);
   return say("memset %u, %zu\n", value, bytes), 0;
 }
 // Copies are done at once.
@@ -280,7 +278,6 @@ struct Event {
 };
 static struct Stream streams[64];
 static int num_streams, num_events, num_destroyed, capture, num_captures;
-static int num_records[2];  // of events without times, of others
 static double now_ms = 1e30;
 static FILE* trace;
 static char* traced;
@@ -315,7 +312,6 @@ void fake_work(void* stream, double ms) { stream_of(stream)->ms += ms; }
 double fake_time(void* stream) { return stream_of(stream)->ms; }
 void fake_now(double ms) { now_ms = ms; }
 int fake_events(void) { return num_events - num_destroyed; }
-int fake_records(int timed) { return num_records[timed]; }
 int fake_capture_of(void* stream, int begins) {
   if (begins) stream_of(stream)->capture = capture = ++num_captures;
   int count = 0;
@@ -345,7 +341,6 @@ CUresult cuEventDestroy_v2(void* event) { return free(event), ++num_destroyed, 0
 CUresult cuEventRecord(void* given, void* stream) {
   struct Event* event = given;
   note("record", stream_of(stream), event);
-  ++num_records[(event->flags & 2) == 0];
   event->ms = stream_of(stream)->ms;
   event->capture = stream_of(stream)->capture;
   return event->is_recorded = 1, 0;
@@ -406,10 +401,10 @@ CUresult cuMemHostGetDevicePointer_v2(uint64_t* device, void* pointer, unsigned 
   (void)flags;
   return *device = (uint64_t)(uintptr_t)pointer, 0;
 }
-__attribute__((weak)) int fake_vmm_ordinal(uint64_t at);
+int fake_vmm_ordinal(uint64_t at);
 CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, uint64_t at) {
   if (current == NULL) return 0;  // as the real one: nothing is known
-  const int of_vmm = fake_vmm_ordinal != NULL ? fake_vmm_ordinal(at) : -1;
+  const int of_vmm = fake_vmm_ordinal(at);
   for (unsigned a = 0; a < count && of_vmm >= 0; ++a) {
     if (attributes[a] == 2) *(unsigned*)values[a] = 2;
     if (attributes[a] == 9) *(int*)values[a] = of_vmm;

@@ -133,7 +133,7 @@ CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type
   return add_handle(handle, fcntl(given, F_DUPFD_CLOEXEC, 0), gpu, 1);
 }
 
-__attribute__((weak)) void fake_memory_anew(uint64_t begin, uint64_t bytes);
+void fake_memory_anew(uint64_t begin, uint64_t bytes);
 CUresult cuMemAddressReserve(uint64_t* at, size_t bytes, size_t align, uint64_t wanted,
                              uint64_t flags) {
   if (bytes == 0 || bytes % PIECE != 0 || align != 0 || wanted != 0 || flags != 0) return INVALID;
@@ -143,7 +143,7 @@ CUresult cuMemAddressReserve(uint64_t* at, size_t bytes, size_t align, uint64_t 
   const size_t skipped = (size_t)(-(uintptr_t)space % PIECE);
   if (skipped > 0) munmap(space, skipped);
   munmap(space + skipped + bytes, PIECE - skipped);
-  if (fake_memory_anew != NULL) fake_memory_anew((uint64_t)(uintptr_t)(space + skipped), bytes);
+  fake_memory_anew((uint64_t)(uintptr_t)(space + skipped), bytes);
   for (int i = 0; i < MOST; ++i) {
     if (reserved[i].bytes != 0) continue;
     reserved[i] = (struct Range){(uint64_t)(uintptr_t)(space + skipped), bytes};

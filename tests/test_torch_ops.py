@@ -17,27 +17,16 @@ from ref import ref_indexing, ref_store, same_bits
 from stems import own_tests
 from torch import Tensor
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
 import jitkern.torch_ops
-from jitkern.host import module as host_module
-from jitkern.host.module import torch_state
 from jitkern.ops._ops import OPS as TABLE
 from jitkern.ops.register import OVERLOADS
 
 OPS = torch.ops.jitkern
 SLOTS = 40
 
-# Each compile of inductor's takes three seconds; tests/test_tracing.py has one of all ops.
 of_these_sources = unproved("inductor", "src/jitkern/ops/*.py", "tests/test_torch_ops.py")
-backends = pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",  # functionalised, as inductor's graphs are
-        pytest.param("inductor", marks=[needs_cxx, of_these_sources]),
-    ],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +45,6 @@ def slots(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if count > 1:
         chosen[1] = -1
     return chosen
-
-
-def compiled(function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
 @pytest.mark.parametrize(
@@ -87,37 +72,15 @@ def test_every_op_with_kernels_is_one_for_pytorch() -> None:
     ]
 
 
-@backends
-def test_store_then_read(backend: str, device: torch.device) -> None:
-    """What the op writes is seen by later reads in the graph, and by the caller."""
-
-    def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = k_cache.sum()
-        jitkern.store_cache(k_cache, v_cache, where, k * 2, v + 1)
-        read = jitkern.indexing(k_cache, where) + jitkern.indexing(v_cache, where)
-        return torch.cat([read.flatten(), k_cache.flatten() * 2, before.reshape(1)])
-
-    k_cache, v_cache = rows(SLOTS, (3, 5), device), rows(SLOTS, (3, 5), device)
-    k, v = rows(6, (3, 5), device), rows(6, (3, 5), device)
-    where = slots(6, torch.int32, device)
-    expected = (k_cache.clone(), v_cache.clone())
-    before = k_cache.sum()
-    ref_store(*expected, where, k * 2, v + 1)
-    read = ref_indexing(expected[0], where) + ref_indexing(expected[1], where)
-    result = compiled(step, backend)(k_cache, v_cache, where, k, v)
-    assert same_bits(k_cache, expected[0])
-    assert same_bits(v_cache, expected[1])
-    wanted = torch.cat([read.flatten(), expected[0].flatten() * 2, before.reshape(1)])
-    torch.testing.assert_close(result, wanted)
-
-
-@backends
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cxx, of_these_sources])]
+)
 def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None:
     def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
         jitkern.store_cache(k_cache, v_cache, where, k, v)
         return jitkern.indexing(k_cache, where, vocab_range=(0, where.shape[0])) * 1
 
-    run = compiled(step, backend, dynamic=True)
+    run = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
     for count in (5, 9, 17):
         k_cache, v_cache = rows(SLOTS, (8,), device), rows(SLOTS, (8,), device)
         k, v = rows(count, (8,), device), rows(count, (8,), device)
@@ -154,7 +117,7 @@ def test_an_error_is_that_of_eager(mistake: str) -> None:
     with pytest.raises((TypeError, ValueError, IndexError)) as eager:
         step(**arguments)
     with pytest.raises(type(eager.value), match=re.escape(str(eager.value))):
-        compiled(step, "aot_eager")(**arguments)
+        torch.compile(step, fullgraph=True, backend="aot_eager")(**arguments)
 
 
 def test_a_plain_call_registers_nothing(
@@ -190,31 +153,3 @@ lookup = torch.compile(lambda i: indexing(weights, i), fullgraph=True, backend="
 assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
 """
     fresh_python(code)
-
-
-def test_a_pytorch_that_is_unknown_sees_every_call(device: torch.device) -> None:
-    """It may have renamed what says whether something traces; then nothing is taken for plain."""
-    set_torch_state = host_module.module()["set_torch_state"]
-    weights, where = rows(SLOTS, (8,), device), slots(6, torch.int64, device)
-    assert all(torch_state()[:2])  # this one is known
-    seen = []
-
-    class Log(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    jitkern.indexing(weights, where)
-    for known in (True, False):
-        set_torch_state(*torch_state()) if known else set_torch_state(0, 0, 0)
-        try:
-            found = jitkern.indexing(weights, where)
-            with Log():
-                jitkern.indexing(weights, where)
-        finally:
-            set_torch_state(*torch_state())
-        assert same_bits(found, ref_indexing(weights, where))
-        assert seen.count("jitkern.indexing.default") == 1
-        seen.clear()
