@@ -28,6 +28,7 @@ from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 
 T = TypeVar("T")
 Missing = dict[int, str]  # ranks, each with what is known of it
+Places = dict[int, dict[str, Any]]  # ranks, each with what it has told of its calls
 
 _ANSWER_S = 2.0  # for other ranks to tell their position: a call ends within its deadline + 5 s
 _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end of the process
@@ -243,7 +244,7 @@ class Rendezvous:
         if is_late or why:
             limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
             notes += [] if is_late else [short(because)]
-            error: CommError = self._late_error(op, number, why, limit_s, notes, peer)
+            error: CommError = self._late_error(op, number, peer, why, limit_s, *notes)
         else:
             notes = [short(because), *(notes or ["no rank has ended"])]
             error = CommError(f"{op}: {'; '.join(notes)}")
@@ -251,11 +252,9 @@ class Rendezvous:
         self.fail(error)
         return error
 
-    def _ask(
-        self, ranks: Sequence[int], is_late: bool
-    ) -> tuple[dict[int, dict[str, Any]], Missing]:
+    def _ask(self, ranks: Sequence[int], is_late: bool) -> tuple[Places, Missing]:
         """Return the positions of ranks, and why others do not answer."""
-        at: dict[int, dict[str, Any]] = {}
+        at: Places = {}
         gone: Missing = {}
         silent, why = ranks, "does not answer: it has ended, is stopped, or hangs"
 
@@ -284,31 +283,21 @@ class Rendezvous:
         return {one: place for one, place in at.items() if place and one not in gone}, gone
 
     def _late_error(
-        self,
-        op: str,
-        number: int,
-        missing: Missing,
-        timeout_s: float | None,
-        notes: Sequence[str] = (),
-        peer: int = -1,
+        self, op: str, number: int, peer: int, missing: Missing, limit_s: float | None, *notes: str
     ) -> CommTimeoutError:
         where = f"rank {self.rank} of {self.size}"
         if peer >= 0:
             where = f"{where} {'to' if op == 'send' else 'from'} rank {peer}"
         elif number or op == self.name:
             where = f"call {number} on {where}" if number else f"the set-up on {where}"
-        when = "cannot be done" if timeout_s is None else f"was not done within {timeout_s:g} s"
-        texts = [f"{self._known.get(one, f'rank {one}')} {missing[one]}" for one in sorted(missing)]
-        what_to_do = "see their logs for the reason, and if" if texts else "if"
-        texts = texts or ["all ranks have come to it"]
-        return CommTimeoutError(
-            f"{op}: {where} {when}: {'; '.join([*texts, *notes])}; {what_to_do} they are only "
-            "slow, give a larger timeout_s",
-            op=op,
-            number=number,
-            rank=self.rank,
-            missing=sorted(missing),
-        )
+        when = "cannot be done" if limit_s is None else f"was not done within {limit_s:g} s"
+        ranks, advice = sorted(missing), "if they are only slow, give a larger timeout_s"
+        texts = [f"{self._known.get(one, f'rank {one}')} {missing[one]}" for one in ranks]
+        if texts:
+            advice = f"see their logs for the reason, and {advice}"
+        why = "; ".join([*(texts or ["all ranks have come to it"]), *notes, advice])
+        text = f"{op}: {where} {when}: {why}"
+        return CommTimeoutError(text, op=op, number=number, rank=self.rank, missing=ranks)
 
     # -- this rank's position, for others ----------------------------------------------------------
 
@@ -360,7 +349,7 @@ class Rendezvous:
             missing = self._ended() or dict.fromkeys(self._others, f"{_LACKING}; {text}")
         if missing:
             limit_s = timeout_s if time.monotonic() - begun >= timeout_s else None
-            late = self._late_error(op or self.name, number, missing, limit_s)
+            late = self._late_error(op or self.name, number, -1, missing, limit_s)
             self.fail(late)
             raise late
 
