@@ -13,8 +13,6 @@ from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
 from jitkern.comm.protocol import Closing, Communicator, ReduceOp
 
-_WORKSPACE_FOR_BYTES = 4 << 20  # larger sums take several rounds
-
 
 class PeerCommunicator(Closing):
     """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
@@ -82,21 +80,16 @@ class PeerCommunicator(Closing):
         """This rank's part of small sums; None if all sums go to ``comm``."""
         if self.max_bytes == 0:
             return
-        num_bytes = PeerReducer.workspace_bytes_for(
-            comm.size, min(self.max_bytes, _WORKSPACE_FOR_BYTES)
-        )
+        most = min(self.max_bytes, 4 << 20)  # larger sums take several rounds
+        num_bytes = PeerReducer.workspace_bytes_for(comm.size, most)
+        ranks: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": where}
         # One shot on one rank and two on another would be wrong sums.
         same = {"max_bytes": self.max_bytes, "algorithm": algorithm}
-        self._peers = PeerMemory(
-            *(num_bytes, group),
-            rank=comm.rank, size=comm.size, device=where, timeout_s=timeout_s,
-            _user=call, _same=same,
-        )  # fmt: skip
-        self.reducer = PeerReducer(
-            *(self._peers.addresses, comm.rank, comm.size, num_bytes),
-            device=where, deadline_s=deadline_s,
-            owner=self._peers.tensor(num_bytes, torch.uint8),
-        )  # fmt: skip
+        how: dict[str, Any] = {"timeout_s": timeout_s, "_user": call, "_same": same}
+        self._peers = PeerMemory(num_bytes, group, **ranks, **how)
+        how = {"workspace_bytes": num_bytes, "deadline_s": deadline_s}
+        how["owner"] = self._peers.tensor(num_bytes, torch.uint8)
+        self.reducer = PeerReducer(self._peers.addresses, **ranks, **how)
         self.reducer.reset()
         self._peers.barrier()
 

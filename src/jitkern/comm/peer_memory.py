@@ -129,10 +129,9 @@ class PeerMemory(Closing):
         ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
         """
         if self.num_bytes != self.share_bytes:
-            raise ValueError(
-                f"PeerMemory.whole: num_bytes: {self.num_bytes} leaves gaps between the ranks, "
-                f"expected whole pages; {self.share_bytes} is the next"
-            )
+            given = f"num_bytes: {self.num_bytes} leaves gaps between the ranks"
+            expected = f"whole pages; {self.share_bytes} is the next"
+            raise ValueError(f"PeerMemory.whole: {given}, expected {expected}")
         return self._tensor("whole", 0, shape, dtype, 0, self.size * self.share_bytes)
 
     @property
