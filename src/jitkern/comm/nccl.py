@@ -28,7 +28,7 @@ from jitkern.comm.args import (
     seconds_arg,
 )
 from jitkern.comm.peer_memory import as_torch
-from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp
+from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp, Splits
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.comm.threads import call_with_timeout, watch
 from jitkern.env import settings
@@ -200,11 +200,7 @@ class PyNCCLCommunicator(Closing):
         self._run("recv", "x", (x,), (), x, src)
 
     def all_to_all(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> None:
         """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
         splits = {"output_splits": output_splits, "input_splits": input_splits}

@@ -31,8 +31,8 @@ class PeerCommunicator(Closing):
     group : torch.distributed.ProcessGroup or torch.distributed.Store
         How the ranks make their memory, as for ``PeerMemory``; in the order of `comm`.
     max_bytes : int, optional
-        The largest tensor that goes over peer memory, the same on all ranks. 0: none, and making it
-        is not collective.
+        The largest tensor that goes over peer memory, the same on all ranks; by default 4 MiB of
+        two ranks, 1 MiB of more. 0: none, and making it is not collective.
     algorithm : "auto", "one_shot" or "two_shot"
         As for ``PeerReducer.all_reduce``, the same on all ranks.
     device : torch.device, optional

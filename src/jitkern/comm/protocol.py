@@ -8,6 +8,7 @@ from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 from torch import Tensor
 
 ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
+Splits = Sequence[int] | None  # rows of each rank's part; None: equal parts
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)  # in NCCL's order
 
 C = TypeVar("C", bound="Closing")
@@ -64,11 +65,7 @@ class Communicator(Protocol):
         """Write to ``x`` what rank ``src`` sends."""
 
     def all_to_all(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> None:
         """Send part r of ``x`` to rank r, and write what rank r sends to part r of ``output``.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from jitkern.comm import args
-from jitkern.comm.protocol import Closing, ReduceOp
+from jitkern.comm.protocol import Closing, ReduceOp, Splits
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.ops import dispatch
 
@@ -112,11 +112,7 @@ class TorchCommunicator(Closing):
         self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
 
     def all_to_all(
-        self,
-        output: Tensor,
-        x: Tensor,
-        output_splits: Sequence[int] | None = None,
-        input_splits: Sequence[int] | None = None,
+        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> None:
         """Send part r of ``x`` to rank r, and so on; see ``Communicator.all_to_all``."""
         call = "all_to_all"
