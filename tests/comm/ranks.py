@@ -244,32 +244,25 @@ def ranks_end() -> Iterator[None]:
         pool.end(before.get(kind, 0))
 
 
+def processes_of(*kinds: Any, scope: Any = "function") -> Any:
+    """Return a fixture: processes of one kind after the other."""
+
+    @pytest.fixture(params=kinds, scope=scope)
+    def pool(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+        return pools(request.param)
+
+    return pool
+
+
 @pytest.fixture(scope="session")
 def pool(pools: Callable[[str], Pool]) -> Pool:
     """Processes on the CPU."""
     return pools("cpu")
 
 
-@pytest.fixture(scope="module", params=[NCCL_FAKE, NCCL])
-def gpus(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    """Processes that are to be ranks of NCCL, each of a GPU of its own."""
-    return pools(request.param)
-
-
-@pytest.fixture(params=[NCCL_FAKE])
-def fake_gpus(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    return pools(request.param)
-
-
-@pytest.fixture(params=["cpu", VMM_FAKE])
-def hosts(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    """Processes that are to share memory, on the CPU and on fake GPUs."""
-    return pools(request.param)
-
-
-@pytest.fixture(params=[VMM_FAKE])
-def fake_vmm(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    return pools(request.param)
-
+# Ranks of NCCL, each of a GPU of its own; ranks that share memory, on the CPU and on fake GPUs.
+gpus, fake_gpus = processes_of(NCCL_FAKE, NCCL, scope="module"), processes_of(NCCL_FAKE)
+hosts, fake_vmm = processes_of("cpu", VMM_FAKE), processes_of(VMM_FAKE)
+some = processes_of("cpu", NCCL_FAKE, NCCL)  # ranks that make communicators
 
 CALL_S = 15.0 if IS_SHARED else 0.3  # a deadline of calls: on one GPU NCCL takes 4 s for the first

@@ -9,18 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
-from ranks import CALL_S, LATE_S, NCCL, NCCL_FAKE, Pool, Rank, all_do, all_tell, errors
+from ranks import CALL_S, LATE_S, Pool, Rank, all_do, all_tell, errors
 
 BOUND_S = CALL_S + LATE_S
-
-
-@pytest.fixture(params=["cpu", NCCL_FAKE, NCCL])
-def some(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    """Processes that have communicators of one kind."""
-    return pools(request.param)
 
 
 def ranks_of(pool: Pool, size: int) -> list[Rank]:

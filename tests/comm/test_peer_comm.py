@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 from bodies import BODIES
 from needs import needs_cxx
-from ranks import LATE_S, NCCL, Pool, Rank, all_do, all_tell, errors
+from ranks import LATE_S, NCCL, Pool, Rank, all_do, all_tell, errors, processes_of
 from shared_gpu import IS_SHARED
 
 from jitkern.comm import Communicator, PeerCommunicator
 
 pytestmark = needs_cxx
 MANY_S = 300.0  # for 100,000 calls, of four ranks
-
-
-@pytest.fixture(scope="module", params=["cpu", NCCL])
-def hosts(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
-    return pools(request.param)
+hosts = processes_of("cpu", NCCL, scope="module")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
