@@ -30,56 +30,50 @@ from jitkern.comm.args import namespace
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
 from jitkern.jit import launch
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.launch import CpuForm
 
-# -- kernels of users ------------------------------------------------------------------------------
+ONE = {"grid": 1, "block": 1}
+
+
+def launched(module: DeviceModule, name: str, *args: Any) -> bytes:
+    """Launch a kernel, and return its parameters."""
+    module.launch(name, *args, **ONE)
+    return params(log().splitlines()[-1])
 
 
 def check_arguments_become_a_struct() -> None:
     x = cuda(4)
     module = user("members", 40)
-    module.launch(
-        "members", x, 7, True, ctypes.c_int32(-2), 0.5, ctypes.c_float(0.25), grid=1, block=1
-    )
+    args = (x, 7, True, ctypes.c_int32(-2), 0.5, ctypes.c_float(0.25))
     want = struct.pack("<Qq?xxxidf4x", x.data_ptr(), 7, True, -2, 0.5, 0.25)
-    assert params(log().splitlines()[-1]) == want
+    assert launched(module, "members", *args) == want
 
     class Pair(ctypes.Structure):
         _fields_ = (("a", ctypes.c_int8), ("b", ctypes.c_int64))
 
-    module = user("pair", 32)
-    module.launch(
-        "pair", ctypes.c_int8(1), Pair(2, -3), ctypes.c_uint64(2**64 - 1), grid=1, block=1
-    )
+    args = (ctypes.c_int8(1), Pair(2, -3), ctypes.c_uint64(2**64 - 1))
     want = struct.pack("<bxxxxxxxbxxxxxxxqQ", 1, 2, -3, 2**64 - 1)
-    assert params(log().splitlines()[-1]) == want
+    assert launched(user("pair", 32), "pair", *args) == want
 
 
 def check_sizes_that_do_not_match_are_refused() -> None:
     module = user("sized", 16)
     x = cuda(4)
-    text = (
-        r"launch: args: 3 of 24 bytes in all, expected 16 bytes, the members of the kernel's Params"
-    )
-    refused(ValueError, text, module.launch, "sized", x, 1, 2, grid=1, block=1)
-    module.launch("sized", x, 1, grid=1, block=1)
-    module.launch("sized", x, ctypes.c_int32(1), grid=1, block=1)  # with the padding behind it
-    log()
-    text = text.replace("3 of 24", "1 of 8")
-    refused(ValueError, text, module.launch, "sized", x, grid=1, block=1)
-    user("nothing", 1).launch("nothing", grid=1, block=1)
+    text = "launch: args: {} bytes in all, expected 16 bytes, the members of the kernel's Params"
+    refused(ValueError, text.format("3 of 24"), module.launch, "sized", x, 1, 2, **ONE)
+    refused(ValueError, text.format("1 of 8"), module.launch, "sized", x, **ONE)
+    launched(module, "sized", x, 1)
+    launched(module, "sized", x, ctypes.c_int32(1))  # with the padding behind it
+    user("nothing", 1).launch("nothing", **ONE)
 
 
 def check_wrong_values_are_refused() -> None:
     module = user("wrong", 16)
     x = cuda(4)
 
-    def bad(
-        kind: type[Exception], text: str, *args: Any, grid: Any = 1, block: Any = 1, **how: Any
-    ):
-        refused(
-            kind, "launch: " + text, module.launch, "wrong", *args, grid=grid, block=block, **how
-        )
+    def bad(kind: type[Exception], text: str, *args: Any, **how: Any) -> None:
+        refused(kind, "launch: " + text, module.launch, "wrong", *args, **{**ONE, **how})
 
     big = "int of more than 64 bits"
     of_64 = rf"args\[1\]: {big}, expected an int of 64 bits, or a ctypes value"
@@ -118,43 +112,36 @@ def check_declared_numbers_become_what_is_declared() -> None:
     driver.fake_kernel(b"numbers", ctypes.c_uint64(struct.calcsize(want)), 1024)
     module = declared("numbers", text)
     x = cuda(4)
-    how = {"grid": 1, "block": 1}
-    module.launch("numbers", x, 2, 2, -3, -128, 255, True, -(2**63), 2**63 - 1, **how)
-    got = params(log().splitlines()[-1])
-    assert got == struct.pack(
-        want, x.data_ptr(), 2.0, 2.0, -3, -128, 255, True, -(2**63), 2**63 - 1
-    )
+    ints = (2, 2, -3, -128, 255, True, -(2**63), 2**63 - 1)
+    assert launched(module, "numbers", x, *ints) == struct.pack(want, x.data_ptr(), *ints)
     ct = (ctypes.c_float(0.5), ctypes.c_double(2), ctypes.c_int(1), ctypes.c_int8(1))
     ct += (ctypes.c_uint8(1), ctypes.c_bool(True), ctypes.c_int64(1), ctypes.c_uint64(2**64 - 1))
-    module.launch("numbers", ctypes.c_void_p(x.data_ptr()), *ct, **how)
-    got = params(log().splitlines()[-1])
+    got = launched(module, "numbers", ctypes.c_void_p(x.data_ptr()), *ct)
     assert got == struct.pack(want, x.data_ptr(), 0.5, 2.0, 1, 1, 1, True, 1, 2**64 - 1)
 
     class Pair(ctypes.Structure):
         _fields_ = (("low", ctypes.c_int32), ("high", ctypes.c_int32))
 
     # Of 8 bytes, aligned as the member is and not as it is itself.
-    module.launch("numbers", x, *ct[:6], Pair(5, 0), ct[7], **how)
-    assert params(log().splitlines()[-1])[-16:-8] == struct.pack("<q", 5)
-    module.launch("numbers", x, float("inf"), 1e300, 1, 1, 1, False, 1, 1, **how)
-    log()
+    got = launched(module, "numbers", x, *ct[:6], Pair(5, 0), ct[7])
+    assert got[-16:-8] == struct.pack("<q", 5)
+    launched(module, "numbers", x, float("inf"), 1e300, 1, 1, 1, False, 1, 1)
 
 
 def check_declared_arguments_are_refused_by_name() -> None:
     module = declared(
         "scale", "float* x, float a, int n, uint8 u, bool f, void* any, strided half* s"
     )
+    names = ["x", "a", "n", "u", "f", "any", "s"]
     good = [cuda(4), 2.0, 3, 4, True, cuda(2), cuda(3, dtype=torch.float16)]
-    how = {"grid": 1, "block": 1}
 
     def bad(kind: type[Exception], text: str, **wrong: Any) -> None:
-        names = ["x", "a", "n", "u", "f", "any", "s"]
-        args = [wrong.get(name, value) for name, value in zip(names, good, strict=True)]
-        refused(kind, "scale: " + text, module.launch, "scale", *args, **how)
+        args = {**dict(zip(names, good, strict=True)), **wrong}.values()
+        refused(kind, "scale: " + text, module.launch, "scale", *args, **ONE)
 
     text = "scale: args: {} arguments, expected 7: x, a, n, u, f, any, s"
     for args in (good[:-1], [*good, 1], []):
-        refused(ValueError, text.format(len(args)), module.launch, "scale", *args, **how)
+        refused(ValueError, text.format(len(args)), module.launch, "scale", *args, **ONE)
     bad(TypeError, "x: dtype float64, expected float32", x=cuda(4, dtype=torch.float64))
     bad(TypeError, "s: dtype bfloat16, expected float16", s=cuda(4, dtype=torch.bfloat16))
     bad(TypeError, "x: int, expected a tensor of float32", x=1)
@@ -180,105 +167,87 @@ def check_declared_arguments_are_refused_by_name() -> None:
     bad(TypeError, "f: int, expected bool", f=1)
     bad(ValueError, "x: device cpu, expected a CUDA device; .* cpp_files and .*", x=torch.zeros(4))
     bad(ValueError, "any: device cuda:1, expected cuda:0, as the others", any=cuda(1, number=1))
-    module.launch("scale", *good, **how)
-    good[-1] = tvm_ffi.from_dlpack(OnCuda(torch.zeros(8, dtype=torch.float16)[::2]))
-    module.launch("scale", *good, **how)  # strided
-    log()
+    launched(module, "scale", *good)
+    strided = tvm_ffi.from_dlpack(OnCuda(torch.zeros(8, dtype=torch.float16)[::2]))
+    launched(module, "scale", *good[:-1], strided)
     pointer = declared("one", "float* x")
     text = r"one: x: memory that no GPU can read, expected memory of cuda:\d"
-    refused(ValueError, text, pointer.launch, "one", Pointer(0x777), **how)
+    refused(ValueError, text, pointer.launch, "one", Pointer(0x777), **ONE)
 
 
 def check_tensors_on_the_cpu_go_to_the_form_for_it() -> None:
     calls: list[Any] = []
     cpu = CpuForm(frozenset({"scale"}), lambda: {"scale": lambda *args: calls.append(args)})
     module = declared("scale", "float* x, double a, int64 n", cpu)
-    how = {"grid": 1, "block": 1}
     x = torch.zeros(4)
-    module.launch("scale", x, 2, ctypes.c_int64(3), **how)
+    module.launch("scale", x, 2, ctypes.c_int64(3), **ONE)
     (got,) = calls
     assert got[0] is x and got[1:] == (2, 3)
     assert log() == "", "the driver was called"
     text = "scale: x: dtype float64, expected float32"
-    refused(TypeError, text, module.launch, "scale", x.double(), 2, 3, **how)
+    refused(TypeError, text, module.launch, "scale", x.double(), 2, 3, **ONE)
     text = "launch: grid: 0 in dimension 0, expected 1 to 2147483647"
     refused(ValueError, text, module.launch, "scale", x, 2, 3, grid=0, block=1)
     assert len(calls) == 1
-    module.launch("scale", cuda(4), 2, 3, **how)
+    module.launch("scale", cuda(4), 2, 3, **ONE)
     assert len(calls) == 1 and "grid 1,1,1" in log()
     both = declared("scale", "float* x, float* y", cpu)
-    text = "scale: y: device cpu, expected cuda:0, as the others"
-    refused(ValueError, text, both.launch, "scale", cuda(4), x, **how)
-    text = "scale: y: device cuda:0, expected cpu, as the others"
-    refused(ValueError, text, both.launch, "scale", x, cuda(4), **how)
+    text = "scale: y: device {}, expected {}, as the others"
+    refused(ValueError, text.format("cpu", "cuda:0"), both.launch, "scale", cuda(4), x, **ONE)
+    refused(ValueError, text.format("cuda:0", "cpu"), both.launch, "scale", x, cuda(4), **ONE)
 
 
 def check_every_pointer_is_on_the_device() -> None:
     module = user("pointers", 16)
+
+    def bad(text: str, *args: Any) -> None:
+        refused(ValueError, f"launch: args{text}", module.launch, "pointers", *args, **ONE)
+
     here, there, pinned = 0x10000000, 0x20000000, 0x30000000
     for begin, kind, number in ((here, 2, 0), (there, 2, 1), (pinned, 1, 0)):
         driver.fake_memory(ctypes.c_uint64(begin), ctypes.c_uint64(4096), kind, number)
     x = cuda(4)
     for make in (Pointer, Interface):
-        module.launch("pointers", x, make(here + 8), grid=1, block=1)
-        assert params(log().splitlines()[-1])[8:] == struct.pack("<Q", here + 8)
-        module.launch("pointers", x, make(pinned), grid=1, block=1)
-        module.launch("pointers", x, make(0), grid=1, block=1)
-        log()
-        text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
-        refused(ValueError, text, module.launch, "pointers", x, make(there), grid=1, block=1)
-        text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"
-        refused(ValueError, text, module.launch, "pointers", x, make(0x777), grid=1, block=1)
-    # A ctypes value is what it says.
-    module.launch("pointers", x, ctypes.c_void_p(there), grid=1, block=1)
-    log()
-    text = r"launch: args\[1\]: device cuda:1, expected cuda:0, as the others"
-    refused(ValueError, text, module.launch, "pointers", x, cuda(4, number=1), grid=1, block=1)
-    refused(
-        ValueError, text, module.launch, "pointers", x, OnCuda(torch.zeros(4), 1), grid=1, block=1
-    )
-    text = r"launch: args\[0\]: device cpu, expected a CUDA device; for tensors on the CPU .*"
-    refused(ValueError, text, module.launch, "pointers", torch.zeros(4), 1, grid=1, block=1)
-
-
-PIECE = 2 << 20
-
-
-def mapped() -> tuple[Any, Any]:
-    """Memory of GPUs 0 and 1 that GPU 0 addresses, and memory that GPU 1 alone addresses."""
-    make = host.module()["make_peer_range"]
-    both, alone = (namespace(make(2, PIECE, ordinal)) for ordinal in (0, 1))
-    os.close(both.create(0))
-    fd = alone.create(0)
-    both.map(1, fd)
-    os.close(fd)
-    return both, alone
+        for at in (here + 8, pinned, 0):
+            assert launched(module, "pointers", x, make(at))[8:] == struct.pack("<Q", at)
+        bad(r"\[1\]: memory of cuda:1, expected memory of cuda:0", x, make(there))
+        bad(r"\[1\]: memory that no GPU can read, expected memory of cuda:0", x, make(0x777))
+    launched(module, "pointers", x, ctypes.c_void_p(there))  # a ctypes value is what it says
+    for other in (cuda(4, number=1), OnCuda(torch.zeros(4), 1)):
+        bad(r"\[1\]: device cuda:1, expected cuda:0, as the others", x, other)
+    text = r"\[0\]: device cpu, expected a CUDA device; for tensors on the CPU .*"
+    bad(text, torch.zeros(4), 1)
 
 
 def check_memory_of_another_gpu_that_is_mapped_here() -> None:
     """As that of a PeerMemory: what counts is who may use it, not where it lies."""
-    module, x = user("mapped", 16), cuda(4)
-    both, alone = mapped()
-    for begin in (both.base(), both.base() + PIECE):
+    module, x, piece = user("mapped", 16), cuda(4), 2 << 20
+    # Memory of GPUs 0 and 1 that GPU 0 addresses, and memory that GPU 1 alone addresses.
+    make = host.module()["make_peer_range"]
+    both, alone = (namespace(make(2, piece, ordinal)) for ordinal in (0, 1))
+    os.close(both.create(0))
+    fd = alone.create(0)
+    both.map(1, fd)
+    os.close(fd)
+    for begin in (both.base(), both.base() + piece):
         for at in (begin, begin + 4095):
-            module.launch("mapped", x, Pointer(at), grid=1, block=1)
-            assert params(log().splitlines()[-1])[8:] == struct.pack("<Q", at)
+            assert launched(module, "mapped", x, Pointer(at))[8:] == struct.pack("<Q", at)
     there = Pointer(alone.base())
     text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
-    refused(ValueError, text, module.launch, "mapped", x, there, grid=1, block=1)
-    module.launch("mapped", cuda(4, number=1), there, grid=1, block=1)
+    refused(ValueError, text, module.launch, "mapped", x, there, **ONE)
+    launched(module, "mapped", cuda(4, number=1), there)
     del both, alone
     gc.collect()
     log()
     text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"
-    refused(ValueError, text, module.launch, "mapped", x, there, grid=1, block=1)
+    refused(ValueError, text, module.launch, "mapped", x, there, **ONE)
 
 
 def check_one_image_for_all_exports_of_a_module() -> None:
     """So that they share __device__ variables; and the limits are asked for once a function."""
     module = module_of("first", "second")
     for name in ("first", "second", "first"):
-        module.launch(name, cuda(1), grid=1, block=1)
+        module.launch(name, cuda(1), **ONE)
     lines = log().splitlines()
     assert sum("module" in line for line in lines) == 1, lines
     assert sum("attribute 8 = 231424" in line for line in lines) == 2, lines
@@ -300,7 +269,7 @@ def check_how_it_is_launched() -> None:
     how = {"grid": 4, "block": 32, "use_pdl": True, "cluster": 4, "cooperative": True}
     module.launch("how", x, **how)
     assert " 2=1 4=4,1,1 6=1 \n" in log()
-    module.launch("how", 1, grid=1, block=1)  # no tensor: torch's current device
+    module.launch("how", 1, **ONE)  # no tensor: torch's current device
     assert "on 1\n" in (said := log()) and f"stream {STREAM}" in said, said
 
 
@@ -322,13 +291,6 @@ def check_a_block_is_what_the_kernel_was_compiled_for() -> None:
 
 def check_no_gpu_is_said() -> None:
     launch.device_and_stream, kept = real_device_and_stream, launch.device_and_stream
-    refused(
-        UnsupportedError,
-        "launch: there is no CUDA device",
-        module_of("a").launch,
-        "a",
-        1,
-        grid=1,
-        block=1,
-    )
+    text = "launch: there is no CUDA device"
+    refused(UnsupportedError, text, module_of("a").launch, "a", 1, **ONE)
     launch.device_and_stream = kept

@@ -1,10 +1,9 @@
 """The ops' tests under sanitizers: ``python tests/sanitize.py [host | threads | memcheck | ...]``.
 
 ``host`` builds the host module with Address- and UBSan and runs the tests that need no GPU.
-``threads`` runs the programs of tests/threads under ThreadSanitizer: the ops of the CPU, called
-from several threads beside one that rewrites their indices, and rows that go through the CPU to a
-GPU that is made of threads; these under Address- and UBSan, too. The others are the tools of
-compute-sanitizer, over the tests that need a GPU. Without a name: all that this machine can run.
+``threads`` runs test_threads.py, whose programs are built with Thread-, Address- and UBSan. The
+others are the tools of compute-sanitizer, over the tests that need a GPU. Without a name: all that
+this machine can run.
 ``--thin 5`` keeps every fifth test; further arguments go to pytest.
 """
 
@@ -16,13 +15,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from threads.program import ASAN, CPU_OPS, FOUND, STAGING, TSAN, Builder, cxx
+from threads.program import FOUND, cxx
 
 from jitkern.ops._ops import OPS
 
@@ -30,8 +28,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
-# ASan itself ends a process in which a new thread finds no memory.
-NOT_UNDER_ASAN = "not no_more_threads"
 # Captured graphs and the record of a source's use need torch's caching allocators, off below; what
 # asks a profiler which kernels ran gets no answer.
 NOT_UNDER_TOOLS = "not graph and not replay and not recorded and not auto_sorts"
@@ -53,9 +49,7 @@ def tests_of(names: Iterable[str]) -> list[str]:
     return [str(path) for name in names for path in sorted((HERE / "ops").glob(f"test_{name}*.py"))]
 
 
-HOST_TESTS = tests_of(
-    (*(op.stem for op in OPS), "contract", "cpu_copy", "errors_table", "memory_of_indices")
-)
+HOST_TESTS = tests_of((*(op.stem for op in OPS), "contract", "cpu_copy", "errors_table"))
 CUDA_TESTS = [
     *tests_of((*(op.stem for op in OPS if op.has_kernels), "contract", "pair_order")),
     str(HERE / "comm" / "test_peer_reduce_cuda.py"),
@@ -100,18 +94,12 @@ def run_host(thin: int, args: Sequence[str]) -> int:
         "ASAN_OPTIONS": "detect_leaks=0,verify_asan_link_order=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    tests = [*HOST_TESTS, "-m", "not cuda", "-k", NOT_UNDER_ASAN, *args]
-    return subprocess.run(inner(thin, tests), env=env).returncode
+    return subprocess.run(inner(thin, [*HOST_TESTS, "-m", "not cuda", *args]), env=env).returncode
 
 
-def run_threads(_thin: int, _args: Sequence[str]) -> int:
-    with tempfile.TemporaryDirectory() as scratch:
-        results = []
-        for flags, program in ((TSAN, CPU_OPS), (TSAN, STAGING), (ASAN, STAGING)):
-            done = Builder(Path(scratch), flags).run(program)
-            print(done.stdout + done.stderr, end="", flush=True)
-            results.append(done.returncode)
-    return FOUND if FOUND in results else max(map(abs, results))
+def run_threads(thin: int, args: Sequence[str]) -> int:
+    command = inner(thin, [str(HERE / "test_threads.py"), *args])
+    return subprocess.run(command, env={**os.environ, "TEST_ALL": "1"}).returncode
 
 
 def run_tool(tool: str, thin: int, args: Sequence[str]) -> int:

@@ -8,10 +8,12 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from needs import needs_nvcc
+from proved import unproved
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,14 +44,6 @@ def copy(buffers: Any) -> None:
     buffers[1].copy_(buffers[0])
 
 
-def failing(_: Any) -> None:
-    raise OSError("no such device\nmore lines")
-
-
-def unbuildable() -> Any:
-    raise ImportError("No module named 'peer'")
-
-
 def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
     rows = measure.measure(
         CPU,
@@ -71,6 +65,8 @@ def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
 
 
 def test_a_wrong_result_is_not_timed() -> None:
+    failing = Mock(side_effect=OSError("no such device\nmore lines"))
+    unbuildable = Mock(side_effect=ImportError("No module named 'peer'"))
     nothing, broken, absent = measure.measure(
         CPU,
         copy_case(
@@ -94,17 +90,12 @@ def test_random_rows_are_finite_and_not_constant() -> None:
 
 
 def test_a_build_runs_once_also_when_it_fails() -> None:
-    calls: list[int] = []
-
-    def build() -> object:
-        calls.append(1)
-        raise ValueError("never")
-
+    build = Mock(side_effect=ValueError("never"))
     once = peers.Once(build)
     for _ in range(2):
         with pytest.raises(ValueError, match="never"):
             once()
-    assert len(calls) == 1
+    build.assert_called_once()
 
 
 def test_peers_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,27 +111,25 @@ def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert harness.main(["store", "--quick", "--device", "cpu", "--json", str(path)]) == 0
     data = json.loads(path.read_text())
     assert data["machine"]["device"] == "cpu"
-    rows = data["benchmarks"]["store"]["rows"]
-    ours = [row for row in rows if row["role"] == "ours"]
+    ours = [row for row in data["benchmarks"]["store"]["rows"] if row["role"] == "ours"]
     assert ours
-    assert all(row["gb_s"] > 0 and row["percent_of_ceiling"] > 0 for row in ours)
-    assert all(row["ratio_to_best_peer"] > 0 for row in ours)
+    for name in ("gb_s", "percent_of_ceiling", "ratio_to_best_peer"):
+        assert all(row[name] > 0 for row in ours)
     assert "jitkern" in capsys.readouterr().out
 
 
 def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
 
-    def write(machine: str, op: str, us: float) -> None:
-        row = Row(op, "c", "jitkern", "ours", median_us=us)
-        machine_of = {"device": "cuda", "name": machine}
-        harness.write(path, report.payload(machine_of, [row], quick=True))
-
-    write("here", "store", 1.0)
-    write("here", "index", 2.0)
-    assert set(report.read(path)["benchmarks"]) == {"store", "index"}
-    write("there", "index", 2.0)
-    assert set(report.read(path)["benchmarks"]) == {"index"}
+    for machine, op, kept in (
+        ("here", "store", {"store"}),
+        ("here", "index", {"store", "index"}),
+        ("there", "index", {"index"}),
+    ):
+        row = Row(op, "c", "jitkern", "ours", median_us=1.0)
+        result = report.payload({"device": "cuda", "name": machine}, [row], quick=True)
+        harness.write(path, result)
+        assert set(report.read(path)["benchmarks"]) == kept
 
 
 def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +150,7 @@ def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
+@unproved("nvcc peers", "bench/peers/*.*")
 @pytest.mark.parametrize("peer", ["rows", "link"])
 def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from jitkern.env import settings

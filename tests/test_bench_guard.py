@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
+from proved import unproved
 
 from jitkern.bench import Context, Row, baseline, case, ci, counts, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
@@ -48,10 +49,9 @@ def result_of(*rows: Row, identity: dict[str, str] | None = None, note: str = ""
     return {**made, "counts": {"identity": identity, "note": note}}
 
 
-def row_of(instructions: float | None = 20_680, name: str = "call", **more: Any) -> Row:
-    row = Row("store", name, "jitkern", "ours", against="no-op", ratio_median=2.0, **more)
-    row.instructions = instructions
-    return row
+def row_of(instructions: float | None = 20_680, **more: Any) -> Row:
+    how = {"against": "no-op", "ratio_median": 2.0, **more}
+    return Row("store", "call", "jitkern", "ours", instructions=instructions, **how)
 
 
 def baseline_of(instructions: float | None = 20_680, kind: str = KIND) -> Baseline:
@@ -102,8 +102,7 @@ def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, messa
     ],
 )
 def test_a_count_that_rose_by_more_than_machines_differ_by_fails(now: float, outcome: str) -> None:
-    row = row_of(now)
-    row.ratio_median = 40.0  # a time ends no run
+    row = row_of(now, ratio_median=40.0)  # a time ends no run
     (verdict,) = baseline.compare(baseline_of(), result_of(row))
     assert (verdict.outcome, verdict.fails) == (outcome, outcome == "slower")
 
@@ -222,6 +221,7 @@ add('one more check', mine.checked)
 """
 
 
+@unproved("counts", "src/jitkern/bench/*.py", "tests/test_bench_guard.py")
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
 @pytest.mark.skipif(not torch._C._valgrind_supported_platform(), reason="torch without its marks")
@@ -250,19 +250,13 @@ def test_long_calls_are_counted_a_few_times(
     monkeypatch: pytest.MonkeyPatch, call_s: float, calls: int
 ) -> None:
     """Whatever clock their case was given: hundreds of them would take Callgrind minutes."""
-    counted: list[tuple[str, int]] = []
     done: list[float] = []
-    case = SimpleNamespace(
-        key="mine: long",
-        clock="host",
-        bytes_moved=0,
-        make=lambda _: call_s,
-        ours=lambda: SimpleNamespace(build=lambda: done.append),
-    )
-    counter: Any = SimpleNamespace(count=lambda key, _, calls: counted.append((key, calls)))
-    monkeypatch.setattr(counts, "time", SimpleNamespace(perf_counter=lambda: sum(done)))
-    counts._count_case(counter, case)
-    assert counted == [("mine: long", calls)]
+    case = Mock(key="mine: long", clock="host", bytes_moved=0)
+    case.make.return_value = call_s
+    case.ours().build.return_value = done.append
+    monkeypatch.setattr(counts, "time", Mock(perf_counter=lambda: sum(done)))
+    counts._count_case(counter := Mock(), case)
+    counter.count.assert_called_once_with("mine: long", ANY, calls)
 
 
 def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

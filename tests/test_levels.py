@@ -1,15 +1,12 @@
-"""The shape of the source: imports go down the wings, one module reads the environment, few files
-name an op."""
+"""The shape of the source: imports go down the wings, one module reads the environment."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stems import STEMS
 
 import jitkern
 
@@ -80,22 +77,3 @@ def test_only_env_reads_the_environment() -> None:
             name = getattr(node, "attr", None) or getattr(node, "id", None)
             reads = {"environ", "environb", "getenv", "getenvb"}
             assert name not in reads, f"{path}:{node.lineno}: reads the environment"
-
-
-# Outside the folders of the ops, which may name each other.
-MOST_FILES = 8
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_few_files_name_an_op(stem: str) -> None:
-    """By its public function, or by its file or module; its stem alone may be a plain word."""
-    name = re.compile(rf"\b{STEMS[stem].function}\b|\bops[./]{stem}\b")
-    named = [
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.*")
-        if path.suffix in (".py", ".cc", ".cu", ".h", ".cuh")
-        and path.parent.name != "ops"
-        and path != PACKAGE / "__init__.py"
-        and name.search(path.read_text())
-    ]
-    assert len(named) <= MOST_FILES, named

@@ -14,11 +14,9 @@ from needs import needs_cxx, needs_nvrtc
 from tiny import SM_90
 
 from jitkern.arch import SUPPORTED_ARCHS, Arch
-from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.jit.loader import load_device, load_jit
+from jitkern.jit.loader import load_jit
 from jitkern.jit.params import parse_params, read_params
-from jitkern.jit.record import replay
 
 MEMBERS = """
 template <int N> struct Members {
@@ -154,6 +152,12 @@ struct Kernel {
 """
 
 
+def kernel(before: str, **more: Any) -> Any:
+    Path("kernel.cu").write_text(f"{before}\n{KERNEL}")
+    wrappers = [("kernel", "Kernel")]
+    return load_jit("kernel", device_files=["kernel.cu"], device_wrappers=wrappers, **more)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("before", "flags"),
@@ -161,19 +165,14 @@ struct Kernel {
 )
 def test_what_is_read_is_no_obstacle(folder: Path, before: str, flags: list[str]) -> None:
     """A kernel that compiled before its Params were read failed in jitkern's own checks."""
-    Path("kernel.cu").write_text(f"{before}\n{KERNEL}")
-    wrappers = [("kernel", "Kernel")]
-    how = {"device_files": ["kernel.cu"], "device_wrappers": wrappers, "extra_cuda_cflags": flags}
-    assert load_jit("kernel", **how).image(SM_90).startswith(b"\x7fELF")
+    assert kernel(before, extra_cuda_cflags=flags).image(SM_90).startswith(b"\x7fELF")
 
 
 @needs_nvrtc
 def test_what_was_read_wrongly_says_to_declare_it(folder: Path) -> None:
     Path("odd.cuh").write_text("#define int long long\n")
-    Path("kernel.cu").write_text(f'#include "odd.cuh"\n{KERNEL}')
-    wrappers = [("kernel", "Kernel")]
     with pytest.raises(CompileError) as caught:
-        load_jit("kernel", device_files=["kernel.cu"], device_wrappers=wrappers).image(SM_90)
+        kernel('#include "odd.cuh"').image(SM_90)
     assert (
         "kernel: taken as int32 count, but Params has another type or order; "
         "declare the parameters as the third item of device_wrappers"
@@ -228,7 +227,7 @@ void scale_on_cpu(tvm::ffi::TensorView data, double factor, int64_t count) {
 """
 
 
-def scale(source: str = SCALE_CU, *params: str) -> Any:
+def scale(source: str, *params: str) -> Any:
     Path("scale.cu").write_text(source)
     Path("on_cpu.cc").write_text(SCALE_CC)
     return load_jit(
@@ -262,31 +261,7 @@ def test_one_call_for_both_devices(folder: Path, device: Any, given: tuple[str, 
     assert x.tolist() == [3.0] * 500 + [2.0] * 500
     with pytest.raises(TypeError, match=r"^scale: data: dtype float64, expected float32$"):
         module.launch("scale", x.double(), 2.0, 1000, grid=4)
-    with pytest.raises(ValueError, match=r"^scale: data: not contiguous \(stride 2 in dimension 0"):
-        module.launch("scale", x[::2], 2.0, 500, grid=4)
-    with pytest.raises(ValueError, match=r"^scale: args: 2 arguments, expected 3: data, factor, "):
-        module.launch("scale", x, 2.0, grid=4)
     if device.type == "cuda":
         with pytest.raises(ValueError, match=r"^launch: block: 128 threads, expected 256, the ker"):
             module.launch("scale", x, 2.0, 500, grid=4, block=128)
     assert x.tolist() == [3.0] * 500 + [2.0] * 500
-
-
-@needs_nvrtc
-@needs_cxx
-def test_both_forms_are_recorded_and_replayed(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-
-    file = tmp_path / "used.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(file))
-    settings.cache_clear()
-    module = scale()
-    module.launch("scale", torch.ones(4), 2.0, 4, grid=1)
-    image = module.image(SM_90)
-    on_cpu, on_gpu = (one.unpack(tmp_path / "unpacked") for one in replay(file))
-    assert (on_cpu.arch, sorted(on_cpu.options)) == ("", ["cpp_files", "cpp_wrappers"])
-    assert (on_gpu.arch, sorted(on_gpu.options)) == ("9.0", ["device_files", "device_wrappers"])
-    found = load_device(on_gpu).lookup(SM_90)
-    assert (found.source, found.loaded) == ("cached", image)

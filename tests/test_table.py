@@ -84,7 +84,6 @@ PASSED = (
     "test_the_table_says_what_the_type_checker_sees",
     "test_imports_go_down[ops.twice]",
     "test_every_op_has_its_page[twice]",
-    "test_few_files_name_an_op[twice]",
 )
 
 

@@ -81,19 +81,6 @@ def test_a_wrong_result_is_found(
     assert result["rms_error"] > result["max_rms_error"]
 
 
-def test_without_the_pipeline_it_is_the_same(example: ModuleType, device: torch.device) -> None:
-    args, case = example._arguments([*SMALL, "--device", str(device), "--chunk", "24"])
-    with example.engine_of(case) as engine:
-        kept = []
-        for pipeline in (None, example.pipeline_of(case)):
-            prefill = example.Prefill(case, engine, args.chunk)
-            prefill.run(pipeline, keep=True)
-            example.sync(case.device)
-            kept.append(prefill.outputs)
-        assert kept[0].keys() == kept[1].keys() and len(kept[0]) == 3 * 9
-        assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
-
-
 def test_the_plot(example: ModuleType, device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     image = tmp_path / "timeline.png"

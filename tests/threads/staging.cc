@@ -73,30 +73,18 @@ void chunks() {
   for (const Taken& way : kWays) {
     for (const fake::Role slow : {fake::kCallers, fake::kCopies, fake::kPlaces}) {
       if (is_by(way, "auto")) continue;
-      if (kIsSlow && (!is_by(way, "cpu") || !way.is_pinned)) continue;
-      const i64 row_bytes = slow == fake::kPlaces ? 70000 : 6560;
+      if (kIsSlow && (is_by(way, "sm") || !way.is_pinned)) continue;
+      const bool takes_turns = is_by(way, "both") && slow == fake::kPlaces;
+      const i64 row_bytes = takes_turns ? 320 : slow == fake::kPlaces ? 70000 : 6560;
+      const i64 by_sms = fake::num_launches(fake::kCallers);
+      const i64 by_cpu = fake::num_launches(fake::kPlaces);
       fake::delay(slow, 3000);
       call(way, shape_of(way, row_bytes, 30 * kMegabyte / row_bytes), 3, stream);
       fake::delay(slow, 0);
+      if (!takes_turns || kIsSlow) continue;
+      require(fake::num_launches(fake::kCallers) - by_sms >= 2, "SMs get several parts");
+      require(fake::num_launches(fake::kPlaces) - by_cpu >= 4, "the CPU gets several chunks");
     }
-  }
-}
-
-// Parts of SMs and of the CPU that take turns.
-void turns() {
-  const CUstream stream = fake::make_stream(0);
-  fake::delay_at_random(300);
-  fake::delay(fake::kPlaces, 2000);
-  const Taken both{"both", true};
-  for (const int index_bytes : {4, 8}) {
-    Shape shape = shape_of(both, 320, 100'000);
-    shape.index_bytes = shape.slot_bytes = index_bytes;
-    const i64 by_sms = fake::num_launches(fake::kCallers);
-    const i64 by_cpu = fake::num_launches(fake::kPlaces);
-    call(both, shape, 3, stream);
-    if (kIsSlow) continue;  // the GPU, most of all
-    require(fake::num_launches(fake::kCallers) - by_sms >= 2, "SMs get several parts");
-    require(fake::num_launches(fake::kPlaces) - by_cpu >= 4, "the CPU gets several chunks");
   }
 }
 
@@ -444,11 +432,11 @@ struct Case {
   void (*run)();
 };
 #define CASE(name) {#name, name}
-const Case kCases[] = {CASE(ways),     CASE(chunks),       CASE(turns),          CASE(overwritten),
-                       CASE(in_a_row), CASE(in_order),     CASE(uploads),        CASE(first_use),
-                       CASE(at_once),  CASE(rewritten),    CASE(rewritten_late), CASE(apart),
-                       CASE(failing),  CASE(out_of_range), CASE(no_memory),      CASE(captured),
-                       CASE(asleep),   CASE(one_fault)};
+const Case kCases[] = {CASE(ways),         CASE(chunks),         CASE(overwritten), CASE(in_a_row),
+                       CASE(in_order),     CASE(uploads),        CASE(first_use),   CASE(at_once),
+                       CASE(rewritten),    CASE(rewritten_late), CASE(apart),       CASE(failing),
+                       CASE(out_of_range), CASE(no_memory),      CASE(captured),    CASE(asleep),
+                       CASE(one_fault)};
 
 }  // namespace
 
