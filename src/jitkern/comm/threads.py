@@ -64,9 +64,10 @@ def watch(name: str, look: Callable[[], bool]) -> None:
     thread = threading.Thread(target=run, name=f"jitkern-comm-{name}", daemon=True)
     thread.start()
     _watches.value.add(thread)
+    atexit.unregister(_end_watches)  # the last one registered is the first called
+    atexit.register(_end_watches)
 
 
-@atexit.register
 def _end_watches() -> None:
     """End threads: an interpreter that ends while one is in a store's C++ code aborts."""
     _is_over.value.set()
