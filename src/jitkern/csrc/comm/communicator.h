@@ -14,7 +14,6 @@
 
 #include <functional>
 #include <mutex>
-#include <vector>
 
 #include "comm/nccl.h"
 #include "comm/operand.h"
