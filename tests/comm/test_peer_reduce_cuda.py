@@ -17,6 +17,7 @@ from needs import needs_cxx
 from reduce_calls import any_call
 from rows_ranks import Ranks
 
+import jitkern
 from jitkern.errors import CommTimeoutError
 
 pytestmark = [needs_cxx, pytest.mark.cuda]
@@ -91,3 +92,18 @@ def test_graphs_of_one_process(make: Make) -> None:
             x.fill_(1)
         ranks.each(lambda rank: graphs[rank].replay(), wait=False)
         assert all(bool((x == ranks.size).all()) for xs in of_calls for x in xs)
+
+
+def test_over_what_another_op_has_left() -> None:
+    """One rank hears of it, and has made its sum."""
+    device = torch.device("cuda")
+    ranks = Ranks(2, device, deadline_s=5.0)
+    tensors = [torch.full((5,), rank + 1.0, device=device) for rank in range(2)]
+    for number in range(3):
+        jitkern.indexing(torch.ones(5, 8, device=device), torch.tensor([5], device=device))
+        torch.cuda.synchronize()
+        errors = ranks.errors(lambda rank: ranks.reducers[rank].all_reduce(tensors[rank]))
+        assert [type(error) for error in errors] == [IndexError, type(None)]
+        for x in tensors:
+            assert x.tolist() == [3.0 * 2**number] * 5
+    jitkern.check()

@@ -109,6 +109,27 @@ def test_wrong_ids_are_refused_before_a_sum(device: torch.device, size: int) -> 
     assert comm.sent == []
 
 
+def test_the_sum_is_made_over_any_fault_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its type, and no other error."""
+    earlier = [RuntimeError("unpack: ... (found by an earlier call on cuda:0; nothing was copied)")]
+    real = tp_embedding.indexing
+
+    def indexing(*args: Any, **how: Any) -> Tensor:
+        if earlier:
+            raise earlier.pop()
+        return real(*args, **how)
+
+    monkeypatch.setattr(tp_embedding, "indexing", indexing)
+    module = TPEmbedding(10, 8, comm=(comm := SilentComm()))
+    with pytest.raises(RuntimeError, match="unpack"):
+        module(torch.arange(10))
+    assert len(comm.sent) == 1
+    earlier.append(RuntimeError("CUDA out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        module(torch.arange(10))
+    assert len(comm.sent) == 1
+
+
 # -- parameters and layout -------------------------------------------------------------------------
 
 
