@@ -1,4 +1,4 @@
-"""Ranks of one process, threads on the CPU or streams of one GPU, and calls of peer_gather."""
+"""Ranks of one process, threads on the CPU or streams of one GPU, and random calls of theirs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +100,8 @@ class Ranks:
         return self.each(caught, ranks, wait=wait)
 
 
+# -- rows of a host pool ---------------------------------------------------------------------------
+
 UNTOUCHED = 0xA5
 
 
@@ -133,11 +136,9 @@ class Case:
         ]
 
 
-def any_case(
-    rng: random.Random, *, repeats: bool, row_bytes: int | None = None, count: int | None = None
-) -> Case:
-    row_bytes = row_bytes or rng.choice([1, 6, 16, 24, 128, 656, 1000])
-    count = count or rng.choice([1, 2, 3, 50, 700])
+def any_case(rng: random.Random, *, repeats: bool) -> Case:
+    row_bytes = rng.choice([1, 6, 16, 24, 128, 656, 1000])
+    count = rng.choice([1, 2, 3, 50, 700])
     num_host_rows = rng.choice([1, 3, count, 40 * count]) if repeats else 3 * count
     num_rows = count + rng.randrange(50)
     hosts = [rng.randrange(num_host_rows) for _ in range(count)]
@@ -149,3 +150,73 @@ def any_case(
         pairs[rng.randrange(count), rng.randrange(2)] = -rng.randrange(1, 5)
     stride_bytes = row_bytes + rng.choice([0, 16, 5])
     return Case(row_bytes, num_host_rows, num_rows, stride_bytes, pairs)
+
+
+# -- calls of a PeerReducer, and what they come to -------------------------------------------------
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+MOST_ITEMS = 3000  # beyond what the slots hold: several rounds
+
+
+def values(rng: random.Random, count: int, dtype: torch.dtype) -> Tensor:
+    """Any bits, among them NaN, infinity, and what a workspace holds where nothing has come."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    words = torch.randint(256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    words[: rng.choice([0, 16])] = 0xFF
+    return words.view(dtype)
+
+
+@dataclass
+class Made:
+    """A call that is not made yet, what it writes, and what that comes to."""
+
+    run: Callable[[], object]
+    text: str
+    out: Tensor
+    expected: Tensor
+
+    def check(self) -> None:
+        assert is_same(self.out.cpu(), self.expected), self.text
+
+
+def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
+    """One that all ranks make, from the same random numbers."""
+    size, rank, dtype = reducer.size, reducer.rank, rng.choice(DTYPES)
+
+    def unaligned(count: int) -> Tensor:
+        shift = rng.choice([0, 0, 1, 3])
+        return torch.zeros(count + shift, dtype=dtype, device=reducer.device)[shift:]
+
+    count = rng.choice([1, rng.randrange(64), rng.randrange(MOST_ITEMS)])
+    op = rng.choice(["all_reduce", "all_reduce", "out", "reduce_scatter", "own part", "barrier"])
+    if op == "barrier":
+        return Made(reducer.device_barrier, op, torch.zeros(0), torch.zeros(0))
+    whole = count * (size if op in ("reduce_scatter", "own part") else 1)
+    given = [values(rng, whole, dtype) for _ in range(size)]
+    x = unaligned(whole)
+    x.copy_(given[rank])
+    expected, text = summed(given), f"{op} of {count} {dtype}"
+    if op in ("all_reduce", "out"):
+        out = x if op == "all_reduce" else unaligned(whole)
+        run = partial(reducer.all_reduce, x, output=out, algorithm=rng.choice(ALGORITHMS))
+        return Made(run, text, out, expected)
+    own = slice(rank * count, (rank + 1) * count)
+    out = x[own] if op == "own part" else unaligned(count)
+    return Made(partial(reducer.reduce_scatter, out, x), text, out, expected[own])
+
+
+def summed(given: list[Tensor]) -> Tensor:
+    """The plain sum in fp32, by rank, rounded once."""
+    total = given[0].float()
+    for one in given[1:]:
+        total = total + one.float()
+    return total.to(given[0].dtype)
+
+
+def is_same(out: Tensor, expected: Tensor) -> bool:
+    """All bits of numbers; of a NaN that it is one."""
+    are_nan = expected.isnan()
+    as_integers = torch.int32 if out.dtype == torch.float32 else torch.int16
+    bits = (one.clone().masked_fill_(are_nan, 0).view(as_integers) for one in (out, expected))
+    return torch.equal(out.isnan(), are_nan) and torch.equal(*bits)

@@ -16,8 +16,7 @@ import pytest
 import torch
 from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from needs import needs_cxx
-from reduce_calls import any_call
-from rows_ranks import Ranks
+from rows_ranks import Ranks, any_call
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer

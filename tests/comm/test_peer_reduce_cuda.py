@@ -14,8 +14,7 @@ from functools import partial
 import pytest
 import torch
 from needs import needs_cxx
-from reduce_calls import any_call
-from rows_ranks import Ranks
+from rows_ranks import Ranks, any_call
 
 import jitkern
 from jitkern.errors import CommTimeoutError
