@@ -18,6 +18,18 @@ from jitkern.comm import PeerMemory, PeerReducer
 Call = Callable[[int], Any]
 
 
+def memories(num_bytes: int, devices: list[torch.device]) -> list[PeerMemory]:
+    """The memory of ranks that are threads."""
+    store, size = HashStore(), len(devices)
+
+    def make(rank: int) -> PeerMemory:
+        how: Any = {"rank": rank, "size": size, "device": devices[rank], "timeout_s": 20}
+        return PeerMemory(num_bytes, store, **how)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(make, range(size)))
+
+
 class Ranks:
     """Of one device or several GPUs. Their kernels wait for each other: all have to be there."""
 
@@ -34,13 +46,7 @@ class Ranks:
         devices = [torch.device("cuda", rank) if has_gpus else device for rank in range(size)]
         owner: Any
         if has_gpus:
-            store = HashStore()
-
-            def join(rank: int) -> PeerMemory:
-                return PeerMemory(num_bytes, store, rank=rank, size=size, device=devices[rank])
-
-            with ThreadPoolExecutor(size) as threads:
-                owner = list(threads.map(join, range(size)))
+            owner = memories(num_bytes, devices)
             addresses = [one.addresses for one in owner]  # of each rank as it sees them
         else:
             owner = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8, device=device)

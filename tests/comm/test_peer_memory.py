@@ -5,35 +5,25 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import LATE_S, Pool, all_do, all_tell
+from rows_ranks import memories
 from torch.distributed import HashStore
 
 from jitkern.comm import PeerMemory
 from jitkern.errors import CommError
 
 PAGE = 2 << 20
-
-
-def threads(size: int, num_bytes: int) -> list[PeerMemory]:
-    """The memory of ranks that are threads."""
-    store = HashStore()
-
-    def make(rank: int) -> PeerMemory:
-        return PeerMemory(num_bytes, store, rank=rank, size=size, device="cpu", timeout_s=20)
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(make, range(size)))
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def pair() -> Iterator[list[PeerMemory]]:
-    made = threads(2, 1024)
+    made = memories(1024, [CPU] * 2)
     yield made
     for one in made:
         one.close()
@@ -61,7 +51,7 @@ def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1])
 def test_a_share_is_whole_pages(num_bytes: int) -> None:
-    (one,) = threads(1, num_bytes)
+    (one,) = memories(num_bytes, [CPU])
     share = PAGE * (1 + (num_bytes > PAGE))
     assert (one.num_bytes, one.share_bytes, one.device.type) == (num_bytes, share, "cpu")
     assert one.addresses == (one.tensor(1, torch.int8).data_ptr(),)
@@ -125,7 +115,7 @@ def mappings() -> int:
 @pytest.mark.parametrize("are_closed", [True, False])
 def test_the_last_tensor_keeps_its_rank_s_mapping(are_closed: bool) -> None:
     before, descriptors = mappings(), len(os.listdir("/proc/self/fd"))
-    made = threads(4, 64)
+    made = memories(64, [CPU] * 4)
     assert mappings() == before + 4 * 4
     assert len(os.listdir("/proc/self/fd")) == descriptors
     last = made[3].remote(1, 8, torch.int8)[3:].view(5)
