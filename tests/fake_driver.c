@@ -112,29 +112,28 @@ int fake_allocate(struct Tensor* like, struct Managed** out, void* context, void
   return 0;
 }
 
+int fake_setting(const char* name, int otherwise) {
+  const char* given = getenv(name);
+  return given != NULL ? atoi(given) : otherwise;
+}
+int fake_gpu_count(void) { return fake_setting("FAKE_GPUS", 2); }
 CUresult cuInit(unsigned flags) { return flags != 0; }
 CUresult cuDriverGetVersion(int* version) {
-  const char* given = getenv("FAKE_DRIVER");
-  *version = given != NULL ? atoi(given) : 13000;
-  return 0;
+  return *version = fake_setting("FAKE_DRIVER", 13000), 0;
 }
-static int num_gpus(void) {
-  const char* given = getenv("FAKE_GPUS");
-  return given != NULL ? atoi(given) : 2;
+CUresult cuDeviceGetCount(int* count) { return *count = fake_gpu_count(), 0; }
+CUresult cuDeviceGet(int* device, int ordinal) {
+  return *device = ordinal, ordinal >= fake_gpu_count();
 }
-CUresult cuDeviceGetCount(int* count) { return *count = num_gpus(), 0; }
-CUresult cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal >= num_gpus(); }
 CUresult cuDeviceGetName(char* name, int length, int device) {
-  return snprintf(name, (size_t)length, "Fake GPU"), device >= num_gpus();
+  return snprintf(name, (size_t)length, "Fake GPU"), device >= fake_gpu_count();
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
-  const char* given = getenv("FAKE_ARCH");
-  const int arch = given != NULL ? atoi(given) : 90;
-  const char* pitch = getenv("FAKE_MAX_PITCH");
+  const int arch = fake_setting("FAKE_ARCH", 90);
   *value = attribute == 75 ? arch / 10 : attribute == 76 ? arch % 10 : attribute == 97 ? 232448 : 8;
-  if (attribute == 11) *value = pitch != NULL ? atoi(pitch) : 0x7fffffff;
+  if (attribute == 11) *value = fake_setting("FAKE_MAX_PITCH", 0x7fffffff);
   if (attribute == 102 || attribute == 103) *value = getenv("FAKE_NO_VMM") == NULL;
-  return device >= num_gpus();
+  return device >= fake_gpu_count();
 }
 CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
   return *context = (void*)(intptr_t)(device + 1), 0;
@@ -206,17 +205,18 @@ CUresult cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void* s
   return say("memset %u, %zu\n", value, bytes), 0;
 }
 // Copies are done at once.
+static CUresult copy(const char* what, void* to, const void* from, size_t bytes, void* stream) {
+  say("%s %zu on %llu\n", what, bytes, (unsigned long long)(uintptr_t)stream);
+  return memcpy(to, from, bytes), 0;
+}
 CUresult cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t bytes, void* stream) {
-  say("h2d %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
-  return memcpy((void*)(uintptr_t)device, host, bytes), 0;
+  return copy("h2d", (void*)(uintptr_t)device, host, bytes, stream);
 }
 CUresult cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {
-  say("d2h %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
-  return memcpy(host, (void*)(uintptr_t)device, bytes), 0;
+  return copy("d2h", host, (void*)(uintptr_t)device, bytes, stream);
 }
 CUresult cuMemcpyAsync(uint64_t dst, uint64_t src, size_t bytes, void* stream) {
-  say("copy %zu on %llu\n", bytes, (unsigned long long)(uintptr_t)stream);
-  return memcpy((void*)(uintptr_t)dst, (const void*)(uintptr_t)src, bytes), 0;
+  return copy("copy", (void*)(uintptr_t)dst, (void*)(uintptr_t)src, bytes, stream);
 }
 struct Side {
   size_t x, y;
@@ -405,21 +405,17 @@ int fake_vmm_ordinal(uint64_t at);
 CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, uint64_t at) {
   if (current == NULL) return 0;  // as the real one: nothing is known
   const int of_vmm = fake_vmm_ordinal(at);
-  for (unsigned a = 0; a < count && of_vmm >= 0; ++a) {
-    if (attributes[a] == 2) *(unsigned*)values[a] = 2;
-    if (attributes[a] == 9) *(int*)values[a] = of_vmm;
-    if (attributes[a] == 3) *(uint64_t*)values[a] = at;
-  }
+  const struct Memory mapped = {0, 0, 2, of_vmm};
+  const struct Memory* one = of_vmm >= 0 ? &mapped : NULL;
   for (int i = 0; i < num_memories; ++i) {
-    const struct Memory* one = &memories[i];
-    if (at < one->begin || at >= one->begin + one->bytes) continue;
-    for (unsigned a = 0; a < count; ++a) {
-      if (attributes[a] == 2) *(unsigned*)values[a] = one->type;
-      if (attributes[a] == 9) *(int*)values[a] = one->ordinal;
-      if (attributes[a] == 3) *(uint64_t*)values[a] = at;
-      if (attributes[a] == 11) *(uint64_t*)values[a] = one->begin;
-      if (attributes[a] == 12) *(size_t*)values[a] = one->bytes;
-    }
+    if (at >= memories[i].begin && at < memories[i].begin + memories[i].bytes) one = &memories[i];
+  }
+  for (unsigned a = 0; a < count && one != NULL; ++a) {
+    if (attributes[a] == 2) *(unsigned*)values[a] = one->type;
+    if (attributes[a] == 9) *(int*)values[a] = one->ordinal;
+    if (attributes[a] == 3) *(uint64_t*)values[a] = at;
+    if (attributes[a] == 11 && one != &mapped) *(uint64_t*)values[a] = one->begin;
+    if (attributes[a] == 12 && one != &mapped) *(size_t*)values[a] = one->bytes;
   }
   return 0;
 }

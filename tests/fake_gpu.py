@@ -79,6 +79,15 @@ def report_checks(
     print(json.dumps(failed))
 
 
+def dl_tensor(capsule: object) -> int:
+    """Return the address of the DLTensor in what `__dlpack__()` returned."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype = ctypes.c_void_p
+    get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    address: int = get_pointer(capsule, b"dltensor")
+    return address
+
+
 class OnCuda:
     """A tensor in CPU memory that says that it is on a GPU."""
 
@@ -90,11 +99,8 @@ class OnCuda:
         return 2, self._number
 
     def __dlpack__(self, **_: object) -> object:
-        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        get_pointer.restype = ctypes.c_void_p
-        get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
         capsule = self._tensor.__dlpack__()
-        address = get_pointer(capsule, b"dltensor")
+        address = dl_tensor(capsule)
         ctypes.c_int32.from_address(address + 8).value = 2
         ctypes.c_int32.from_address(address + 12).value = self._number
         return capsule

@@ -50,13 +50,10 @@ static struct Mapping mappings[MOST];
 static int num_handles, num_mistakes;
 #define INVALID (++num_mistakes, 1)
 
-static int setting(const char* name, int otherwise) {
-  const char* given = getenv(name);
-  return given != NULL ? atoi(given) : otherwise;
-}
+int fake_setting(const char* name, int otherwise);
+int fake_gpu_count(void);
 // The ordinals of this process begin with this GPU of the machine, as CUDA_VISIBLE_DEVICES has it.
-static int gpu_of(int ordinal) { return ordinal + setting("FAKE_FIRST_GPU", 0); }
-int fake_gpu_count(void) { return setting("FAKE_GPUS", 2); }
+static int gpu_of(int ordinal) { return ordinal + fake_setting("FAKE_FIRST_GPU", 0); }
 // Whether two GPUs of the machine reach each other: not those of FAKE_APART, such as "0,2".
 static int reaches(int one, int other) {
   const char* given = getenv("FAKE_APART");
@@ -93,7 +90,7 @@ static struct Handle* held(uint64_t handle) {
 
 CUresult cuMemCreate(uint64_t* handle, size_t bytes, const struct Properties* p, uint64_t flags) {
   if (flags != 0 || bytes == 0 || bytes % PIECE != 0 || !are_right(p)) return INVALID;
-  if (bytes > (size_t)setting("FAKE_GPU_MIB", 1024) << 20) return NO_MEMORY;
+  if (bytes > (size_t)fake_setting("FAKE_GPU_MIB", 1024) << 20) return NO_MEMORY;
   char name[32];
   snprintf(name, sizeof(name), "fake-gpu-%d", gpu_of(p->location.id));
   const int fd = memfd_create(name, MFD_CLOEXEC);
@@ -124,7 +121,7 @@ CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type
   int gpu = 0;
   if (sscanf(name, "/memfd:fake-gpu-%d", &gpu) != 1) return INVALID;
   // Of other memory, as on a machine whose IOMMU is in the way.
-  if (setting("FAKE_WRONG_IMPORT", 0) != 0) {
+  if (fake_setting("FAKE_WRONG_IMPORT", 0) != 0) {
     struct stat found;
     const int other = memfd_create(strchr(name, ':') + 1, MFD_CLOEXEC);
     if (fstat(given, &found) != 0 || ftruncate(other, found.st_size) != 0) return INVALID;

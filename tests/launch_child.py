@@ -7,29 +7,29 @@ on one.
 from __future__ import annotations
 
 import ctypes
+from unittest.mock import patch
 
 import launch_users
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import (
-    STREAM,
-    OnCuda,
-    cuda,
-    driver,
-    log,
-    module_of,
-    refused,
-)
+from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, refused
 
 import jitkern
 from jitkern.host import module as host
 from jitkern.jit import launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
-from jitkern.ops import d2h_scatter, h2d_gather, index, pairs, store
+from jitkern.ops import index, pairs, store
 
 # -- built-in ops ----------------------------------------------------------------------------------
+
+
+def pinned(tensor: torch.Tensor, memory_type: int = 1) -> torch.Tensor:
+    """Return the tensor, whose memory the driver knows: pinned, or of another type."""
+    begin, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+    driver.fake_memory(begin, num_bytes, memory_type, 0)
+    return tensor
 
 
 def store_call(row_items: int) -> str:
@@ -74,32 +74,24 @@ def check_indexing_takes_its_splits_from_python() -> None:
 
 
 def check_h2d_gather_small_and_large() -> None:
-    src = torch.zeros(64, 4096, dtype=torch.float32)
-    driver.fake_memory(ctypes.c_uint64(src.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
-    dst = cuda(64, 4096)
+    src, dst = pinned(torch.zeros(64, 4096)), cuda(64, 4096)
     pairs_ = cuda(32, 2, dtype=torch.int64)
-    h2d_gather.h2d_gather(src, dst, pairs_)
+    jitkern.h2d_gather(src, dst, pairs_)
     small = log()
     assert "block 256,1,1" in small and " 6=" not in small, small
-    h2d_gather.h2d_gather(src, dst, pairs_, num_sms=2)
-    large = log()
-    assert "grid 2,1,1 block 1024,1,1" in large, large
-    driver.fake_memory(ctypes.c_uint64(dst.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
-    host_rows = torch.zeros(64, 4096)
-    refused(
-        ValueError, "h2d_gather: src: pageable .*", h2d_gather.h2d_gather, host_rows, dst, pairs_
-    )
-    d2h_scatter.d2h_scatter(cuda(64, 4096), src, pairs_, num_sms=3)
-    assert (
-        "jitkern_d2h_scatter_16384B_v16_i64_large of" in (said := log())
-        and "grid 3,1,1 block 1024,1,1" in said
-    ), said
+    jitkern.h2d_gather(src, dst, pairs_, num_sms=2)
+    assert "grid 2,1,1 block 1024,1,1" in (said := log()), said
+    text = "h2d_gather: src: pageable .*"
+    refused(ValueError, text, jitkern.h2d_gather, torch.zeros(64, 4096), dst, pairs_)
+    jitkern.d2h_scatter(cuda(64, 4096), src, pairs_, num_sms=3)
+    said = log()
+    assert "jitkern_d2h_scatter_16384B_v16_i64_large of" in said, said
+    assert "grid 3,1,1 block 1024,1,1" in said, said
     assert pairs.pair_config(1).num_threads == 1024
 
 
 def check_swap_rows_small_and_large() -> None:
-    host_rows = torch.zeros(64, 164)
-    driver.fake_memory(ctypes.c_uint64(host_rows.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    host_rows = pinned(torch.zeros(64, 164))
     gpu, triples = cuda(64, 164), cuda(4096, 3, dtype=torch.int32)
     few, none = cuda(9, 3, dtype=torch.int32), cuda(0, 3, dtype=torch.int32)
     name = "jitkern_swap_656B_v16_i32"
@@ -115,10 +107,8 @@ def check_swap_rows_small_and_large() -> None:
     jitkern.swap_rows(host_rows, gpu, none)
     jitkern.swap_rows(host_rows, gpu, none, order="host")
     assert "grid" not in log()
-    pageable = torch.zeros(64, 164)
-    driver.fake_memory(ctypes.c_uint64(pageable.data_ptr()), ctypes.c_uint64(1 << 20), 0, 0)
-    text = "swap_rows: host: pageable .*"
-    refused(ValueError, text, jitkern.swap_rows, pageable, gpu, triples)
+    pageable = pinned(torch.zeros(64, 164), memory_type=0)
+    refused(ValueError, "swap_rows: host: pageable .*", jitkern.swap_rows, pageable, gpu, triples)
 
 
 def check_swap_rows_in_parts_takes_all_its_memory_first() -> None:
@@ -128,9 +118,7 @@ def check_swap_rows_in_parts_takes_all_its_memory_first() -> None:
     library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
     size = 8, 64 << 20  # rows of which 512 MiB of staging take 7
     host_rows, gpu = (torch.empty(*size, dtype=torch.uint8) for _ in range(2))
-    num_bytes = ctypes.c_uint64(host_rows.nbytes)
-    driver.fake_memory(ctypes.c_uint64(host_rows.data_ptr()), num_bytes, 1, 0)
-    foreign, on_gpu = tvm_ffi.from_dlpack(host_rows), tvm_ffi.from_dlpack(OnCuda(gpu))
+    foreign, on_gpu = tvm_ffi.from_dlpack(pinned(host_rows)), tvm_ffi.from_dlpack(OnCuda(gpu))
     log()
     jitkern.swap_rows(foreign, on_gpu, cuda(8, 3, dtype=torch.int32), order="host")
     said = [line.split()[0] for line in log().splitlines() if not line.startswith("module")]
@@ -142,22 +130,20 @@ def check_swap_rows_in_parts_takes_all_its_memory_first() -> None:
 
 def check_wrong_facts_are_errors() -> None:
     """Threads that it was not compiled for, a configuration that lacks one, another struct."""
+
+    def bad(text: str, items: int) -> None:
+        table, output, rows = cuda(50, items), cuda(1, items), cuda(1, dtype=torch.int32)
+        refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
+
+    not_compiled = "indexing: launched as it was not compiled"
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(0), 32)
-    table, output, rows = cuda(50, 9), cuda(1, 9), cuda(1, dtype=torch.int32)
-    text = "indexing: launched as it was not compiled"
-    refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
+    bad(not_compiled, 9)
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(8), 128)
-    text = "jitkern: a kernel's parameters are 8 bytes on the device and 112 on the host"
-    refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
-    table, output = cuda(50, 11), cuda(1, 11)
-    index.kernel(44, 4, 4).launch_config = ()
-    text = "indexing: launched as it was not compiled"
-    index_kernel, host._builders["indexing"] = (
-        host._builders["indexing"],
-        lambda **_: index.kernel(44, 4, 4),
-    )
-    refused(RuntimeError, text, jitkern.indexing, table, rows, output=output)
-    host._builders["indexing"] = index_kernel
+    bad("jitkern: a kernel's parameters are 8 bytes on the device and 112 on the host", 9)
+    kernel = index.kernel(44, 4, 4)
+    kernel.launch_config = ()
+    with patch.dict(host._builders, {"indexing": lambda **_: kernel}):
+        bad(not_compiled, 11)
 
 
 # -- elsewhere than on an H200 ---------------------------------------------------------------------

@@ -273,6 +273,13 @@ def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, s
     return status, *capsys.readouterr()
 
 
+@pytest.fixture
+def valgrind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where instructions can be counted."""
+    monkeypatch.setattr(counts, "why_not", lambda _: "")
+    monkeypatch.setattr(counts, "identity", lambda: IDENTITY)
+
+
 def test_a_broken_case_fails_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,23 +298,20 @@ def test_a_broken_case_fails_and_the_others_run(
     assert (rows["good: copy"].ratio_median or 0) > 0 and (rows["good: copy"].gb_s or 0) > 0
 
 
+@pytest.mark.usefixtures("valgrind")
 def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
-    counted = [10_000.0]
-    monkeypatch.setattr(counts, "why_not", lambda _: "")
-    monkeypatch.setattr(counts, "identity", lambda: IDENTITY)
-    monkeypatch.setattr(
-        counts, "count", lambda *_, **__: counts.Counts(IDENTITY, {"good: copy": counted[0]})
-    )
+    counted = {"good: copy": 10_000.0}
+    monkeypatch.setattr(counts, "count", lambda *_, **__: counts.Counts(IDENTITY, counted))
     place, summary = tmp_path / "bench" / "baselines", tmp_path / "summary.md"  # not there yet
     guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", place)
     status, out, _ = bench(capsys, *guard, "--update")
     assert (status, ": 1 figures" in out) == (0, True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     settings.cache_clear()
-    for counted[0], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
+    for counted["good: copy"], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
         assert bench(capsys, *guard, "--require-counts")[0] == status
     assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", summary.read_text())
     settings.cache_clear()
@@ -322,6 +326,7 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
     ],
     ids=["no counts", "other software", "none that fits"],
 )
+@pytest.mark.usefixtures("valgrind")
 def test_a_gate_on_counts_may_not_stand_open(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -330,8 +335,6 @@ def test_a_gate_on_counts_may_not_stand_open(
     kind: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(counts, "why_not", lambda _: "")
-    monkeypatch.setattr(counts, "identity", lambda: IDENTITY)
     monkeypatch.setattr(report, "machine", lambda _: MACHINE)
     machine = MACHINE if kind == KIND else {**MACHINE, "name": kind}
     result = {**result_of(row_of(), identity=counted_by), "machine": machine}

@@ -129,7 +129,7 @@ def test_one_line_and_its_own_files_make_an_op(tmp_path: Path) -> None:
         return done.stdout
 
     files = ["ops/test_twice", "ops/test_errors_table", "ops/test_fuzz"]
-    files += ["test_package", "test_levels", "test_table"]
+    files += ["test_package", "test_design", "test_table"]
     tests = run(
         *("-m", "pytest", "-v", "-p", "no:cacheprovider", "--basetemp=pytest", "--fuzz-seconds=3"),
         *("-k", "twice or what_the_type_checker_sees"),

@@ -1,4 +1,4 @@
-"""The public functions under all that traces or wraps tensors; nothing but jitkern is imported."""
+"""The ops in PyTorch: registered as it asks, under all that traces or wraps tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,68 @@ import torch._inductor.config
 from needs import needs_cxx
 from proved import unproved
 from ref import ref_h2d_gather, ref_indexing, ref_store, same_bits
+from stems import own_tests
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
+import jitkern.torch_ops
 from jitkern.host import module as host_module
 from jitkern.host.module import torch_state
+from jitkern.ops._ops import OPS as TABLE
+from jitkern.ops.register import OVERLOADS
 
-SLOTS = 20
+OPS = torch.ops.jitkern
+SLOTS = 40
 torch._inductor.config.cpp_cache_precompile_headers = False  # twenty seconds, on a new machine
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code() -> None:
+    torch.compiler.reset()
+
+
+def slots(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Distinct slots, in no order, the second one skipped."""
+    chosen = torch.randperm(SLOTS, device=device)[:count].to(dtype)
+    if count > 1:
+        chosen[1] = -1
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "count", "index_dtype"),
+    [((3, 5), 6, torch.int32), ((1,), 0, torch.int64)],
+    ids=str,
+)
+def test_opcheck(
+    row_shape: tuple[int, ...], count: int, index_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Every op that is one for PyTorch, with the calls that its own tests name."""
+    for op in TABLE:
+        import_module(f"jitkern.ops.{op.stem}")
+        if op.function not in OVERLOADS:
+            continue
+        where = slots(count, index_dtype, device)
+        calls = own_tests(op).opchecks(
+            lambda n: torch.randn(n, *row_shape, device=device), SLOTS, where
+        )
+        for overload, args, kwargs in calls:
+            opcheck(getattr(getattr(OPS, op.function), overload), args, kwargs)
+
+
+def test_every_op_with_kernels_is_one_for_pytorch() -> None:
+    assert [op.function for op in TABLE if op.has_kernels] == [
+        op.function for op in TABLE if hasattr(OPS, op.function)
+    ]
+
+
+# -- tracers ---------------------------------------------------------------------------------------
 
 
 class Step(torch.nn.Module):
@@ -107,9 +157,6 @@ def ops_in(graph: torch.fx.Graph) -> list[str]:
     return [name.split(".")[1] for name in targets if name.startswith("jitkern.")]
 
 
-# -- tracers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 def test_make_fx(device: torch.device, mode: str) -> None:
     traced = make_fx(Step(), tracing_mode=mode)(*inputs(device))
@@ -136,8 +183,28 @@ _others = unproved("inductor traces", "src/jitkern/ops/*.py", "tests/test_tracin
     "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cxx, _others])]
 )
 def test_compile(device: torch.device, backend: str) -> None:
-    torch.compiler.reset()
     assert_does_the_same(torch.compile(Step(), fullgraph=True, backend=backend), device)
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cxx, _others])]
+)
+def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None:
+    def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        jitkern.store_cache(k_cache, v_cache, where, k, v)
+        return jitkern.indexing(k_cache, where, vocab_range=(0, where.shape[0])) * 1
+
+    run = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for count in (5, 9, 17):
+        ours = [torch.randn(SLOTS, 8, device=device) for _ in "kv"]
+        k, v = (torch.randn(count, 8, device=device) for _ in "kv")
+        where = slots(count, torch.int64, device)
+        theirs = [cache.clone() for cache in ours]
+        ref_store(*theirs, where, k, v)
+        with torch.compiler.set_stance("default" if count == 5 else "fail_on_recompile"):
+            result = run(*ours, where, k, v)
+        assert all(map(same_bits, ours, theirs))
+        assert same_bits(result, ref_indexing(theirs[0], where, (0, count)))
 
 
 # How engines lay K and V out; where they share an allocation, inductor by itself would copy it.
@@ -167,7 +234,6 @@ def test_inductor_copies_no_cache(
         jitkern.store_cache(k_cache, v_cache, where, k, v)
         return jitkern.indexing(v_cache, where)
 
-    torch.compiler.reset()
     # Code that is kept on disk is not told apart by what shares an allocation.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled = torch.compile(step, fullgraph=True)
@@ -190,8 +256,6 @@ def test_inductor_copies_no_cache(
 def test_the_operator_of_the_v_cache_names_its_own_arguments(device: torch.device) -> None:
     v_cache, where, v = torch.zeros(SLOTS, 8), torch.tensor([7, 0]), torch.zeros(2, 8)
     v_cache, where, v = (tensor.to(device) for tensor in (v_cache, where, v))
-    import jitkern.torch_ops  # noqa: F401 - nothing has called an op yet
-
     write = torch.ops.jitkern.store_cache.v
     with pytest.raises(ValueError, match="store_cache: v: rows of 16 bytes"):
         write(v_cache, where, v[:, :4].contiguous())
@@ -223,10 +287,73 @@ def test_export_of_caches_in_one_allocation(device: torch.device) -> None:
 def test_a_compiled_batch_of_look_ups(device: torch.device) -> None:
     """In torch 2.11 a function of the user's own has to stand between vmap and the op."""
     weights, indices = torch.randn(SLOTS, 8, device=device), torch.tensor([[3], [5]], device=device)
-    torch.compiler.reset()
     look = torch.vmap(lambda w, i: jitkern.indexing(w, i), in_dims=(None, 0))
     compiled = torch.compile(look, fullgraph=True, backend="eager")
     assert same_bits(compiled(weights, indices), weights[indices])
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "index": {"where": torch.tensor([0, SLOTS])},
+    "dtype": {"where": torch.tensor([0.0, 1.0])},
+    "rows": {"k": torch.zeros(3, 8)},
+    "row bytes": {"k": torch.zeros(2, 4)},
+    "missing": {"k": None},
+    "vocab_range": {"vocab_range": (0, SLOTS + 1)},
+    "vocab_range length": {"vocab_range": (1,)},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_an_error_is_that_of_eager(mistake: str) -> None:
+    def step(where: Tensor, k: Tensor, vocab_range: tuple[int, int] | None) -> Tensor:
+        jitkern.store_cache(cache, cache.clone(), where, k, torch.zeros(2, 8))
+        return jitkern.indexing(cache, where, vocab_range=vocab_range)
+
+    cache = torch.zeros(SLOTS, 8)
+    good = {"where": torch.tensor([0, 1]), "k": torch.zeros(2, 8), "vocab_range": None}
+    arguments = {**good, **MISTAKES[mistake]}
+    with pytest.raises((TypeError, ValueError, IndexError)) as eager:
+        step(**arguments)
+    with pytest.raises(type(eager.value), match=re.escape(str(eager.value))):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(**arguments)
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_call_registers_nothing(
+    forked_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    code = """
+import sys, torch, jitkern
+jitkern.store_cache(*torch.zeros(2, 4, 8), torch.tensor([1]), *torch.ones(2, 1, 8))
+assert "jitkern.torch_ops" not in sys.modules and "torch._dynamo" not in sys.modules
+import jitkern.torch_ops
+assert "torch._dynamo" not in sys.modules  # a second of import
+"""
+    forked_python(code)
+
+
+def test_importing_an_op_does_not_import_torch(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """`jitkern warm` compiles kernels, and PyTorch takes a second to import."""
+    fresh_python("import sys, jitkern.ops.store; assert 'torch' not in sys.modules")
+
+
+@_others
+def test_the_first_call_may_be_a_compiled_one_of_a_module(
+    fresh_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """The op is imported before PyTorch is, so that nothing is bound yet."""
+    code = """
+from jitkern.ops.index import indexing
+import torch
+weights = torch.randn(9, 4)
+lookup = torch.compile(lambda i: indexing(weights, i), fullgraph=True, backend="eager")
+assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
+"""
+    fresh_python(code)
 
 
 @pytest.mark.parametrize("tool", ["make_fx", "export", "compile", "fake", "vmap"])
@@ -357,7 +484,6 @@ def test_vmap_over_what_writes_is_an_error_that_says_so(device: torch.device, na
 
 
 def test_a_gradient_of_what_writes_is_an_error_in_a_graph_too(device: torch.device) -> None:
-    torch.compiler.reset()
     k_cache, v_cache, where, k, _ = inputs(device)
     wants = k.clone().requires_grad_()
 
@@ -372,16 +498,3 @@ def test_a_gradient_of_what_writes_is_an_error_in_a_graph_too(device: torch.devi
         torch.ops.jitkern.store_cache(k_cache, v_cache, where, wants, k)
     with pytest.raises(RuntimeError):
         torch.compile(store, backend="eager", fullgraph=True)(wants)
-
-
-def test_the_gradient_of_a_compiled_look_up(device: torch.device) -> None:
-    torch.compiler.reset()
-    table = torch.randn(SLOTS, 4, device=device, requires_grad=True)
-    where = torch.tensor([3, -1, 3], device=device)
-    look = torch.compile(
-        lambda w, i: (jitkern.indexing(w, i) ** 2).sum(), fullgraph=True, backend="aot_eager"
-    )
-    look(table, where).backward()
-    wanted = torch.zeros_like(table)
-    wanted[3] = 4 * table.detach()[3]
-    torch.testing.assert_close(table.grad, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from needs import needs_cxx
@@ -31,16 +32,9 @@ def publish(cache: Cache, variant: str, built_unix_s: float, kind: str = "cubin"
     cache.publish(tiny().key(SM_90), variant, {f"tiny.{kind}": variant.encode()}, notes)
 
 
-def frozen_with(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    monkeypatch.setattr(jit_device, "compiler_id", lambda: variant)
-    jitkern.freeze()
-
-
 def without_compiler(monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | None) -> None:
-    def missing() -> str:
-        raise ToolchainError("no NVRTC; install one")
-
-    monkeypatch.setattr(jit_device, "compiler_id", missing)
+    missing = ToolchainError("no NVRTC; install one")
+    monkeypatch.setattr(jit_device, "compiler_id", Mock(side_effect=missing))
     if driver is not None:
         monkeypatch.setattr(jit_device, "_driver_version", lambda: driver)
 
@@ -64,7 +58,8 @@ def taken() -> str:
     ],
 )
 def test_frozen(variants: Cache, monkeypatch: pytest.MonkeyPatch, ours: str, expected: str) -> None:
-    frozen_with(monkeypatch, ours)
+    monkeypatch.setattr(jit_device, "compiler_id", lambda: ours)
+    jitkern.freeze()
     assert taken() == expected
 
 
@@ -104,8 +99,6 @@ def test_the_driver_is_asked_through_the_host_module(
         monkeypatch.setattr(host, "find_built", lambda lookup=lookup: lookup)
         assert jit_device._driver_version() == expected
 
-    def failing() -> None:
-        raise ModuleNotFoundError("tvm_ffi")
-
+    failing = Mock(side_effect=ModuleNotFoundError("tvm_ffi"))
     monkeypatch.setattr(host, "find_built", failing)
     assert jit_device._driver_version() == (0, 0)

@@ -20,19 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def environment_for(device: torch.device) -> dict[str, str]:
-    """Return this process's, with the GPUs hidden from an example that is to run on the CPU."""
-    found = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    if device.type == "cpu":
-        found["CUDA_VISIBLE_DEVICES"] = ""
-    return found
-
-
 def run_example(
     name: str, device: torch.device, *argv: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a file of examples/, or one that `with_mistake` has made."""
-    env = {**environment_for(device), **environment}
+    """Run a file of examples/, or one that `with_mistake` has made; on the CPU without GPUs."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **environment}
+    if device.type == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
     return forks.run(EXAMPLES / name, *argv, env=env, timeout=300)
 
 

@@ -45,10 +45,7 @@ def test_it_is_full_attention(
 
 
 def test_it_finds_a_chunk(
-    example: ModuleType,
-    device: torch.device,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    example: ModuleType, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, result = run(example, device, tmp_path)
     said = capsys.readouterr().out
@@ -70,12 +67,9 @@ def test_a_wrong_result_is_found(
         attend = example.attend
         monkeypatch.setattr(example, "attend", lambda q, k, v, is_causal=False: attend(q, k, v))
     else:  # another block in the place of one
-        units = example.Prefill._units
-        monkeypatch.setattr(
-            example.Prefill,
-            "_units",
-            lambda *args: [unit._replace(cpu_blocks=[0]) for unit in units(*args)],
-        )
+        prefill, units = example.Prefill, example.Prefill._units
+        wrong = lambda *args: [unit._replace(cpu_blocks=[0]) for unit in units(*args)]  # noqa: E731
+        monkeypatch.setattr(prefill, "_units", wrong)
     status, result = run(example, device, tmp_path, "--chunk", "24")
     assert status == 1
     assert result["rms_error"] > result["max_rms_error"]

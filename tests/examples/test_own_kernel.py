@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from needs import needs_cxx, needs_nvrtc
-from processes import EXAMPLES, run_example
+from processes import EXAMPLES, run_example, with_mistake
 
 import jitkern
 
@@ -46,9 +46,7 @@ MISTAKES = {
 def test_a_wrong_kernel_is_found(device: torch.device, tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLES / "own_kernel", tmp_path / "own_kernel")
     file, right, wrong = MISTAKES[device.type]
-    text = (folder / file).read_text()
-    assert text.count(right) == 1
-    (folder / file).write_text(text.replace(right, wrong))
+    with_mistake(f"own_kernel/{file}", folder, right, wrong)
     done = run_example(str(folder / "own_kernel.py"), device, "--dim", "64")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.startswith(f"1000 rows of 64 on {device.type}: DIFFERENT\n")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import tvm_ffi
+from fake_gpu import dl_tensor
 from torch import Tensor
 
 from jitkern import copy_blocks, d2h_scatter, h2d_gather, indexing, store_cache
@@ -155,13 +156,8 @@ class Backwards:
         return 1, 0
 
     def __dlpack__(self, **_: object) -> object:
-        get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-        get_pointer.restype, get_pointer.argtypes = (
-            ctypes.c_void_p,
-            [ctypes.py_object, ctypes.c_char_p],
-        )
         capsule = self._rows.__dlpack__()
-        tensor = get_pointer(capsule, b"dltensor")
+        tensor = dl_tensor(capsule)
         ctypes.c_int64.from_address(tensor).value = self._rows[-1].data_ptr()
         strides = ctypes.c_int64.from_address(tensor + 32).value  # data, device, ndim, dtype, shape
         ctypes.c_int64.from_address(strides).value *= -1

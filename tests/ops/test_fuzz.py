@@ -103,12 +103,9 @@ def one_call(op: str, seed: int) -> str:
     try:
         getattr(jitkern, op)(**arguments)
     except Exception as error:
-        # In our words or in the dispatcher's.
         names = "|".join(arguments)
-        ours, theirs = (
-            rf"{op}: ({names})\b",
-            rf"jitkern::{op}\(\) Expected .+ for argument '({names})'",
-        )
+        ours = rf"{op}: ({names})\b"
+        theirs = rf"jitkern::{op}\(\) Expected .+ for argument '({names})'"  # the dispatcher's
         assert re.match(f"{ours}|{theirs}", str(error)), f"{type(error).__name__}: {error}"
         return type(error).__name__
     return "accepted"  # what was changed happened to be good, such as a Parameter for a tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,22 +41,29 @@ def aliases(rows: list[int], row_bytes: int, num_rows: int) -> list[int]:
     return sorted(row for row in (wrapped | neighbours) - set(rows) if 0 <= row < num_rows)
 
 
+def store_and_look(*caches: Tensor) -> Iterator[tuple[Tensor, Tensor, list[int]]]:
+    """Write and read far rows of two caches of zeros; yield each, its new rows, their slots."""
+    num_rows, row_bytes = caches[0].shape
+    rows = far_rows(num_rows, row_bytes)
+    slots = torch.tensor(rows, device=caches[0].device)
+    new_rows = random_bytes(2 * len(rows) * row_bytes, 1).view(2, -1, row_bytes).clamp_(1)
+    k, v = new_rows.to(slots.device)
+    store_cache(*caches, slots, k, v)
+    for cache, new in zip(caches, (k, v), strict=True):
+        assert torch.equal(torch.stack([cache[row] for row in rows]), new)
+        assert torch.equal(indexing(cache, slots), new)
+        yield cache, new, rows
+
+
 @pytest.mark.parametrize(("row_bytes", "total_bytes"), [(1, 5 * GIB), (656, 6 * GIB)])
 def test_store_and_index_far_rows(row_bytes: int, total_bytes: int) -> None:
     num_rows = total_bytes // row_bytes
     k_cache, v_cache = (
         sparse(total_bytes)[: num_rows * row_bytes].view(num_rows, row_bytes) for _ in "kv"
     )
-    rows = far_rows(num_rows, row_bytes)
-    k, v = (random_bytes(len(rows) * row_bytes, s).view(-1, row_bytes).clamp_(1) for s in (1, 2))
-    store_cache(k_cache, v_cache, torch.tensor(rows), k, v)
-    untouched = aliases(rows, row_bytes, num_rows)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        for i, row in enumerate(rows):
-            assert torch.equal(cache[row], new[i]), f"row {row}"
-        for row in untouched:
+    for cache, _, rows in store_and_look(k_cache, v_cache):
+        for row in aliases(rows, row_bytes, num_rows):
             assert not cache[row].any(), f"row {row}"
-        assert torch.equal(indexing(cache, torch.tensor(rows)), new)
     with pytest.raises(IndexError, match=f"index {num_rows} at position 0"):
         indexing(k_cache, torch.tensor([num_rows]))
 
@@ -92,18 +100,8 @@ def free_gpu() -> None:
 @pytest.mark.usefixtures("free_gpu")
 def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
     num_rows = CUDA_GB * 10**9 // row_bytes
-    k_cache, v_cache = (
-        torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda") for _ in "kv"
-    )
-    rows = far_rows(num_rows, row_bytes)
-    k, v = (
-        random_bytes(len(rows) * row_bytes, s).view(-1, row_bytes).clamp_(1).cuda() for s in (1, 2)
-    )
-    slots = torch.tensor(rows, device="cuda")
-    store_cache(k_cache, v_cache, slots, k, v)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        assert torch.equal(indexing(cache, slots), new)
-        assert torch.equal(torch.stack([cache[row] for row in rows]), new)
+    caches = (torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda") for _ in "kv")
+    for cache, new, _ in store_and_look(*caches):
         written = sum(int(part.count_nonzero()) for part in cache.view(-1).split(GIB))
         assert written == new.numel()  # and nothing else, anywhere
 

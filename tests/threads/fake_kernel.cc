@@ -1,8 +1,6 @@
 // The kernel of the fake GPU: what csrc/ops/pairs.cuh does.
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "fake_gpu.h"
@@ -27,41 +25,23 @@ HostPair read_pair(const PairCopyParams& p, int index_bytes, i64 i) {
   return {item(p.pairs, index_bytes, 2 * i), item(p.pairs, index_bytes, 2 * i + 1)};
 }
 
-// Rows [lowest, highest] of a table are memory of the GPU.
-void require_rows(const char* table, i64 stride, i64 row_bytes, i64 lowest, i64 highest,
-                  const char* what) {
-  const char* begin = table + std::min(lowest * stride, highest * stride);
-  require_memory(begin, std::abs(stride) * (highest - lowest) + row_bytes, what);
-}
-
 }  // namespace
 
 void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
   const i64 count = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
   require_memory(p.pairs, 2 * count * f.index_bytes, "pairs");
-  i64 lowest[2] = {INT64_MAX, INT64_MAX};
-  i64 highest[2] = {-1, -1};
-  const auto is_inside = [&p](const HostPair& pair) {
-    return pair.src_row < p.num_src_rows && pair.dst_row < p.num_dst_rows;
-  };
   for (i64 i = 0; i < count; ++i) {
     const HostPair pair = read_pair(p, f.index_bytes, i);
     if (pair.src_row < 0 || pair.dst_row < 0) continue;
-    if (!is_inside(pair)) {
+    if (pair.src_row >= p.num_src_rows || pair.dst_row >= p.num_dst_rows) {
       ++faults;
       continue;
     }
-    lowest[0] = std::min(lowest[0], pair.src_row), highest[0] = std::max(highest[0], pair.src_row);
-    lowest[1] = std::min(lowest[1], pair.dst_row), highest[1] = std::max(highest[1], pair.dst_row);
-  }
-  if (highest[0] < 0) return;
-  require_rows(p.src, p.src_stride_bytes, f.row_bytes, lowest[0], highest[0], "source rows");
-  require_rows(p.dst, p.dst_stride_bytes, f.row_bytes, lowest[1], highest[1], "destination rows");
-  for (i64 i = 0; i < count; ++i) {
-    const HostPair pair = read_pair(p, f.index_bytes, i);
-    if (pair.src_row < 0 || pair.dst_row < 0 || !is_inside(pair)) continue;
-    std::memcpy(p.dst + pair.dst_row * p.dst_stride_bytes,
-                p.src + pair.src_row * p.src_stride_bytes, static_cast<size_t>(f.row_bytes));
+    const char* const src = p.src + pair.src_row * p.src_stride_bytes;
+    char* const dst = p.dst + pair.dst_row * p.dst_stride_bytes;
+    require_memory(src, f.row_bytes, "source rows");
+    require_memory(dst, f.row_bytes, "destination rows");
+    std::memcpy(dst, src, static_cast<size_t>(f.row_bytes));
     if (p.slot_map == nullptr) continue;
     const i64 row = p.slot_rows == nullptr ? pair.src_row : item(p.slot_rows, f.index_bytes, i);
     if (row < 0) continue;

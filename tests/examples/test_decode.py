@@ -1,0 +1,78 @@
+"""The examples of a paged decode loop and of top-k rows, and mistakes that their checks see."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_example, with_mistake
+
+PAGED, SPARSE = "paged_decode.py", "sparse_topk.py"
+
+
+def output_of(name: str, device: torch.device, *argv: str) -> str:
+    done = run_example(name, device, *argv)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_is_attention_without_pages(device: torch.device) -> None:
+    argv = ["--steps", "40", "--page-size", "4", "--most-tokens", "18"]
+    said = output_of(PAGED, device, *argv)
+    how = "one graph, replayed" if device.type == "cuda" else "eagerly"
+    assert f"40 steps of 8 rows on {device.type}, {how}\n" in said
+    found = re.search(r"(\d+) requests, (\d+) tokens, (\d+) rows of padding", said)
+    assert found is not None
+    requests, tokens, padded = map(int, found.groups())
+    assert requests > 8  # rows have served several
+    assert tokens + padded == 40 * 8 and tokens > 100 and padded > 30
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_it_fetches_what_is_missing(device: torch.device, parts: int) -> None:
+    argv = ["--tokens", "3000", "--top", "100", "--steps", "9", "--parts", str(parts)]
+    said = output_of(SPARSE, device, *argv)
+    steps = re.findall(r"step \d+: (\d+)% on the GPU, (\d+) bytes fetched", said)
+    assert len(steps) == 9
+    assert steps[0] == ("0", "65600")
+    for share, num_bytes in steps:
+        assert int(num_bytes) == (100 - int(share)) * 656
+    assert f"{100 * parts} slots of 3000 tokens on {device.type}: " in said
+    assert all(int(share) > 40 for share, _ in steps[1:])  # the query drifts slowly
+
+
+def test_more_parts_find_more(device: torch.device) -> None:
+    found = []
+    for parts in ("2", "6"):
+        argv = ["--tokens", "3000", "--top", "100", "--drift", "1.5", "--parts", parts]
+        match = re.search(r": (\d+)% found, wrong steps: 0", output_of(SPARSE, device, *argv))
+        assert match is not None
+        found.append(int(match[1]))
+    assert found[0] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "says"),
+    [
+        # Padding in slot 0; the newest token is not seen.
+        (PAGED, "if left[row] else -1 for row", "if left[row] else 0 for row", "largest diff"),
+        (PAGED, "self.lengths.unsqueeze(1)", "self.lengths.unsqueeze(1) - 1", "largest diff"),
+        # A stale map: slots that are read and written by one call hold something else.
+        (SPARSE, "self.forget(begin, end)\n", "pass\n", "is WRONG|wrong steps: [^0]"),
+        (
+            SPARSE,
+            "slots < end), -1, slots)",
+            "slots < end), slots, slots)",
+            "is WRONG|wrong steps: [^0]",
+        ),
+    ],
+    ids=["padding", "length", "forget", "map"],
+)
+def test_a_mistake_is_found(
+    device: torch.device, tmp_path: Path, name: str, right: str, wrong: str, says: str
+) -> None:
+    done = run_example(with_mistake(name, tmp_path, right, wrong), device)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(says, done.stdout)
