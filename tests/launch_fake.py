@@ -45,23 +45,10 @@ class Fault(ctypes.Structure):
         self.state, self.site, self.position, self.value, self.bound = fields
 
 
-class Pointer:
-    def __init__(self, value: int) -> None:
-        self._value = value
-
-    def data_ptr(self) -> int:
-        return self._value
-
-
-class Interface:
-    def __init__(self, value: int) -> None:
-        self.__cuda_array_interface__ = {"data": (value, False)}
-
-
-def module_of(*names: str) -> DeviceModule:
+def module_of(*names: str, **declared: Any) -> DeviceModule:
     wrappers = [(name, "Toy") for name in names]
     options = {"device_files": [], "device_wrappers": wrappers}
-    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""))
+    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""), **declared)
 
 
 def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:
@@ -71,9 +58,7 @@ def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:
 
 def declared(name: str, text: str, cpu: CpuForm = CpuForm()) -> DeviceModule:  # noqa: B008
     """A kernel whose Params are declared; the driver knows nothing of them, as before 12.4."""
-    options = {"device_files": [], "device_wrappers": [(name, "Toy")]}
-    used = Specialisation("load_jit", ("toy",), options, "")
-    return DeviceModule(used, params={name: parse_params(name, text)}, cpu=cpu)
+    return module_of(name, params={name: parse_params(name, text)}, cpu=cpu)
 
 
 def params(line: str) -> bytes:

@@ -6,15 +6,14 @@ import ctypes
 import gc
 import os
 import struct
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import tvm_ffi
 from launch_fake import (
     STREAM,
-    Interface,
     OnCuda,
-    Pointer,
     cuda,
     declared,
     driver,
@@ -34,6 +33,14 @@ from jitkern.jit.device import DeviceModule
 from jitkern.jit.launch import CpuForm
 
 ONE = {"grid": 1, "block": 1}
+
+
+def pointer(value: int) -> Any:
+    return SimpleNamespace(data_ptr=lambda: value)
+
+
+def interface(value: int) -> Any:
+    return SimpleNamespace(__cuda_array_interface__={"data": (value, False)})
 
 
 def launched(module: DeviceModule, name: str, *args: Any) -> bytes:
@@ -170,9 +177,9 @@ def check_declared_arguments_are_refused_by_name() -> None:
     launched(module, "scale", *good)
     strided = tvm_ffi.from_dlpack(OnCuda(torch.zeros(8, dtype=torch.float16)[::2]))
     launched(module, "scale", *good[:-1], strided)
-    pointer = declared("one", "float* x")
+    one = declared("one", "float* x")
     text = r"one: x: memory that no GPU can read, expected memory of cuda:\d"
-    refused(ValueError, text, pointer.launch, "one", Pointer(0x777), **ONE)
+    refused(ValueError, text, one.launch, "one", pointer(0x777), **ONE)
 
 
 def check_tensors_on_the_cpu_go_to_the_form_for_it() -> None:
@@ -207,7 +214,7 @@ def check_every_pointer_is_on_the_device() -> None:
     for begin, kind, number in ((here, 2, 0), (there, 2, 1), (pinned, 1, 0)):
         driver.fake_memory(ctypes.c_uint64(begin), ctypes.c_uint64(4096), kind, number)
     x = cuda(4)
-    for make in (Pointer, Interface):
+    for make in (pointer, interface):
         for at in (here + 8, pinned, 0):
             assert launched(module, "pointers", x, make(at))[8:] == struct.pack("<Q", at)
         bad(r"\[1\]: memory of cuda:1, expected memory of cuda:0", x, make(there))
@@ -231,8 +238,8 @@ def check_memory_of_another_gpu_that_is_mapped_here() -> None:
     os.close(fd)
     for begin in (both.base(), both.base() + piece):
         for at in (begin, begin + 4095):
-            assert launched(module, "mapped", x, Pointer(at))[8:] == struct.pack("<Q", at)
-    there = Pointer(alone.base())
+            assert launched(module, "mapped", x, pointer(at))[8:] == struct.pack("<Q", at)
+    there = pointer(alone.base())
     text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
     refused(ValueError, text, module.launch, "mapped", x, there, **ONE)
     launched(module, "mapped", cuda(4, number=1), there)

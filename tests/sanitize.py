@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,10 @@ def preload() -> str:
     """The sanitizers' libraries, which come first in a process that is not built with them."""
     paths = []
     for name in ("libasan.so", "libubsan.so"):
-        found = subprocess.run(
-            [*cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        if not os.path.isabs(found):
+        command = [*cxx(), f"-print-file-name={name}"]
+        paths.append(subprocess.check_output(command, text=True).strip())
+        if not os.path.isabs(paths[-1]):
             raise RuntimeError(f"{shlex.join(cxx())} has no {name}")
-        paths.append(found)
     return " ".join(paths)
 
 
@@ -74,10 +73,8 @@ def compute_sanitizer() -> str | None:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = [Path(home) / "bin" for home in homes if home]
     places += [Path(entry) / "nvidia" / "cu13" / "bin" for entry in sys.path]
-    return shutil.which("compute-sanitizer") or next(
-        (found for place in places if (found := shutil.which("compute-sanitizer", path=place))),
-        None,
-    )
+    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, places)])
+    return shutil.which("compute-sanitizer", path=path)
 
 
 def inner(thin: int, args: Sequence[str]) -> list[str]:
@@ -123,15 +120,15 @@ ON_CPU = {"host": run_host, "threads": run_threads}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the ops' tests under sanitizers.")
-    parser.add_argument("what", nargs="*", choices=["host", "threads", *TOOLS, "inner", []])
+    parser.add_argument("what", nargs="*", choices=[*ON_CPU, *TOOLS, "inner", []])
     parser.add_argument("--thin", type=int, default=1, help="keep every THIN-th test")
     known, args = parser.parse_known_args()
     if known.what == ["inner"]:
         return int(pytest.main(["-q", "-p", "no:cacheprovider", *args], plugins=[Thin(known.thin)]))
     results = {}
-    for what in known.what or ["host", "threads", *(TOOLS if torch.cuda.is_available() else ())]:
+    for what in known.what or [*ON_CPU, *(TOOLS if torch.cuda.is_available() else ())]:
         print(f"== {what}", flush=True)
-        run = ON_CPU.get(what) or (lambda *rest, tool=what: run_tool(tool, *rest))
+        run = ON_CPU.get(what) or partial(run_tool, what)
         results[what] = run(known.thin, args)
     for what, status in results.items():
         meaning = {0: "no findings", FOUND: "findings"}.get(status, f"tests failed ({status})")

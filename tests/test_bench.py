@@ -141,6 +141,9 @@ def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert "invalid choice: 'stoer' (choose from" in capsys.readouterr().err
 
 
+@unproved(
+    "plots", "bench/plots.py", "bench/results/nvidia-h200.json", "src/jitkern/bench/report.py"
+)
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
     from bench import plots

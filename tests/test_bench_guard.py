@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY, Mock
@@ -268,9 +269,13 @@ def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -
 # -- the command -----------------------------------------------------------------------------------
 
 
-def bench(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str, str]:
-    status = main(["bench", *map(str, argv)])
-    return status, *capsys.readouterr()
+Bench = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str]) -> Bench:
+    """Run the command; its status, and what it wrote."""
+    return lambda *argv: (main(["bench", *map(str, argv)]), *capsys.readouterr())
 
 
 @pytest.fixture
@@ -281,14 +286,14 @@ def valgrind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_case_fails_and_the_others_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counts, "why_not", lambda _: "switched off for this test")
     monkeypatch.chdir(tmp_path)  # a long path would break the message into lines
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "bad.py").write_text(BROKEN)
     files = ["--cases", "bad.py", "--cases", "good.py", "--cases", "none.py"]
-    status, out, err = bench(capsys, "--ci", *files, "--device", "cpu", "--json", "r.json")
+    status, out, err = bench("--ci", *files, "--device", "cpu", "--json", "r.json")
     assert status == 1
     for said in ("OSError: no such kernel", "No such file or directory"):
         assert said in out
@@ -300,19 +305,19 @@ def test_a_broken_case_fails_and_the_others_run(
 
 @pytest.mark.usefixtures("valgrind")
 def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
     counted = {"good: copy": 10_000.0}
     monkeypatch.setattr(counts, "count", lambda *_, **__: counts.Counts(IDENTITY, counted))
     place, summary = tmp_path / "bench" / "baselines", tmp_path / "summary.md"  # not there yet
     guard = ("--ci", "--device", "cpu", "--cases", tmp_path / "good.py", "--baseline", place)
-    status, out, _ = bench(capsys, *guard, "--update")
+    status, out, _ = bench(*guard, "--update")
     assert (status, ": 1 figures" in out) == (0, True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     settings.cache_clear()
     for counted["good: copy"], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
-        assert bench(capsys, *guard, "--require-counts")[0] == status
+        assert bench(*guard, "--require-counts")[0] == status
     assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", summary.read_text())
     settings.cache_clear()
 
@@ -328,8 +333,8 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
 )
 @pytest.mark.usefixtures("valgrind")
 def test_a_gate_on_counts_may_not_stand_open(
+    bench: Bench,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     counted_by: dict[str, str],
     kind: str,
@@ -339,7 +344,7 @@ def test_a_gate_on_counts_may_not_stand_open(
     machine = MACHINE if kind == KIND else {**MACHINE, "name": kind}
     result = {**result_of(row_of(), identity=counted_by), "machine": machine}
     baseline.write(tmp_path / f"{report.kind_of(machine)}.json", result)
-    status, _, err = bench(capsys, "--ci", "--baseline", tmp_path, "--require-counts")
+    status, _, err = bench("--ci", "--baseline", tmp_path, "--require-counts")
     assert (status, err.count("\n")) == (2, 1)
     assert "bench: --require-counts: " in err and message in err
 
@@ -354,16 +359,14 @@ def test_a_gate_on_counts_may_not_stand_open(
         (["--ci", "--json", "/"], "/: a directory, expected a file to write"),
     ],
 )
-def test_a_wrong_command_is_one_line(
-    capsys: pytest.CaptureFixture[str], argv: list[str], message: str
-) -> None:
-    status, _, err = bench(capsys, *argv)
+def test_a_wrong_command_is_one_line(bench: Bench, argv: list[str], message: str) -> None:
+    status, _, err = bench(*argv)
     assert (status, message in err, err.count("\n")) == (2, True, 1)
 
 
 @pytest.mark.cuda
-def test_every_own_case_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = bench(capsys, "--ci", "--json", tmp_path / "r.json")
+def test_every_own_case_on_a_gpu(bench: Bench, tmp_path: Path) -> None:
+    status, out, _ = bench("--ci", "--json", tmp_path / "r.json")
     assert status == 0, out
     rows = report.rows_of(report.read(tmp_path / "r.json"))
     assert not [row for row in rows if row.error]

@@ -227,19 +227,6 @@ void scale_on_cpu(tvm::ffi::TensorView data, double factor, int64_t count) {
 """
 
 
-def scale(source: str, *params: str) -> Any:
-    Path("scale.cu").write_text(source)
-    Path("on_cpu.cc").write_text(SCALE_CC)
-    return load_jit(
-        "scale",
-        "256",
-        device_files=["scale.cu"],
-        device_wrappers=[("scale", "Scale<256>", *params)],
-        cpp_files=["on_cpu.cc"],
-        cpp_wrappers=[("scale", "scale_on_cpu")],
-    )
-
-
 PARAMS = "struct Params { float* data; double factor; long long count; };"
 OTHERWISE = SCALE_CU.replace(PARAMS, "#define N count\n  " + PARAMS)  # not read, as it has a #
 
@@ -254,7 +241,16 @@ OTHERWISE = SCALE_CU.replace(PARAMS, "#define N count\n  " + PARAMS)  # not read
 def test_one_call_for_both_devices(folder: Path, device: Any, given: tuple[str, ...]) -> None:
     import torch
 
-    module = scale(*given)
+    source, *params = given
+    Path("scale.cu").write_text(source)
+    Path("on_cpu.cc").write_text(SCALE_CC)
+    module = load_jit(
+        *("scale", "256"),
+        device_files=["scale.cu"],
+        device_wrappers=[("scale", "Scale<256>", *params)],
+        cpp_files=["on_cpu.cc"],
+        cpp_wrappers=[("scale", "scale_on_cpu")],
+    )
     x = torch.ones(1000, device=device)
     module.launch("scale", x, 2, 1000, grid=4)  # 2 for 2.0
     module.launch("scale", x, ctypes.c_double(1.5), 500, grid=4)

@@ -18,7 +18,7 @@ from jitkern.jit import device as jit_device
 OLD, NEW = "nvrtc-12.9", "nvrtc-13.1"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def variants(folder: Path, empty_cache: Path) -> Cache:
     """A cache that machines with drivers of CUDA 12 and 13 share; the newest build is of 13."""
     cache = Cache(empty_cache)
@@ -57,7 +57,7 @@ def taken() -> str:
         ("other", NEW),
     ],
 )
-def test_frozen(variants: Cache, monkeypatch: pytest.MonkeyPatch, ours: str, expected: str) -> None:
+def test_frozen(monkeypatch: pytest.MonkeyPatch, ours: str, expected: str) -> None:
     monkeypatch.setattr(jit_device, "compiler_id", lambda: ours)
     jitkern.freeze()
     assert taken() == expected
@@ -68,7 +68,7 @@ def test_frozen(variants: Cache, monkeypatch: pytest.MonkeyPatch, ours: str, exp
     [((12, 4), OLD), ((13, 0), NEW), ((14, 0), NEW), ((11, 8), NEW), ((0, 0), NEW)],
 )
 def test_without_a_compiler(
-    variants: Cache, monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int], expected: str
+    monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int], expected: str
 ) -> None:
     """The driver says what it loads; where nothing suits it, or there is none, the newest."""
     without_compiler(monkeypatch, driver)
@@ -86,9 +86,7 @@ def test_ptx_is_for_drivers_as_new_as_its_compiler(
 
 
 @needs_cxx
-def test_the_driver_is_asked_through_the_host_module(
-    variants: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_driver_is_asked_through_the_host_module(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler(monkeypatch, None)
     monkeypatch.setattr(host, "_found", None)
     monkeypatch.setattr(host, "find_built", lambda: None)  # not built, and not for this

@@ -19,12 +19,6 @@ from jitkern import copy_blocks, d2h_scatter, h2d_gather, indexing, store_cache
 
 def neighbours(device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """K and V caches, new rows and an output for lookups: side by side, and apart to the byte."""
-    rows = torch.randn(5, 8, device=device)
-    kv = torch.zeros(64, 2, 8, device=device)
-    yield kv[:, 0], kv[:, 1], rows, rows, kv.new_empty(3, 8)
-    yield kv[:, 1], kv[:, 0], rows, rows, kv.new_empty(3, 8)
-    halves = torch.zeros(2, 64, 8, device=device)
-    yield *halves, rows, rows, kv.new_empty(3, 8)
     # A slot of K, V, what is stored into others, and what is read out: four in one, of any rows.
     all_in_one = torch.randn(64, 4, 8, device=device)
     k_cache, v_cache, new, out = all_in_one.unbind(1)
@@ -32,16 +26,12 @@ def neighbours(device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     # What is between the rows of a cache has a stride of its own, or is a single row.
     wide = torch.randn(64, 24, device=device)
     odd = wide.as_strided((2, 8), (48, 1), 8)
-    yield (
-        wide[:, :8],
-        wide[:, 16:],
-        odd[:1].expand(5, 8),
-        rows,
-        wide.as_strided((3, 8), (72, 1), 32),
-    )
+    out = wide.as_strided((3, 8), (72, 1), 32)
+    rows = torch.randn(5, 8, device=device)
+    yield wide[:, :8], wide[:, 16:], odd[:1].expand(5, 8), rows, out
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(2))
 def test_neighbours_are_no_aliases(device: torch.device, number: int) -> None:
     k_cache, v_cache, k, v, output = list(neighbours(device))[number]
     expected = k.clone(), v.clone()

@@ -289,17 +289,14 @@ class Tables {
     }
   }
   i64 pair_item(i64 i) const {
-    if (shape.index_bytes == 4) return reinterpret_cast<const int32_t*>(pairs_.data())[i];
-    return reinterpret_cast<const int64_t*>(pairs_.data())[i];
+    return shape.index_bytes == 4 ? items<int32_t>()[i] : items<i64>()[i];
   }
   // Atomic, as another thread's.
   void set_pair_item(i64 i, i64 value) {
     if (shape.index_bytes == 4) {
-      __atomic_store_n(reinterpret_cast<int32_t*>(pairs_.data()) + i, static_cast<int32_t>(value),
-                       __ATOMIC_RELAXED);
+      __atomic_store_n(items<int32_t>() + i, static_cast<int32_t>(value), __ATOMIC_RELAXED);
     } else {
-      __atomic_store_n(reinterpret_cast<int64_t*>(pairs_.data()) + i, static_cast<int64_t>(value),
-                       __ATOMIC_RELAXED);
+      __atomic_store_n(items<i64>() + i, value, __ATOMIC_RELAXED);
     }
   }
   // Of a pair that the call has not come to: its row stays as it is.
@@ -338,6 +335,10 @@ class Tables {
     }
   }
   char* row_of(char* table, i64 row) const { return table + row * stride_; }
+  template <class Index>
+  Index* items() const {
+    return reinterpret_cast<Index*>(pairs_.data());
+  }
 
   const i64 stride_;
   Memory* src_;
