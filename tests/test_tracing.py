@@ -178,10 +178,8 @@ def test_export_and_load(device: torch.device, strict: bool) -> None:
 _others = unproved("inductor traces", "src/jitkern/ops/*.py", "tests/test_tracing.py")
 
 
-# aot_eager's graph is functionalised as inductor's is.
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cxx, _others])]
-)
+# Not aot_eager, whose graph copies the pinned memory of d2h_scatter into what is not pinned.
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[needs_cxx, _others])])
 def test_compile(device: torch.device, backend: str) -> None:
     assert_does_the_same(torch.compile(Step(), fullgraph=True, backend=backend), device)
 
@@ -191,8 +189,9 @@ def test_compile(device: torch.device, backend: str) -> None:
 )
 def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None:
     def step(k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        old_row = k_cache[where[:1]] + 1
         jitkern.store_cache(k_cache, v_cache, where, k, v)
-        return jitkern.indexing(k_cache, where, vocab_range=(0, where.shape[0])) * 1
+        return jitkern.indexing(k_cache, where, vocab_range=(0, where.shape[0])) + old_row
 
     run = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
     for count in (5, 9, 17):
@@ -200,11 +199,12 @@ def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None
         k, v = (torch.randn(count, 8, device=device) for _ in "kv")
         where = slots(count, torch.int64, device)
         theirs = [cache.clone() for cache in ours]
+        old_row = ours[0][where[:1]] + 1
         ref_store(*theirs, where, k, v)
         with torch.compiler.set_stance("default" if count == 5 else "fail_on_recompile"):
             result = run(*ours, where, k, v)
         assert all(map(same_bits, ours, theirs))
-        assert same_bits(result, ref_indexing(theirs[0], where, (0, count)))
+        assert same_bits(result, ref_indexing(theirs[0], where, (0, count)) + old_row)
 
 
 # How engines lay K and V out; where they share an allocation, inductor by itself would copy it.
