@@ -20,6 +20,7 @@ from proved import unproved
 from stems import STEMS
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "jitkern"
 NAV, INDEX = ROOT / "mkdocs.yml", ROOT / "docs" / "index.md"
 
 
@@ -37,6 +38,21 @@ def test_every_op_has_its_page(stem: str) -> None:
 def test_no_page_is_of_no_op() -> None:
     pages = {path.stem for path in (ROOT / "docs" / "ops").glob("*.md")}
     assert pages == set(STEMS)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_few_files_name_an_op(stem: str) -> None:
+    """Outside of the ops' folders, by its public function, or by its file or module."""
+    name = re.compile(rf"\b{STEMS[stem].function}\b|\bops[./]{stem}\b")
+    named = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.*")
+        if path.suffix in (".py", ".cc", ".cu", ".h", ".cuh")
+        and path.parent.name != "ops"
+        and path != PACKAGE / "__init__.py"
+        and name.search(path.read_text())
+    ]
+    assert len(named) <= 8, named
 
 
 # -- an op more ------------------------------------------------------------------------------------
@@ -84,6 +100,7 @@ PASSED = (
     "test_the_table_says_what_the_type_checker_sees",
     "test_imports_go_down[ops.twice]",
     "test_every_op_has_its_page[twice]",
+    "test_few_files_name_an_op[twice]",
 )
 
 
