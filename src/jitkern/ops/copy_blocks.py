@@ -61,8 +61,8 @@ def copy_blocks(
     One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, in
     either direction, or within one GPU or one cache. Asynchronous on the current stream. Keep host
     memory allocated until the stream has passed the call. With ``pairs`` on the GPU nothing is
-    allocated, and a CUDA graph may capture any call. By default a decode step beside it is 2 to 5 %
-    longer on the way to the host, and 3 to 7 % to the GPU.
+    allocated, and a CUDA graph may capture any call. By default a decode step beside it is 2 to 6 %
+    longer on the way to the host, and 4 to 8 % to the GPU.
 
     Parameters
     ----------
