@@ -53,7 +53,7 @@ class CacheError(JitkernError):
 
 
 class WarmError(JitkernError):
-    """Some jobs of ``warm`` failed; `outcomes` has what became of every job."""
+    """Some jobs of ``warm`` failed; `outcomes` has the result of every job."""
 
     def __init__(self, message: str, outcomes: Sequence[Any] = ()) -> None:
         self.outcomes: list[Any] = list(outcomes)

@@ -189,7 +189,7 @@ _DEAD_S = 3600.0  # no publication takes so long; a compiler may outlive its kil
 
 
 def private_name() -> str:
-    """Return a name that nobody else uses or can guess: ``<machine>.<pid>.<16 hex digits>``."""
+    """Return a unique name that cannot be guessed: ``<machine>.<pid>.<16 hex digits>``."""
     # secrets.token_hex gives the same; its import costs 2 ms.
     return f"{os.uname().nodename}.{os.getpid()}.{os.urandom(8).hex()}"
 

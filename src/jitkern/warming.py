@@ -37,7 +37,7 @@ _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 @dataclass
 class Outcome:
-    """A kernel for one arch, or a library, and what became of it.
+    """A kernel for one arch, or a library, and the result of its job.
 
     Attributes
     ----------

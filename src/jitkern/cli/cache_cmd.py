@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Callable[[Entry], bool]:
-    """Return what tells whether an entry fits all options; host code has no arch."""
+    """Return a function that tells whether an entry fits all options; host code has no arch."""
     # An entry of jitkern's own has the op's short name; one of a user any name, a public one too.
     short = op_names()
     ops = {name for op in args.op or () for name in (op, short.get(op, op))}

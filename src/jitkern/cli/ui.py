@@ -166,7 +166,7 @@ def say_json(**fields: Any) -> None:
 
 
 def visible(text: str) -> str:
-    """Escape what does not print: a name from a bundle could be an escape sequence."""
+    """Escape control characters: a name from a bundle could be an escape sequence."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

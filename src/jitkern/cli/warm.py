@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Have all that is asked for, and print what became of it."""
+    """Build what is missing, and print the result of each job."""
     from jitkern.arch import requested_archs
     from jitkern.cache.get import user_cache
     from jitkern.warming import default_threads, warm

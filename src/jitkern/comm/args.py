@@ -24,7 +24,7 @@ MAX_TIMEOUT_S = 1e6  # twelve days; poll() takes no more than 24
 
 
 def communicator_arg(call: str, value: Any) -> Communicator:
-    """Return what has a rank, a size and a sum."""
+    """Return `value` if it has a rank, a size and a sum."""
     lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
     if lacking:
         given = f"{type_text(value)} without {', '.join(lacking)}"
@@ -46,7 +46,7 @@ def int_arg(call: str, name: str, value: Any, least: int, most: int | None = Non
 
 
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
-    """Raise for what is no rank, or is `other_than`, this one."""
+    """Raise unless `value` is a rank, and not `other_than`."""
     if int_arg(call, name, value, 0, size - 1) == other_than:
         raise ValueError(f"{call}: {name}: {value}, expected another rank than this one")
 
@@ -161,7 +161,7 @@ def call_cpp(
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:
-    """Raise for what is no dense, contiguous tensor on one of `devices`."""
+    """Raise unless `value` is a dense, contiguous tensor on one of `devices`."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{call}: {name}: {type(value).__name__}, expected a tensor")
     if value.device not in devices:

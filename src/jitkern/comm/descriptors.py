@@ -61,7 +61,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
 
         def take() -> None:
             num_left = met.size - 1 if met.rank in givers else 0
-            while num_left:  # all have connected: this waits for nobody
+            while num_left:  # all have connected: this does not block
                 with listener.accept()[0] as end:
                     if peer_uid(end) == os.geteuid():
                         num_left -= 1

@@ -217,7 +217,7 @@ def _gpu_facts(ordinal: int) -> dict[str, Any]:
 
 
 def _host() -> str:
-    """Return what ranks that can hand each other descriptors have in common."""
+    """Return facts that are equal on ranks that can hand each other descriptors."""
     return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
 
 

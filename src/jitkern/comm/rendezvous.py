@@ -360,8 +360,8 @@ class Rendezvous:
     def _meet(self, root: Store, until: float) -> Missing:
         """Post what this rank tells of itself, until all ranks have seen the same of each other.
 
-        A store may be used by one meeting after the other, and may hold what an earlier run left:
-        all of it is overwritten, and what ranks have seen has a token made of all nonces.
+        A store may be used again, and may hold keys of an earlier run: all are overwritten, and
+        ranks compare a token made of all nonces.
         """
         mine, token = json.dumps(self._mine), ""
         seen: list[str] = []
@@ -408,7 +408,7 @@ def _token(known: Mapping[int, PeerInfo]) -> str:
 
 @cache
 def boot_id() -> str:
-    """Return what all processes of a machine have in common, and no two machines."""
+    """Return a text that is the same in all processes of a machine, and on no other."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -139,7 +139,7 @@ class TorchCommunicator(Closing):
     # -- the end -----------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End what goes on at once, here and in the other ranks; any thread may.
+        """Abort running calls, here and in the other ranks; any thread may.
 
         The group's connections are closed. Calls that wait, and later ones, raise CommError.
         """
@@ -150,7 +150,7 @@ class TorchCommunicator(Closing):
             (self._group or dist.group.WORLD).abort()
 
     def close(self) -> None:
-        """Make no more calls, and tell the others. Waits for nobody; the group stays."""
+        """Make no more calls, and tell the others; does not wait for them. The group stays."""
         self._rendezvous.close()
 
     destroy = close
@@ -229,7 +229,7 @@ class TorchCommunicator(Closing):
         _wait_until(work, deadline)
 
     def _break_connections(self) -> None:
-        """Have gloo close the group's connections, which ends what waits on them.
+        """Have gloo close the group's connections, which ends the calls that wait on them.
 
         It does so when a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
         thread waiting for the group's own timeout, and so would the group's destructor.

@@ -174,7 +174,7 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[st
 # -- options ---------------------------------------------------------------------------------------
 
 _WITH_VALUE = {"-Xptxas", "--ptxas-options", "-std", "--std", "-Xcompiler", "-ccbin"}
-# What means nothing for device code alone, which is optimised fully without being told.
+# Flags that mean nothing for device code, which is always optimised.
 _NO_MEANING = re.compile(r"-O[0-3]|-g|--?(expt-)?extended-lambda|-(Xcompiler|ccbin)=.*")
 
 

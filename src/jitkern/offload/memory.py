@@ -163,7 +163,7 @@ def display(
     title: str = "PinnedPool",
     shown_bytes: int = _SHOWN_BYTES,
 ) -> Iterator[Shown]:
-    """Show on standard error what is being done and how much of it is, or nothing."""
+    """Show progress on standard error, if it is asked for or the size is large."""
     console = None
     if num_bytes >= shown_bytes if progress is None else progress:
         from rich.console import Console

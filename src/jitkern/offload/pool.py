@@ -284,7 +284,7 @@ def _memory_name(name: str) -> str:
 
 @contextmanager
 def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
-    """The ranks of a shared pool while they make it; ShareError for what any of them has done."""
+    """The ranks of a shared pool while they make it; an error of any rank is a ShareError."""
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
         expected = "1 to 200 letters, digits, '.', '_', '+' and '-'"
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")
@@ -307,7 +307,7 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
 
 
 def _file_store(name: str) -> Any:
-    """Return a store in a file of this user's, which nobody else can read."""
+    """Return a store in a file that only this user can read."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     folder = _SHARED / f"jitkern-{os.geteuid()}"
