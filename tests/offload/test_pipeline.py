@@ -310,18 +310,38 @@ def test_a_closed_one(device: torch.device) -> None:
     assert tensor.eq(4).all()
 
 
-def test_a_session_that_does_not_begin(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class InterruptingStreams:
+    """The streams of a pipeline, of which one call is interrupted."""
+
+    def __init__(self, streams: Any, name: str) -> None:
+        self._streams, self._name = streams, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            self._name = ""
+            raise KeyboardInterrupt
+        return getattr(self._streams, name)
+
+
+@pytest.mark.parametrize("where", ["enter", "start", "leave"])
+def test_an_interrupt_inside_leaves_it_broken_at_worst(device: torch.device, where: str) -> None:
+    """The next use says so, from any thread, and it can be closed."""
     pipeline, before = pipeline_of(device), current(device)
-
-    def enter() -> bool:
-        raise WrongError
-
-    with monkeypatch.context() as patch, pytest.raises(WrongError):
-        patch.setattr(pipeline._streams, "enter", enter)
-        list(pipeline.load(host_blocks(5, device), copy=bring))
-    check_is_ready(pipeline, device, before)
+    blocks = host_blocks(5, device)
+    pipeline._streams = InterruptingStreams(pipeline._streams, where)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in pipeline.load(blocks, copy=bring):
+            pass
+    text = "SlotPipeline: an exception has cut a run's begin or end short; close() it and make"
+    for use in (*(lambda run=run: list(run) for run in runs(pipeline, blocks)), pipeline.__enter__):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}"):
+            use()
+    assert in_thread(pipeline.close) is None
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.default_stream())
+    assert current(device) == before
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        list(pipeline.load(blocks, copy=bring))
 
 
 GOOD = {"num_slots": 2, "slot_shape": (3, 5), "dtype": torch.float32, "device": "cpu"}

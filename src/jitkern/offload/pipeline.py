@@ -166,7 +166,8 @@ class SlotPipeline:
 
     A run begins after all work on the caller's current stream, and later work there waits for the
     run; nothing is synchronised. ``with pipeline:`` does so once for several runs. A body may raise
-    or ``break``. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
+    or ``break``. Ctrl-C inside the pipeline's own code can leave it broken: the next use says so,
+    and ``close`` works. ``torch.cuda.graph`` can capture runs. On the CPU all happens at once.
 
     Parameters
     ----------
@@ -253,8 +254,8 @@ class SlotPipeline:
         Raises
         ------
         RuntimeError
-            From the first iteration: the pipeline is closed, in use by another thread, or has a run
-            that is not over.
+            From the first iteration: the pipeline is closed or broken, in use by another thread, or
+            has a run that is not over.
         """
         return self._run_of(blocks, copy, None)
 
@@ -288,9 +289,10 @@ class SlotPipeline:
         """
         if self._is_closed:
             return
-        if not self._session.acquire(blocking=False):
+        if not self._session.acquire(blocking=False) and not self._is_broken():
             raise RuntimeError(f"{_CALL}: {self._why_not()}")
         self._is_closed = True  # the session stays acquired
+        self._streams.leave()  # if an exception has cut the end of a session short
         if self._monitor is not None:
             self._monitor._poll()
         self._all.clear()
@@ -416,25 +418,25 @@ class SlotPipeline:
         if self._is_closed or not self._session.acquire(blocking=False):
             raise RuntimeError(f"{_CALL}: {self._why_not()}")
         self._thread = threading.get_ident()
-        try:
-            self._is_captured = self._streams.enter()
-        except BaseException:
-            self._session.release()
-            raise
+        self._is_captured = self._streams.enter()
         self._was_captured |= self._is_captured
 
     def _end(self) -> None:
-        try:
-            self._streams.leave()
-        finally:
-            self._session.release()
+        self._streams.leave()
+        self._session.release()
 
     def _is_inside(self) -> bool:
         return self._in_with and self._thread == threading.get_ident()
 
+    def _is_broken(self) -> bool:
+        """Tell whether nobody is left who would end the session."""
+        return not self._in_with and self._running() is None
+
     def _why_not(self) -> str:
         if self._is_closed:
             return "the pipeline is closed; make another one"
+        if self._is_broken():
+            return "an exception has cut a run's begin or end short; close() it and make another"
         if self._thread != threading.get_ident():
             return _OTHER_THREAD
         if self._running() is not None:
