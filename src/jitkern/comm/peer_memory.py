@@ -188,11 +188,12 @@ class PeerMemory(Closing):
             expected = "an int or a sequence of ints"
             raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
         num_bytes = math.prod(sizes) * dtype.itemsize
-        end = int_arg(call, "offset", offset, 0) + num_bytes
-        if min(sizes, default=0) < 0 or end > limit_bytes or offset % dtype.itemsize:
+        if int_arg(call, "offset", offset, 0) % dtype.itemsize:
+            expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
+            raise ValueError(f"{call}: offset: {offset}, expected {expected}")
+        if min(sizes, default=0) < 0 or offset + num_bytes > limit_bytes:
             given = f"{[*sizes]} of {dtype} from byte {offset} on"
-            expected = f"at most {limit_bytes} bytes in all, from a multiple of {dtype.itemsize} on"
-            raise ValueError(f"{call}: shape: {given}, expected {expected}")
+            raise ValueError(f"{call}: shape: {given}, expected at most {limit_bytes} bytes in all")
         view = range_.view(rank * self.share_bytes + offset, num_bytes)
         return as_torch(view).view(dtype).view(sizes)
 
