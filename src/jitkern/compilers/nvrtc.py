@@ -15,6 +15,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -224,6 +225,9 @@ class _Api:
             raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
         self.release = (major.value, minor.value)
         self.version = f"{major.value}.{minor.value}"
+        # CUDA 13.0's wheel has no rpath, so NVRTC would not find this beside itself.
+        with suppress(OSError):
+            ctypes.CDLL(str(path.resolve().parent / f"libnvrtc-builtins.so.{self.version}"))
         self._call("GetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
         self._call("GetSupportedArchs", numbers)
