@@ -333,6 +333,44 @@ def test_a_kill_before_the_rename_leaves_nothing_that_stays(cache: Cache) -> Non
     assert staging(cache) == []
 
 
+def remove_after(patch: pytest.MonkeyPatch, owner: object, name: str, folder: Path) -> None:
+    """Have another process remove `folder` right after our first call of `name` with it."""
+    real, removals = getattr(owner, name), iter([shutil.rmtree])
+
+    def interrupted(*args: object) -> object:
+        try:
+            return real(*args)
+        finally:
+            if folder.name in str(args):
+                next(removals, lambda _: None)(folder)
+
+    patch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Path, "mkdir"), (store, "make_folders"), (os, "rename")]
+)
+def test_another_process_may_remove_the_folder_of_a_key_at_any_time(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, is_there: bool
+) -> None:
+    """As evictions do if it is empty: "cannot publish an entry: No such file or directory"."""
+    folder = cache.base / key().directory
+    if is_there:
+        make(folder)
+    remove_after(monkeypatch, owner, name, folder)
+    publish(cache)
+    assert (data_of(cache) == DATA, staging(cache)) == (owner is not os, [])
+
+
+def test_two_processes_may_clear_at_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ended with "cannot clear: No such file or directory"."""
+    path = publish(cache)
+    remove_after(monkeypatch, store, "read_meta", path)
+    assert not cache._remove(path)
+    assert cache.clear() == 0
+
+
 def test_clear_removes_sound_entries_and_empty_keys_only(cache: Cache) -> None:
     gone = [publish(cache, name) for name in ("one", "two")]
     (publish(cache, "diary") / "diary.txt").write_text("dear diary")

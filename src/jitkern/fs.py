@@ -159,6 +159,7 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
         path.mkdir(0o700)
     except FileExistsError:
         if not path.is_dir():
+            path.lstat()  # FileNotFoundError if another process has just removed it
             raise
         return
     is_setgid = path.stat().st_mode & stat.S_ISGID  # which its parent hands down

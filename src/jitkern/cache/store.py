@@ -218,8 +218,8 @@ class Cache:
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise CacheError(f"{self.root}: cannot publish an entry: {reason}") from error
+            path = error.filename or self.root
+            raise CacheError(f"{path}: cannot publish an entry: {error.strerror}") from error
         self.failure(entry.key).forget()
         if self.max_bytes is not None:
             self._evict(self.max_bytes, target)
@@ -234,8 +234,9 @@ class Cache:
 
     def _move_into_place(self, staged: Path, target: Path, entry: Entry) -> None:
         while True:
-            # Made anew in each round: another process may have removed it when it was empty.
-            self._make(target.parent.name)
+            # Made anew in each round: other processes remove it whenever it is empty.
+            with suppress(FileNotFoundError):
+                self._make(target.parent.name)
             try:
                 os.rename(staged, target)
                 break
@@ -250,7 +251,8 @@ class Cache:
                         return  # another process was first
                 # Damaged, or built with other system libraries: it did not load here.
                 self._discard(target)
-        flush_directory(target.parent)
+        with suppress(FileNotFoundError):  # another process has cleared the cache
+            flush_directory(target.parent)
         flush_directory(self.base)
 
     # -- deleting --------------------------------------------------------------------------------
@@ -268,10 +270,10 @@ class Cache:
         A damaged one stays, and one that holds a file that its meta does not name.
         """
         try:
-            files = read_meta(path, self.trust)["files"]
+            known = {META_NAME, *read_meta(path, self.trust)["files"]}
+            if not known.issuperset(os.listdir(path)):
+                return False
         except (OSError, CacheError):
-            return False
-        if set(os.listdir(path)) - {META_NAME, *files}:
             return False
         self._discard(path)
         _remove_if_empty(path.parent)
