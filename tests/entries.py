@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jitkern.cache.entry import META_NAME, Key
+from jitkern.cache.entry import META_NAME, Key, new_entry
 from jitkern.cache.store import Cache
 from jitkern.fs import canonical_json, digest, sha256
 
@@ -22,7 +22,8 @@ def key(name: str = "store_656") -> Key:
 def publish(
     cache: Cache, name: str = "store_656", data: bytes = DATA, variant: str = VARIANT
 ) -> Path:
-    entry = cache.publish(key(name), variant, {"kernel.cubin": data}, {"build_ms": 12.5})
+    files, notes = {"kernel.cubin": data}, {"build_ms": 12.5}
+    entry = cache.publish(new_entry(key(name), variant, files, notes))
     assert entry.path is not None
     return entry.path
 

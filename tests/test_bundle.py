@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jitkern.cache.bundle import export_bundle, import_bundle, read_bundle
-from jitkern.cache.entry import META_NAME, Entry, Key
+from jitkern.cache.entry import META_NAME, Entry, Key, new_entry
 from jitkern.cache.store import Cache
 from jitkern.errors import CacheError
 from jitkern.fs import digest
@@ -26,7 +26,7 @@ def cache(tmp_path: Path) -> Cache:
             describe = {"op": name, "args": ["656"], "arch": arch}
             key = Key("device", name, digest([name, arch]), describe)
             files = {f"{name}.cubin": f"{name} {arch}".encode() * 100, "notes.txt": b"second file"}
-            cache.publish(key, "nvrtc-13.5", files, {"build_ms": 1.5})
+            cache.publish(new_entry(key, "nvrtc-13.5", files, {"build_ms": 1.5}))
     return cache
 
 

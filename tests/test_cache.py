@@ -17,7 +17,7 @@ import pytest
 from entries import BAD_METAS, DATA, VARIANT, change, key, make, nested, publish, sealed
 
 from jitkern.cache import store
-from jitkern.cache.entry import META_NAME, read_entry
+from jitkern.cache.entry import META_NAME, new_entry, read_entry
 from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, Cache
 from jitkern.errors import CacheError, CompileError
@@ -53,7 +53,7 @@ def test_layout_and_round_trip(cache: Cache) -> None:
     assert not cache.root.exists()
     log = "template <int N> struct S { int x[N]; };\n" * 1000  # more braces than levels are allowed
     notes = {"log": log, "deep": nested(20)}
-    path = cache.publish(key(), VARIANT, {"kernel.cubin": DATA}, notes).path
+    path = cache.publish(new_entry(key(), VARIANT, {"kernel.cubin": DATA}, notes)).path
     assert path == cache.root / "v1" / f"store_656-{digest('store_656')}" / "nvrtc-13.5"
     assert sorted(os.listdir(path)) == ["kernel.cubin", META_NAME]
     entry = cache.lookup(key())
@@ -92,7 +92,7 @@ def test_an_entry_of_another_version_of_jitkern_is_found(cache: Cache) -> None:
 def test_the_highest_rank_goes_first_and_the_newest_of_equals(cache: Cache) -> None:
     for number, (variant, built) in enumerate([("zzz", 1e9), ("gcc", 2e9), ("a", None)]):
         notes = {"number": number, **({} if built is None else {"built_unix_s": built})}
-        cache.publish(key(), variant, {"a.so": variant.encode()}, notes)
+        cache.publish(new_entry(key(), variant, {"a.so": variant.encode()}, notes))
 
     def found(ranks: list[int], least: int = MAY_LOAD) -> str | None:
         entry = cache.lookup(key(), lambda meta: ranks[meta["number"]], least)

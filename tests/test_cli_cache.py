@@ -13,7 +13,7 @@ import pytest
 from entries import change, publish
 
 from jitkern.cache.bundle import export_bundle, read_bundle
-from jitkern.cache.entry import META_NAME, Key
+from jitkern.cache.entry import META_NAME, Key, new_entry
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
 from jitkern.fs import digest
@@ -50,7 +50,7 @@ def filled(empty_cache: Path) -> Cache:
     for name, (op, arch, size_bytes, days) in ENTRIES.items():
         describe = {"op": op, "args": [name, "4"], "arch": arch}
         key = Key("device" if arch else "cxx", name, digest(name), describe)
-        entry = cache.publish(key, "nvrtc-13.5", {"kernel.cubin": bytes(size_bytes)})
+        entry = cache.publish(new_entry(key, "nvrtc-13.5", {"kernel.cubin": bytes(size_bytes)}))
         used_unix_s = now_unix_s - days * DAY_S
         assert entry.path is not None
         os.utime(entry.path / META_NAME, (used_unix_s, used_unix_s))

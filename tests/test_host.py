@@ -143,7 +143,7 @@ def edit_meta(place: Path, **changes: Any) -> None:
     assert entry is not None
     assert entry.path is not None
     shutil.rmtree(entry.path)
-    cache.publish(entry.key, entry.variant, entry.files, {**entry.meta, **changes})
+    cache.publish(entry._replace(meta={**entry.meta, **changes}))
 
 
 def test_built_once_with_one_line(

@@ -14,6 +14,7 @@ from tiny import SM_90, compiles, tiny
 
 from jitkern.arch import Arch
 from jitkern.cache import get
+from jitkern.cache.entry import new_entry
 from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
@@ -37,12 +38,13 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     assert first.path.is_relative_to(empty_cache)
     assert module.lookup(SM_90).source == "memo"
     again = tiny().lookup(SM_90)
-    assert (again.source, again.bytes, again.path) == ("cached", first.bytes, first.path)
+    assert (again.source, again.loaded, again.path) == ("cached", first.loaded, first.path)
     assert module.image(SM_90).startswith(b"\x7fELF")
     assert module.image(Arch(8, 0)) != module.image(SM_90)
     assert compiles() - before == 2
     # One that another compiler made counts only without a compiler: see test_variants.py.
-    Cache(empty_cache).publish(tiny(5).key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
+    foreign = new_entry(tiny(5).key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
+    Cache(empty_cache).publish(foreign)
     assert tiny(5).lookup(SM_90).source == "compiled"
     meta = module.lookup(SM_90).entry.meta
     assert meta["toolchain"] == find_nvrtc().id

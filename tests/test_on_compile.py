@@ -14,6 +14,7 @@ from tiny import SM_90, tiny
 
 import jitkern
 from jitkern.cache import get, stats
+from jitkern.cache.entry import new_entry
 from jitkern.cache.stats import LookupEvent
 from jitkern.cache.store import Cache
 from jitkern.env import settings
@@ -68,7 +69,8 @@ def test_what_a_callback_raises_breaks_no_build(
         raise KeyError(event.name)
 
     stops = [jitkern.on_compile(callback) for callback in (broken, events.append)]
-    published = Cache(empty_cache).publish(tiny().key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"x"})
+    built = new_entry(tiny().key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"x"})
+    published = Cache(empty_cache).publish(built)
     jitkern.freeze()
     with caplog.at_level(logging.ERROR, logger="jitkern"):
         assert tiny().image(SM_90) == published.data

@@ -196,7 +196,7 @@ class Wanted(get.Buildable[bytes]):
     def load(self, entry: get.Entry) -> bytes:
         return entry.data
 
-    def build(self) -> get.BuildOutput:
+    def build(self) -> get.Entry:
         raise AssertionError("not to be built")
 
 

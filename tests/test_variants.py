@@ -10,6 +10,7 @@ from needs import needs_cxx
 from tiny import SM_90, tiny
 
 import jitkern
+from jitkern.cache.entry import new_entry
 from jitkern.cache.store import Cache
 from jitkern.errors import ToolchainError
 from jitkern.host import module as host
@@ -29,7 +30,8 @@ def variants(folder: Path, empty_cache: Path) -> Cache:
 
 def publish(cache: Cache, variant: str, built_unix_s: float, kind: str = "cubin") -> None:
     notes = {"kind": kind, "built_unix_s": built_unix_s}
-    cache.publish(tiny().key(SM_90), variant, {f"tiny.{kind}": variant.encode()}, notes)
+    files = {f"tiny.{kind}": variant.encode()}
+    cache.publish(new_entry(tiny().key(SM_90), variant, files, notes))
 
 
 def without_compiler(monkeypatch: pytest.MonkeyPatch, driver: tuple[int, int] | None) -> None:

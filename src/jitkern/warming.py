@@ -88,7 +88,7 @@ class Outcome:
     @property
     def bytes(self) -> int | None:
         """Size of the code; None if it is not there."""
-        return None if self.lookup is None else self.lookup.bytes
+        return None if self.lookup is None else len(self.lookup.entry.data)
 
     @property
     def is_to_copy(self) -> bool:
@@ -198,7 +198,7 @@ def warm(
     for one in outcomes:
         if out is not None and one.lookup is not None and one.is_to_copy:
             # From memory: the cache may have evicted it since.
-            Cache(Path(out), shared=True).copy(one.lookup.entry)
+            Cache(Path(out), shared=True).publish(one.lookup.entry)
     if any(one.error for one in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes

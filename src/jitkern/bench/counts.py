@@ -114,7 +114,7 @@ def _environment(folder: Path) -> dict[str, str]:
         environment.pop(variable, None)
     found = host.find()
     if found.path is not None and found.source != "shipped":
-        Cache(folder / "host", shared=True).copy(read_entry(found.path))
+        Cache(folder / "host", shared=True).publish(read_entry(found.path))
     return {
         **environment,
         "JITKERN_CACHE_DIR": str(folder / "kernels"),

@@ -80,7 +80,7 @@ def _packed(members: dict[str, bytes]) -> bytes:
 
 def import_bundle(cache: Cache, file: Path, *, trust: bool = False) -> list[Entry]:
     """Publish every entry of a bundle in `cache`; return them. Raises as ``read_bundle``."""
-    return [cache.copy(entry) for entry in read_bundle(file, trust=trust)]
+    return [cache.publish(entry) for entry in read_bundle(file, trust=trust)]
 
 
 def read_bundle(file: Path, *, trust: bool = False) -> list[Entry]:

@@ -21,13 +21,16 @@ SCHEMA = 1
 META_NAME = "meta.json"
 
 
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
 class Key(NamedTuple):
     """What an entry is made from."""
 
     route: str  # how it is built, such as "device"
     name: str  # readable part of the folder's name, e.g. store_656_16_4_128_8_true
     digest: str  # 20 hex digits over everything but the variant; "family" in meta.json
-    describe: Mapping[str, Any] = MappingProxyType({})  # what meta.json tells a reader
+    describe: Mapping[str, Any] = _EMPTY  # what meta.json tells a reader
 
     @property
     def directory(self) -> str:
@@ -51,9 +54,9 @@ class Key(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A verified entry: the bytes are those that were published."""
+    """A build result: read from a cache and verified, or just built."""
 
-    path: Path | None  # None if nothing could be written and it lives in memory only
+    path: Path | None  # None for one that is in memory only
     files: Mapping[str, bytes]  # empty if it is only listed
     meta: Mapping[str, Any]
 
@@ -90,18 +93,18 @@ class Entry(NamedTuple):
 
     @property
     def variant(self) -> str:
-        """The variant that it was published as; ``toolchain`` in ``meta.json``."""
+        """What it was built with; ``toolchain`` in ``meta.json``."""
         return str(self.meta["toolchain"])
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def render_meta(
-    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the meta of an entry that holds `files`; the first one is the artefact."""
-    return {
+def new_entry(
+    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any] = _EMPTY
+) -> Entry:
+    """Return an entry of what was built, to be published; the first file is the artefact."""
+    meta = {
         **notes,
         "schema": SCHEMA,
         "route": key.route,
@@ -114,6 +117,7 @@ def render_meta(
             name: {"bytes": len(data), "sha256": sha256(data)} for name, data in files.items()
         },
     }
+    return Entry(None, files, meta)
 
 
 def meta_bytes(meta: Mapping[str, Any]) -> bytes:

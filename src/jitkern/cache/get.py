@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jitkern.cache import stats
-from jitkern.cache.entry import Entry, Key, render_meta
+from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError
@@ -170,14 +169,6 @@ def _warn_of_unwritable(reason: CacheError) -> None:
 # -- finding and building --------------------------------------------------------------------------
 
 
-class BuildOutput(NamedTuple):
-    """What a build hands over for publication; the first file is the artefact."""
-
-    variant: str
-    files: Mapping[str, bytes]
-    notes: Mapping[str, Any] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Lookup(Generic[T]):
     """How something was found: where, in how many milliseconds, and what was made of its entry."""
@@ -188,12 +179,8 @@ class Lookup(Generic[T]):
     loaded: T
 
     @property
-    def bytes(self) -> int:
-        return len(self.entry.data)
-
-    @property
     def path(self) -> Path | None:
-        """Folder of the entry, or None if it could be kept in memory only."""
+        """Folder of the entry, or None if it is in memory only."""
         return self.entry.path
 
 
@@ -213,7 +200,7 @@ class Buildable(ABC, Generic[T]):
         """Make of an entry what is wanted of it; CompileError if it does not load here."""
 
     @abstractmethod
-    def build(self) -> BuildOutput:
+    def build(self) -> Entry:
         """Build it. A CompileError is kept for the ranks that wait for the same key."""
 
     def hint(self) -> str:
@@ -221,13 +208,13 @@ class Buildable(ABC, Generic[T]):
         return ""
 
 
-def build(wanted: Buildable[Any]) -> BuildOutput:
-    """Build it; its notes tell how long that took, and when it was."""
+def build(wanted: Buildable[Any]) -> Entry:
+    """Build it; its meta tells how long that took, and when it was."""
     start = time.perf_counter()
     built = wanted.build()
     build_ms = round((time.perf_counter() - start) * 1e3, 3)
     times = {"build_ms": build_ms, "built_unix_s": round(time.time(), 3)}
-    return built._replace(notes={**built.notes, **times})
+    return built._replace(meta={**built.meta, **times})
 
 
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
@@ -311,7 +298,7 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
         if known is not None:
             raise known
         try:
-            entry = _publish(wanted.key, build(wanted))
+            entry = _publish(build(wanted))
             loaded = wanted.load(entry)
         except CompileError as error:
             failure.write(error, wanted.variant)
@@ -319,15 +306,14 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
-def _publish(key: Key, built: BuildOutput) -> Entry:
-    """Publish what was built: for all, else it is in memory only."""
-    what = (key, built.variant, built.files, built.notes)
+def _publish(built: Entry) -> Entry:
+    """Publish what was built, or keep it in memory."""
     try:
-        return user_cache().publish(*what)
+        return user_cache().publish(built)
     except CacheError as error:
         _warn_of_unwritable(error)
-    entry = _unpublished[str(key)] = Entry(None, built.files, render_meta(*what))
-    return entry
+    _unpublished[str(built.key)] = built
+    return built
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:

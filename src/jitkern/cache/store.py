@@ -25,15 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jitkern.cache.entry import (
-    META_NAME,
-    Entry,
-    Key,
-    meta_bytes,
-    read_entry,
-    read_meta,
-    render_meta,
-)
+from jitkern.cache.entry import META_NAME, Entry, Key, meta_bytes, read_entry, read_meta
 from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require_trusted
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
@@ -191,21 +183,11 @@ class Cache:
 
     # -- publishing ------------------------------------------------------------------------------
 
-    def publish(
-        self,
-        key: Key,
-        variant: str,
-        files: Mapping[str, bytes],
-        notes: Mapping[str, Any] | None = None,
-    ) -> Entry:
-        """Make `files` the entry of `key` and `variant`; the first file is the artefact.
+    def publish(self, entry: Entry) -> Entry:
+        """Write a new entry, or one of another cache, to this cache; return it with its path.
 
         One of the same bytes stays, another is replaced. CacheError if nothing can be written.
         """
-        return self.copy(Entry(None, dict(files), render_meta(key, variant, files, notes or {})))
-
-    def copy(self, entry: Entry) -> Entry:
-        """Publish an entry of another cache as it is. Raises as ``publish``."""
         if self.read_only:
             raise CacheError(f"{self.root}: this cache is read-only")
         target = self.base / entry.key.directory / entry.variant

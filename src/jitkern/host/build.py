@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jitkern.cache import get
-from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import BuildOutput
+from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.lock import build_folder
 from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
@@ -25,7 +24,7 @@ from jitkern.host.module import HostModule
 _log = logging.getLogger("jitkern")
 
 
-def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
+def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> Entry:
     """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`."""
     import tvm_ffi
 
@@ -42,7 +41,7 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> BuildOutput:
         ).read_bytes()
     notes = {"tvm_ffi": tvm_ffi.__version__, "libc": platform_abi()[1]}
     variant = f"{cxx.toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
-    return BuildOutput(variant, {f"{key.name}.so": library}, notes)
+    return new_entry(key, variant, {f"{key.name}.so": library}, notes)
 
 
 def _checkout_folder(key: Key, csrc: Path) -> Path | None:
@@ -68,11 +67,10 @@ def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
     """
     key = HostModule(csrc).key
     # Stripped. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
-    built = build(key, csrc, ldflags=("-s",))
-    return Cache(Path(out_dir), shared=True).publish(key, built.variant, built.files, built.notes)
+    return Cache(Path(out_dir), shared=True).publish(build(key, csrc, ldflags=("-s",)))
 
 
-def announce_and_build(key: Key, csrc: Path) -> BuildOutput:
+def announce_and_build(key: Key, csrc: Path) -> Entry:
     """Build, after a line of log that says why; ToolchainError if that cannot be."""
     import tvm_ffi
 

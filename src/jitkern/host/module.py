@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, folders, get_or_build
+from jitkern.cache.get import Buildable, Lookup, folders, get_or_build
 from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
@@ -122,7 +122,7 @@ class HostModule(Buildable["Module"]):
     def load(self, entry: Entry) -> Module:
         return load_library(NAME, entry.artefact or entry.data)
 
-    def build(self) -> BuildOutput:
+    def build(self) -> Entry:
         # Imported here: it is built once a checkout, and loaded by every process.
         from jitkern.host.build import announce_and_build
 

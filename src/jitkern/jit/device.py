@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
-from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, find, get_or_build
+from jitkern.cache.entry import Entry, Key, new_entry
+from jitkern.cache.get import Buildable, Lookup, build, find, get_or_build
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
 from jitkern.compilers.find import (
     CudaHeaders,
@@ -130,9 +130,7 @@ class DeviceModule(Launches):
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
-        image = DeviceImage(self, arch)
-        built = build(image)
-        return cache.publish(image.key, built.variant, built.files, built.notes)
+        return cache.publish(build(DeviceImage(self, arch)))
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         found = self._images.get(arch)
@@ -298,7 +296,7 @@ class DeviceImage(Buildable[bytes]):
     def hint(self) -> str:
         return self._module.hint(self._arch)
 
-    def build(self) -> BuildOutput:
+    def build(self) -> Entry:
         # The compilers are imported here: a warm load needs neither, a cold one needs one.
         module = self._module
         compile_: Callable[..., Any]
@@ -322,7 +320,7 @@ class DeviceImage(Buildable[bytes]):
             cuda_headers=headers,
         )
         files = {f"{slug(module.op)}.{image.kind}": image.data}
-        return BuildOutput(variant, files, {"kind": image.kind, "log": image.log})
+        return new_entry(self.key, variant, files, {"kind": image.kind, "log": image.log})
 
 
 _NO_VERSION = (0, 0)

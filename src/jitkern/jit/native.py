@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jitkern.arch import Arch
-from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, BuildOutput, Lookup, find, get_or_build
+from jitkern.cache.entry import Entry, Key, new_entry
+from jitkern.cache.get import Buildable, Lookup, find, get_or_build
 from jitkern.cache.lock import build_folder
 from jitkern.compilers import cxx
 from jitkern.compilers.find import is_cuda_headers
@@ -148,12 +148,12 @@ class NativeLibrary(Buildable["Module | None"]):
     def hint(self) -> str:
         return f"load it before freezing, or {record_hint()}"
 
-    def build(self) -> BuildOutput:
+    def build(self) -> Entry:
         given = self._used.options.get("build_directory")
         with build_folder(None if given is None else Path(given)) as folder:
             return self._build_in(folder)
 
-    def _build_in(self, folder: Path) -> BuildOutput:
+    def _build_in(self, folder: Path) -> Entry:
         options = self._used.options
         library = cxx.build(
             slug(self._name),
@@ -168,7 +168,7 @@ class NativeLibrary(Buildable["Module | None"]):
         # What is published is what was compiled: an editor may have saved a file meanwhile.
         if self._key(self._read()).digest != self.key.digest:
             raise JitkernError(f"{self._name}: a source changed while it was built; load it again")
-        return BuildOutput(self.variant, {f"{slug(self._name)}.so": library})
+        return new_entry(self.key, self.variant, {f"{slug(self._name)}.so": library})
 
     def _translation_units(self, folder: Path) -> list[Path]:
         """Return what is compiled: for load_jit one file of C++ and one of CUDA, with exports."""
