@@ -68,7 +68,7 @@ def test_layout_and_round_trip(cache: Cache) -> None:
 
 def test_an_entry_of_another_version_of_jitkern_is_found(cache: Cache) -> None:
     """Two versions on one cache: this is a kernel as the first releases wrote it."""
-    path = make(cache.base / key().directory / VARIANT)
+    path = make(cache.base / str(key()) / VARIANT)
     (path / "kernel.cubin").write_bytes(b"x")
     meta = {
         "schema": 1,
@@ -103,7 +103,7 @@ def test_the_highest_rank_goes_first_and_the_newest_of_equals(cache: Cache) -> N
     assert found([MAY_LOAD, MAY_LOAD, LOADS]) == "a"
     assert found([NO_USE, NO_USE, NO_USE]) is None
     assert found([LOADS, MAY_LOAD, LOADS], least=EXACT) is None
-    (cache.base / key().directory / "gcc" / "a.so").write_bytes(b"")
+    (cache.base / str(key()) / "gcc" / "a.so").write_bytes(b"")
     assert found([EXACT, EXACT, EXACT]) == "zzz"  # the next, if the best is damaged
 
 
@@ -134,7 +134,7 @@ def test_all_is_flushed_before_its_rename_and_its_name_after(
     monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(os, "rename", move)
     publish(cache)
-    assert steps == ["kernel.cubin", META_NAME, "staged", "rename", key().directory, "v1"]
+    assert steps == ["kernel.cubin", META_NAME, "staged", "rename", str(key()), "v1"]
 
 
 def test_a_read_only_cache_is_never_written(cache: Cache) -> None:
@@ -220,7 +220,7 @@ def test_an_entry_in_the_place_of_another_is_a_miss(
     cache: Cache, key_name: str, variant: str
 ) -> None:
     path = publish(cache)
-    other = cache.base / key(key_name).directory / variant
+    other = cache.base / str(key(key_name)) / variant
     shutil.copytree(path, other, dirs_exist_ok=True)
     with pytest.raises(CacheError, match=f"its meta is that of {path.parent.name}/{path.name}"):
         read_entry(other)
@@ -238,7 +238,7 @@ def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
 ) -> None:
     """The victim has files of all shapes that jitkern could take for its own."""
     victim = tmp_path / "victim"
-    for name in ("run1/x", f"{VARIANT}/x", f"{key().directory}/x", f"{HERE}.999999999.{TOKEN}/x"):
+    for name in ("run1/x", f"{VARIANT}/x", f"{key()}/x", f"{HERE}.999999999.{TOKEN}/x"):
         make((victim / name).parent)
         (victim / name).write_text("months of work")
         os.utime((victim / name).parent, (1, 1))
@@ -321,7 +321,7 @@ def test_a_kill_before_the_rename_leaves_nothing_that_stays(cache: Cache) -> Non
         os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         publish(cache)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    folder = cache.base / key().directory
+    folder = cache.base / str(key())
     assert list(folder.iterdir()) == []
     assert (cache.lookup(key()), cache.clear()) == (None, 0)
     assert not folder.exists()
@@ -355,7 +355,7 @@ def test_another_process_may_remove_the_folder_of_a_key_at_any_time(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, is_there: bool
 ) -> None:
     """As evictions do if it is empty: "cannot publish an entry: No such file or directory"."""
-    folder = cache.base / key().directory
+    folder = cache.base / str(key())
     if is_there:
         make(folder)
     remove_after(monkeypatch, owner, name, folder)
@@ -381,7 +381,7 @@ def test_clear_removes_sound_entries_and_empty_keys_only(cache: Cache) -> None:
     assert (gone[0].exists(), gone[1].exists()) == (False, True)
     assert cache.clear() == 1
     left = {path.name for path in cache.base.iterdir() if not path.name.startswith(".")}
-    kept = {key(name).directory for name in ("diary", "damaged")}
+    kept = {str(key(name)) for name in ("diary", "damaged")}
     assert left == kept | {"checkpoints", "notes.txt"}
     assert staging(cache) == []
 

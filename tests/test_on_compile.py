@@ -122,4 +122,4 @@ def test_an_unknown_mode_freezes_nothing() -> None:
     with pytest.raises(ValueError) as raised:
         jitkern.freeze("sometimes")  # type: ignore[arg-type]
     assert str(raised.value) == "freeze: mode: 'sometimes', expected raise or warn"
-    assert not get.is_frozen()
+    assert get._freeze_mode() is None

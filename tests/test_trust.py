@@ -39,7 +39,7 @@ def cache_root(tmp_path: Path) -> Path:
 
 def part(root: Path, name: str) -> Path:
     base = root / "v1"
-    entry = base / key().directory / VARIANT
+    entry = base / str(key()) / VARIANT
     return {
         "root": root,
         "base": base,

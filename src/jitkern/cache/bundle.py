@@ -125,9 +125,7 @@ def _entry(file: Path, folder: str, files: dict[str, bytes]) -> Entry:
     if META_NAME not in files:
         raise CacheError(f"{where}: {META_NAME} is missing")
     entry = Entry(None, files, entries.parse_meta(files.pop(META_NAME), where))
-    recorded = entry.meta["files"]
-    if str(entry) != folder or set(recorded) != set(files):
+    if str(entry) != folder or entry.meta["files"].keys() != files.keys():
         raise CacheError(f"{where}: its meta describes something else")
-    for name, expected in recorded.items():
-        entries.check_file(name, files[name], expected, where)
+    entries.check_files(entry, where)
     return entry

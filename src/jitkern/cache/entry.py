@@ -33,10 +33,6 @@ class Key(NamedTuple):
     describe: Mapping[str, Any] = _EMPTY  # what meta.json tells a reader
 
     @property
-    def directory(self) -> str:
-        return f"{slug(self.name)}-{self.digest}"
-
-    @property
     def op(self) -> str:
         """The op, or the name that load_jit was given."""
         return str(self.describe.get("op", self.name))
@@ -50,7 +46,8 @@ class Key(NamedTuple):
         return str(self.describe.get("arch", ""))
 
     def __str__(self) -> str:
-        return self.directory
+        """Return the name of its folder in a cache."""
+        return f"{slug(self.name)}-{self.digest}"
 
 
 class Entry(NamedTuple):
@@ -97,13 +94,11 @@ class Entry(NamedTuple):
         return str(self.meta["toolchain"])
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
 def new_entry(
     key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any] = _EMPTY
 ) -> Entry:
     """Return an entry of what was built, to be published; the first file is the artefact."""
+    recorded = {name: {"bytes": len(d), "sha256": sha256(d)} for name, d in files.items()}
     meta = {
         **notes,
         "schema": SCHEMA,
@@ -113,9 +108,7 @@ def new_entry(
         "toolchain": variant,
         "describe": dict(key.describe),
         "artefact": next(iter(files)),
-        "files": {
-            name: {"bytes": len(data), "sha256": sha256(data)} for name, data in files.items()
-        },
+        "files": recorded,
     }
     return Entry(None, files, meta)
 
@@ -123,10 +116,7 @@ def new_entry(
 def meta_bytes(meta: Mapping[str, Any]) -> bytes:
     """Return the text of a ``meta.json``; equal metas give equal bytes."""
     body = {**meta, "checksum": sha256(canonical_json(meta))}
-    return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True) + "\n").encode()
-
-
-# -- reading ---------------------------------------------------------------------------------------
+    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
@@ -139,23 +129,22 @@ def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
         require_trusted(folder, os.lstat(folder), trust)
     file = path / META_NAME
     meta = parse_meta(_read(file, trust), str(file))
-    place = (f"{slug(meta['name'])}-{meta['family']}", meta["toolchain"])
-    if place != (path.parent.name, path.name):
-        raise CacheError(f"{file}: its meta is that of {'/'.join(place)}")
+    place = str(Entry(path, {}, meta))
+    if place != f"{path.parent.name}/{path.name}":
+        raise CacheError(f"{file}: its meta is that of {place}")
     return meta
 
 
 def read_entry(path: Path, trust: Trust = EVERYONE, meta: Mapping[str, Any] | None = None) -> Entry:
     """Read the entry at `path`, every byte checked against its meta. Raises as `read_meta`."""
     meta = read_meta(path, trust) if meta is None else meta
-    files: dict[str, bytes] = {}
-    for name, expected in meta["files"].items():
-        try:
-            files[name] = _read(path / name, trust)
-        except OSError as error:
-            raise CacheError(f"{path / name}: {error.strerror}") from error
-        check_file(name, files[name], expected, str(path))
-    return Entry(path, files, meta)
+    try:
+        files = {name: _read(path / name, trust) for name in meta["files"]}
+    except OSError as error:
+        raise CacheError(f"{error.filename or path}: {error.strerror}") from error
+    entry = Entry(path, files, meta)
+    check_files(entry, str(path))
+    return entry
 
 
 def _read(file: Path, trust: Trust) -> bytes:
@@ -164,10 +153,12 @@ def _read(file: Path, trust: Trust) -> bytes:
         return stream.read()
 
 
-def check_file(name: str, data: bytes, expected: Mapping[str, Any], where: str) -> None:
-    """Raise CacheError unless `data` is what the meta recorded for file `name`."""
-    if len(data) != expected["bytes"] or sha256(data) != expected["sha256"]:
-        raise CacheError(f"{where}: {name}: checksum does not match")
+def check_files(entry: Entry, where: str) -> None:
+    """Raise CacheError unless the files of an entry are those that its meta recorded."""
+    for name, expected in entry.meta["files"].items():
+        data = entry.files[name]
+        if len(data) != expected["bytes"] or sha256(data) != expected["sha256"]:
+            raise CacheError(f"{where}: {name}: checksum does not match")
 
 
 def parse_meta(raw: bytes, where: str) -> dict[str, Any]:

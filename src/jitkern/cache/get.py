@@ -34,9 +34,7 @@ KERNELS = "jitkern-kernels"  # the wheel of prebuilt kernels, which one may inst
 # Stands for ~/.cache if there is no home directory: nothing can be made below it.
 _NOWHERE = Path(os.devnull, "no-home")
 
-# -- freezing --------------------------------------------------------------------------------------
-
-# What freeze() and unfreeze() have said last; nothing yet: JITKERN_FREEZE decides.
+# The last call of freeze() or unfreeze(); empty before the first: JITKERN_FREEZE decides.
 _frozen: FreezeMode | Literal["off", ""] = ""
 _warned_of: set[str] = set()
 
@@ -77,13 +75,8 @@ def unfreeze() -> None:
     _frozen = "off"
 
 
-def is_frozen() -> bool:
-    """Tell whether a miss raises or warns."""
-    return _freeze_mode() is not None
-
-
 def forbidden_by() -> str:
-    """Say what forbids to compile, such as ``JITKERN_FREEZE=1 is set``; empty if nothing does."""
+    """Return why compiling is forbidden, e.g. ``JITKERN_FREEZE=1 is set``; empty if it is not."""
     if _freeze_mode() != "raise":
         return ""
     reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
@@ -95,21 +88,18 @@ def _freeze_mode() -> FreezeMode | None:
     return None if _frozen == "off" else _frozen or settings().freeze
 
 
-# -- which caches ----------------------------------------------------------------------------------
-
-
 class Searched(NamedTuple):
-    """A cache that is searched: what names it, what stats() calls a hit in it."""
+    """A cache that is searched."""
 
-    origin: str
-    source: Source
+    origin: str  # what names it: a setting, or a wheel
+    source: Source  # what stats() calls a hit in it
     cache: Cache
 
 
 def caches() -> Iterator[Searched]:
     """Yield the caches of this process in the order they are searched in."""
     yield from _caches(settings())
-    yield from _kernels()  # nobody looks for the wheel if another cache has what is wanted
+    yield from _kernels()  # the wheel is looked for only if no other cache has an entry
 
 
 @lru_cache(maxsize=4)
@@ -136,47 +126,44 @@ def _kernels() -> tuple[Searched, ...]:
 
 
 def _shipped(folder: Path) -> Cache:
-    """Return a cache beside Python files: whoever may write it may write these as well."""
+    """Return a cache in a wheel. Not checked: whoever may write it may write Python code too."""
     return Cache(folder, read_only=True, trust=EVERYONE)
 
 
 def folders() -> list[Path]:
-    """Return where the caches of this process are, in the same order."""
+    """Return the folders of ``caches``, in the same order."""
     return [searched.cache.root for searched in caches()]
 
 
 def user_cache() -> Cache:
-    """Return the cache at JITKERN_CACHE_DIR: the one that is written."""
+    """Return the cache at JITKERN_CACHE_DIR, the only one that is written."""
     return _caches(settings())[-2].cache
 
 
 def shipped_cache() -> Cache:
-    """Return what the wheel has brought."""
+    """Return the cache in jitkern's own wheel."""
     return _caches(settings())[-1].cache
 
 
-# What this process has built and could not publish, by key. The caches are as good to a child.
+# What this process has built and could not publish, by key.
 _unpublished: dict[str, Entry] = {}
 
 
 def _warn_of_unwritable(reason: CacheError) -> None:
-    """Say why what is compiled lives in memory, once."""
+    """Warn once that compiled code stays in memory only, and why."""
     if user_cache().root == _NOWHERE:
         reason = CacheError("there is no home directory; set HOME or JITKERN_CACHE_DIR")
     user_cache().warn(f"{reason}; what this process compiles is kept in memory until it ends")
 
 
-# -- finding and building --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Lookup(Generic[T]):
-    """How something was found: where, in how many milliseconds, and what was made of its entry."""
+    """The result of a look-up."""
 
     source: Source
-    ms: float
+    ms: float  # how long it took
     entry: Entry
-    loaded: T
+    loaded: T  # what Buildable.load made of the entry
 
     @property
     def path(self) -> Path | None:
@@ -185,31 +172,31 @@ class Lookup(Generic[T]):
 
 
 class Buildable(ABC, Generic[T]):
-    """Something that a cache may hold and that can be built."""
+    """Something that is looked up in the caches, and built if it is missing."""
 
     key: Key
-    variant: str = ""  # what it would be built with, if that is known before the build
+    variant: str = ""  # what it would be built with; empty if unknown before the build
     has_compiler: bool = True  # without one, any entry that loads will do
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """Tell from its meta how good an entry is here; see ``cache.store``."""
+        """Rank an entry by its meta: EXACT, LOADS, ... of ``cache.store``."""
         return EXACT if self.variant in ("", meta["toolchain"]) else LOADS
 
     @abstractmethod
     def load(self, entry: Entry) -> T:
-        """Make of an entry what is wanted of it; CompileError if it does not load here."""
+        """Return what callers use, made from an entry; CompileError if it does not load here."""
 
     @abstractmethod
     def build(self) -> Entry:
-        """Build it. A CompileError is kept for the ranks that wait for the same key."""
+        """Build it. Ranks that wait for the same key raise the same CompileError."""
 
     def hint(self) -> str:
-        """Say what would have built it before the process was frozen."""
+        """Return how to build it before a process is frozen."""
         return ""
 
 
 def build(wanted: Buildable[Any]) -> Entry:
-    """Build it; its meta tells how long that took, and when it was."""
+    """Build it; note in its meta when that was and how long it took."""
     start = time.perf_counter()
     built = wanted.build()
     build_ms = round((time.perf_counter() - start) * 1e3, 3)
@@ -218,15 +205,15 @@ def build(wanted: Buildable[Any]) -> Entry:
 
 
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
-    """Return what is wanted if a cache has it; nothing is built."""
+    """Look something up in the caches; nothing is built."""
     found = _find(wanted, time.perf_counter())
     return found if found is None else _told(wanted, found)
 
 
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
-    """Return what is wanted, built if no cache has it.
+    """Look something up in the caches; build it if it is missing.
 
-    Raises CompileError if it does not compile or load, here or in the process that was waited for;
+    Raises CompileError if it does not compile or load, here or in the process that built it;
     FrozenError or ToolchainError if it is missing and may not or cannot be compiled.
     """
     start = time.perf_counter()
@@ -252,21 +239,21 @@ def _told(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
 def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
     """Look in each cache for an entry that is as good as a build here.
 
-    Without a compiler or frozen, for one that the driver takes, then for any: better than none.
+    Without a compiler or frozen: for one that this driver loads, then for any.
     """
     ranks = [EXACT] if wanted.has_compiler else []
-    if not wanted.has_compiler or is_frozen():
+    if not wanted.has_compiler or _freeze_mode():
         ranks += [LOADS, MAY_LOAD]
     for rank in ranks:
         for source, entry in _entries(wanted, rank):
-            with suppress(CompileError):  # made with newer system libraries, or evicted just now
+            with suppress(CompileError):  # built with newer system libraries, or just evicted
                 loaded = wanted.load(entry)
                 return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
     return None
 
 
 def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]:
-    """Yield the entry of each cache that has one of this rank or a higher one."""
+    """Yield the best entry of each cache, if it has one of this rank or a higher one."""
     kept = _unpublished.get(str(wanted.key))
     if kept is not None and wanted.rank(kept.meta) >= least:
         yield "cached", kept
@@ -285,11 +272,11 @@ def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]
 
 
 def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
-    """Build, but let one process of this machine do it for all."""
+    """Build under the key's lock, so that one process of this machine builds for all."""
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
     with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there):
-        # Looked up again under the lock: another rank may have published between the two.
+        # Again, under the lock: another rank may have published meanwhile.
         found = _find(wanted, start)
         if found is not None:
             return found
@@ -317,7 +304,7 @@ def _publish(built: Entry) -> Entry:
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:
-    """Raise for what is missing in a frozen process, or warn of it once."""
+    """If the process is frozen, raise FrozenError, or warn once per key."""
     mode = _freeze_mode()
     if mode is None or (mode == "warn" and str(wanted.key) in _warned_of):
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 from jitkern.cache import stats
 from jitkern.env import settings
 from jitkern.errors import CompileError
-from jitkern.fs import make_folders, open_regular, parse_json, scratch_folder, write_whole
+from jitkern.fs import open_regular, parse_json, scratch_folder, write_whole
 
 _POLL_S = 0.01
 _FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries again is slower
@@ -28,21 +28,20 @@ _MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some M
 def build_lock(
     path: Path, *, timeout_s: float, done: Callable[[], bool], mode: int = 0o600
 ) -> Iterator[bool]:
-    """Hold the lock file `path` for the body, or give up after `timeout_s` seconds; yields which.
+    """Hold the lock file `path` for the body; yield whether it is held.
 
-    Never raises if the lock cannot be had: after the timeout it warns and names the holder, on a
-    read-only or full disk it yields at once. `done` ends the wait: there is nothing left to build.
-    Without the lock the caller builds privately.
+    Without the lock the caller builds privately. That is so after `timeout_s` seconds, with a
+    warning that names the holder, at once on a read-only or full disk, and when `done` ends the
+    wait: there is nothing left to build.
     """
     # Imported here: it costs 37 ms, and a warm load never comes this far.
     from filelock import FileLock, Timeout
 
-    # Soft locks outlive a holder that is killed: a file system without locks is to be an OSError.
+    # A soft lock would outlive a killed holder; without it, no file locks means OSError.
     lock = FileLock(path, fallback_to_soft=False, mode=mode)
     holder_file = _holder_file(path)
     held, start = False, time.monotonic()
     try:
-        make_folders(path.parent)
         lock.acquire(timeout_s, _POLL_S, cancel_check=done)
         held = True
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -58,7 +57,7 @@ def build_lock(
                 stacklevel=3,
             )
     except OSError:
-        pass  # the caller builds without the lock, and the publication says why nothing is kept
+        pass  # the caller builds without the lock; publishing will warn if nothing can be kept
     if time.monotonic() - start > 1e-3:
         stats.count("waits")
     try:
@@ -85,7 +84,7 @@ def build_folder(folder: Path | None) -> Iterator[Path]:
 
 
 def read_holder(path: Path) -> str:
-    """Return who says to hold the lock file `path`; empty if nobody does."""
+    """Return who holds the lock file `path`, by its own note; empty if nobody does."""
     try:
         text = _read(_holder_file(path), 400).decode()
     except (OSError, ValueError):
@@ -109,7 +108,7 @@ class FailureNote:
     path: Path
 
     def write(self, error: CompileError, variant: str) -> None:
-        """Note `error` for a build with `variant`. Best effort: others then build too."""
+        """Note `error` for a build with `variant`. Best effort: without it others build too."""
         texts = {"message": error.message, "command": error.command, "log": error.log}
         note = {"at_unix_s": time.time(), "variant": variant, "source": error.source or "", **texts}
         with suppress(OSError):
@@ -124,7 +123,7 @@ class FailureNote:
             error = CompileError(str(note["message"]), **texts)
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        # One of the future does not count: a clock was wrong.
+        # A time in the future comes from a wrong clock.
         is_fresh = since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S
         return error if noted_variant == variant and is_fresh else None
 

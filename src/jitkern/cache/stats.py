@@ -1,4 +1,4 @@
-"""Counts of what the loader did in this process, and who is told of it."""
+"""Counts of what the loader did in this process, and callbacks that hear of it."""
 
 from __future__ import annotations
 

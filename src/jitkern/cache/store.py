@@ -34,11 +34,11 @@ from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name
 if TYPE_CHECKING:
     from jitkern.cache.lock import FailureNote
 
-# What rank(meta) says of an entry.
+# Results of rank(meta).
 NO_USE = 0
-MAY_LOAD = 1  # better than nothing, if nothing can be built
-LOADS = 2  # likewise, and this machine's driver takes it
-SHIPPED_WILL_DO = 3  # as good as one built here, if the wheel has it
+MAY_LOAD = 1  # used only if nothing can be built
+LOADS = 2  # likewise, and this machine's driver loads it
+SHIPPED_WILL_DO = 3  # as good as a build here, if it is in a wheel
 EXACT = 4  # what a build would make now
 
 Rank = Callable[[Mapping[str, Any]], int]
@@ -92,8 +92,6 @@ class Cache:
             self._has_warned = True
             warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
 
-    # -- looking up ------------------------------------------------------------------------------
-
     def lookup(self, key: Key, rank: Rank = lambda _: EXACT, least: int = MAY_LOAD) -> Entry | None:
         """Return the verified entry of `key` that ranks highest, the newest of equals; or None.
 
@@ -103,12 +101,13 @@ class Cache:
         if not self.check():
             return None
         found = []
-        for name in _names(self.base / key.directory):
+        folder = self.base / str(key)
+        for name in _names(folder):
             with self._ignoring_damage():
-                meta = read_meta(self.base / key.directory / name, self.trust)
+                meta = read_meta(folder / name, self.trust)
                 found.append((rank(meta), meta.get("built_unix_s") or 0, name, meta))
         for value, _, name, meta in sorted(found, key=lambda one: one[:3], reverse=True):
-            path = self.base / key.directory / name
+            path = folder / name
             with self._ignoring_damage():
                 if value >= least:
                     entry = read_entry(path, self.trust, meta)
@@ -118,7 +117,7 @@ class Cache:
 
     @contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Pass over what is missing, damaged or, after a warning, not trusted."""
+        """Skip an entry that is missing, damaged or, with a warning, not trusted."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
@@ -129,59 +128,55 @@ class Cache:
             _log.info("jitkern: ignoring a damaged cache entry: %s", error)
 
     def _touch(self, meta: Path) -> None:
-        with suppress(OSError):  # best effort: a read-only disk keeps its old order of eviction
+        with suppress(OSError):  # on a read-only disk the order of eviction stays as it is
             if not self.read_only and abs(time.time() - meta.stat().st_mtime) > _TOUCH_EVERY_S:
                 os.utime(meta)
 
     def paths(self) -> list[Path]:
-        """List everything in the place of an entry, sound or not, by name."""
+        """Return the paths of all entries, sound or not, by name."""
         return [self.base / key / name for key in self._keys() for name in _names(self.base / key)]
 
     def _keys(self) -> list[str]:
         return list(filter(_KEY.match, _names(self.base)))
 
     def entries(self) -> list[Entry]:
-        """List the readable entries by name, without their files; none if there is no folder."""
+        """Return the readable entries by name, without their files."""
         found = []
         for path in self.paths():
             with suppress(OSError, CacheError):
                 found.append(Entry(path, {}, read_meta(path)))
         return found
 
-    # -- locks and failures ----------------------------------------------------------------------
-
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[bool]:
         """Hold the build lock of `key`; see ``cache.lock.build_lock``."""
-        # Imported here: a look-up has no need of it, and it takes 1 to 2 ms.
+        # Imported here: it takes 1 to 2 ms, and a look-up does not need it.
         from jitkern.cache.lock import build_lock
 
-        path = self._beside(".locks") / f"{key.directory}.lock"
+        path = self._beside(".locks") / f"{key}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
 
     def failure(self, key: Key) -> FailureNote:
         """Return the note of the last failed build of `key`."""
         from jitkern.cache.lock import FailureNote
 
-        return FailureNote(self._beside(".failed") / f"{key.directory}.json")
+        return FailureNote(self._beside(".failed") / f"{key}.json")
 
     def _beside(self, name: str) -> Path:
-        """Return a folder beside the entries, or one below which there is nothing."""
+        """Make a folder beside the entries; if that fails, return one that holds no files."""
         try:
             return self._make(name)
         except (OSError, UntrustedError):
             return Path(os.devnull)
 
     def _make(self, name: str) -> Path:
-        """Make folder `name` below the base, and what is above it, if they are missing."""
-        self.check()  # nothing is made below a folder that is not ours
+        """Make folder `name` below the base, and its parents, if they are missing."""
+        self.check()  # nothing is made below a folder that others may write
         folder = self.base / name
         make_folders(folder, self._folder_mode)
         require_trusted(folder, os.lstat(folder), self.trust)
         return folder
-
-    # -- publishing ------------------------------------------------------------------------------
 
     def publish(self, entry: Entry) -> Entry:
         """Write a new entry, or one of another cache, to this cache; return it with its path.
@@ -190,12 +185,15 @@ class Cache:
         """
         if self.read_only:
             raise CacheError(f"{self.root}: this cache is read-only")
-        target = self.base / entry.key.directory / entry.variant
+        target = self.base / str(entry.key) / entry.variant
         try:
             self._sweep()
             staged = self._make(".staging") / private_name()
             try:
-                self._write(staged, entry)
+                make_folders(staged, self._folder_mode)
+                for name, data in {**entry.files, META_NAME: meta_bytes(entry.meta)}.items():
+                    write_new(staged / name, data, flush=True, mode=self._file_mode)
+                flush_directory(staged)
                 self._move_into_place(staged, target, entry)
             finally:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -206,13 +204,6 @@ class Cache:
         if self.max_bytes is not None:
             self._evict(self.max_bytes, target)
         return entry._replace(path=target)
-
-    def _write(self, folder: Path, entry: Entry) -> None:
-        """Write an entry into a new folder, and flush it."""
-        make_folders(folder, self._folder_mode)
-        for name, data in {**entry.files, META_NAME: meta_bytes(entry.meta)}.items():
-            write_new(folder / name, data, flush=True, mode=self._file_mode)
-        flush_directory(folder)
 
     def _move_into_place(self, staged: Path, target: Path, entry: Entry) -> None:
         while True:
@@ -237,19 +228,17 @@ class Cache:
             flush_directory(target.parent)
         flush_directory(self.base)
 
-    # -- deleting --------------------------------------------------------------------------------
-
     def _discard(self, path: Path) -> None:
-        """Take what is in an entry's place out of sight by one rename, then delete it."""
+        """Move what is in the place of an entry to .staging by one rename, then delete it."""
         doomed = self._make(".staging") / private_name()
         with suppress(FileNotFoundError):  # another process was faster
             os.rename(path, doomed)
             _delete(doomed)
 
     def _remove(self, path: Path) -> bool:
-        """Discard a sound entry, and its key's folder if it was the last one; tell whether.
+        """Delete a sound entry, and its key's folder if that is empty then; tell whether it was.
 
-        A damaged one stays, and one that holds a file that its meta does not name.
+        An entry that is damaged stays, and one with a file that its meta does not name.
         """
         try:
             known = {META_NAME, *read_meta(path, self.trust)["files"]}
@@ -275,17 +264,18 @@ class Cache:
     def _evict(self, max_bytes: int, keep: Path) -> None:
         """Evict the least recently used entries, a few at a time, if the cache is too large.
 
-        Of many keys it looks at a part, from a random one on, and estimates the size by it.
+        Of many keys it measures a random sample and estimates the size by it.
         """
+        import random
+
         keys = self._keys()
-        start = int.from_bytes(os.urandom(4), "little") % max(len(keys), 1)
-        sample = self._measured((keys[start:] + keys[:start])[:_MAX_MEASURED])
-        total_bytes = sum(size for _, size, _ in sample)
-        total_bytes = total_bytes * len(keys) // max(1, min(_MAX_MEASURED, len(keys)))
+        sampled = random.sample(keys, min(len(keys), _MAX_MEASURED))
+        found = self._measured(sampled)
+        total_bytes = sum(size for _, size, _ in found) * len(keys) // max(len(sampled), 1)
         if total_bytes <= max_bytes:
             return
         evicted = 0
-        for _, size, path in sorted(sample):
+        for _, size, path in sorted(found):
             # Somewhat below the cap, so that the next publication need not evict again.
             if total_bytes <= max_bytes * 9 // 10 or evicted == _MAX_EVICTED:
                 break
@@ -295,7 +285,7 @@ class Cache:
                     evicted += 1
 
     def _measured(self, keys: list[str]) -> list[tuple[float, int, Path]]:
-        """Return last use, bytes and path of each entry of these keys; no file is read."""
+        """Return last use, size and path of each entry of these keys; no file is read."""
         found = []
         for key in keys:
             _remove_if_empty(self.base / key)  # left by a process killed before its rename
@@ -308,7 +298,7 @@ class Cache:
         return found
 
     def clear(self, select: Callable[[Entry], bool] = lambda _: True) -> int:
-        """Remove each sound entry that `select` accepts, and empty keys; return how many went.
+        """Delete each sound entry that `select` accepts, and empty keys; return how many.
 
         CacheError if others could have written the cache, or if it cannot be written.
         """
@@ -324,7 +314,7 @@ class Cache:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder; none in one that is a link, missing, or closed to us."""
+    """Return the sorted names in a folder; none if it is a link, missing or not readable."""
     try:
         return [] if folder.is_symlink() else sorted(os.listdir(folder))
     except OSError:

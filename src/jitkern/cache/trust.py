@@ -1,8 +1,8 @@
 """Whose code may run here: one rule for every folder and file of a cache.
 
-A library runs code when it is loaded, so a cache counts only if this user or root owns it and
-nobody else may write it. The same holds for the folders above it, up to the home directory: whoever
-may rename there can put another cache in its place. Otherwise it counts as absent.
+Loading a library runs its code. So a cache is used only if this user or root owns it and nobody
+else may write it; else it counts as absent. The same holds for the folders above it, up to the home
+directory: whoever may rename there can put another cache in its place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EVERYONE = Trust(everyone=True)
 
 
 class UntrustedError(CacheError):
-    """Others could have written what is in a cache; the message says what to type."""
+    """Others could have written a part of a cache; the message says what to type."""
 
 
 def complaint(status: os.stat_result, trust: Trust, *, above: bool = False) -> str:
-    """Say how others could have written what has this lstat or fstat; empty if they could not.
+    """Return how others could have written a file with this status; empty if they could not.
 
     A folder `above` a cache may have a sticky bit instead, as ``/tmp`` has.
     """
