@@ -79,9 +79,7 @@ def forbidden_by() -> str:
     """Return why compiling is forbidden, e.g. ``JITKERN_FREEZE=1 is set``; empty if it is not."""
     if _freeze_mode() != "raise":
         return ""
-    reasons = ["JITKERN_FREEZE=1 is set"] if settings().freeze == "raise" else []
-    reasons += ["jitkern.freeze() was called"] if _frozen else []
-    return " and ".join(reasons)
+    return "jitkern.freeze() was called" if _frozen else "JITKERN_FREEZE=1 is set"
 
 
 def _freeze_mode() -> FreezeMode | None:

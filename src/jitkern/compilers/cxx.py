@@ -1,7 +1,7 @@
 """C++ and single-source CUDA to a shared library, by ninja and the host's compilers.
 
-Knows no cache. Writes its own build.ninja: tvm_ffi.cpp.build remembers CUDA_HOME for the process,
-asks nvidia-smi for the architecture, and leaves its compilers running when the process is killed.
+It writes its own build.ninja. tvm_ffi.cpp.build would keep CUDA_HOME for the process, ask
+nvidia-smi for the architecture, and leave its compilers running when the process is killed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from jitkern.fs import digest, slug, write_whole
 
 _log = logging.getLogger("jitkern")
 
+# These come before the caller's flags.
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
-"""Come before the caller's flags for C++."""
-
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
-"""Come before the caller's flags for nvcc."""
 
 _CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
 
@@ -55,15 +53,15 @@ def build(
     unset: Collection[str] = (),
     arch: Arch | None = None,
 ) -> Path:
-    """Compile sources and link them to ``<directory>/<name>.so``, which is returned.
+    """Compile sources and link them; return the library, ``<directory>/<name>.so``.
 
-    ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc, for `arch`. In a
-    directory that has been built in before, ninja makes only what is out of date; no other build
-    may use it meanwhile. The library needs libtvm_ffi.so and, with CUDA sources, libcudart by their
-    plain names, and holds no path of this machine.
+    ``.cc``, ``.cpp`` and ``.cxx`` go to the C++ compiler, ``.cu`` to nvcc, for `arch`. If
+    `directory` holds an earlier build, ninja makes only what is out of date; no other build may use
+    it meanwhile. The library links libtvm_ffi.so and, with CUDA sources, libcudart by their plain
+    names, and contains no path of this machine.
 
     `cflags`, `cuda_cflags` and `ldflags` follow the default flags; each may hold several words,
-    quoted as in a shell. Every C++ source begins with the header `precompiled`. The compilers do
+    quoted as in a shell. Every C++ source starts with the header `precompiled`. The compilers do
     not see the environment variables in `unset`.
 
     Raises CompileError (with the command and the whole log), ToolchainError if ninja or a compiler
@@ -79,7 +77,7 @@ def build(
     compiler = find_cxx().command
     directories = [str(path.resolve()) for path in (*include_paths, *tvm_ffi_include_dirs())]
     includes = [f"-I{path}" for path in directories]
-    # Checkouts and machines share the library, so __FILE__ holds no path of this one.
+    # __FILE__ must not contain a path: checkouts and machines share the library.
     sources = [source.resolve() for source in sources]
     folders = dict.fromkeys([*directories, *(str(source.parent) for source in sources)])
     maps = [f"-fmacro-prefix-map={folder}/=" for folder in folders]
@@ -92,18 +90,18 @@ def build(
         defaults = [*CUDA_CFLAGS, f"-gencode=arch={arch.compute},code={arch.sm}"]
         if settings().cxx is not None and len(compiler) == 1:
             defaults += ["-ccbin", compiler[0]]
-        # nvcc takes a comma in -Xcompiler for the next option.
+        # A comma in -Xcompiler separates options.
         defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
         nvcc = [str(cuda.nvcc), *with_defaults(defaults, words(cuda_cflags)), *includes]
         cxx += [f"-isystem{path}" for path in cuda.include_dirs]  # C++ may use the runtime as well
         libraries.append(str(cuda.cudart))
 
-    # -MMD would leave out headers of the system, which nvcc and the CUDA runtime are.
+    # Not -MMD, which leaves out system headers: CUDA's runtime is among them.
     tail = ("-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out")
     lines = ["ninja_required_version = 1.10\n"]
     needs: list[str] = []
     if precompiled is not None:
-        # GCC and Clang look for precompiled.h.gch. One that cannot use it reads precompiled.h.
+        # GCC and Clang use precompiled.h.gch if they can, else they read precompiled.h.
         write_text(directory / "precompiled.h", f'#include "{precompiled.resolve()}"\n')
         needs = ["precompiled.h.gch"]
         lines.append(ninja_rule("header", [*cxx, "-x", "c++-header", *tail]))
@@ -126,7 +124,7 @@ def build(
 
 
 def tvm_ffi_include_dirs() -> list[Path]:
-    """Return where the headers of tvm-ffi are."""
+    """Return the include directories of tvm-ffi."""
     from tvm_ffi import libinfo  # imports torch if there is one, which takes a second
 
     directories = dict.fromkeys([libinfo.find_include_path(), libinfo.find_dlpack_include_path()])
@@ -134,14 +132,14 @@ def tvm_ffi_include_dirs() -> list[Path]:
 
 
 def ninja_rule(name: str, command: Sequence[str], *, depfile: bool = True) -> str:
-    """Return a rule of a build.ninja. ``$in`` and ``$out`` are ninja's, which quotes them."""
+    """Return a rule of a build.ninja. ninja itself replaces and quotes ``$in`` and ``$out``."""
     words = (word if word in ("$in", "$out", "$out.d") else _word(word) for word in command)
     text = f"rule {name}\n  command = {' '.join(words)}\n"
     return text + "  depfile = $out.d\n  deps = gcc\n" if depfile else text
 
 
 def ninja_build(output: str, rule: str, inputs: Sequence[str], needs: Sequence[str] = ()) -> str:
-    """Return the line that builds `output`; no command names what it `needs` besides `inputs`."""
+    """Return the line that builds `output`; `needs` are dependencies that ``$in`` leaves out."""
     line = " ".join([rule, *map(_path, inputs), *(["|"] if needs else []), *map(_path, needs)])
     return f"build {_path(output)}: {line}\n"
 
@@ -155,19 +153,17 @@ def _path(path: str) -> str:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a file unless it holds `text`: ninja builds again what is newer."""
+    """Write a file unless it already holds `text`: a newer file would be built again."""
     data = text.encode("utf-8", "surrogateescape")
     if not file.exists() or file.read_bytes() != data:
         write_whole(file, data)
 
 
-# -- running ninja ---------------------------------------------------------------------------------
+# No compiler outlives this process: ninja kills its jobs on SIGTERM. Linux sends that signal when
+# this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted.
 #
-# No compiler outlives this process: ninja kills its jobs on SIGTERM. The kernel sends that signal
-# when this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted.
-
-# Runs between fork and ninja, as a program of its own: preexec_fn is not safe with threads. The
-# parent may die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
+# This program calls prctl and becomes ninja; preexec_fn is not safe with threads. The parent may
+# die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
 _LAUNCHER = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -190,7 +186,7 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
         cwd=directory,
-        # Temporary files of compilers that are killed stay in the build's directory.
+        # Killed compilers leave their temporary files in the build directory.
         env={**environment, "TMPDIR": str(directory.resolve())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -208,7 +204,7 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
         raise
     log = output.decode("utf-8", "replace")
     if process.returncode < 0 or log.rstrip().endswith(_INTERRUPTED):
-        # A Ctrl-C reaches ninja too. It is no fault of the source, and not to be kept as one.
+        # Ctrl-C reaches ninja too. No CompileError, which other ranks would be given as well.
         raise JitkernError(f"{name}: the build was interrupted; it begins anew with the next call")
     if process.returncode != 0:
         # ninja prints `FAILED: [code=1] output`, and below it the command.

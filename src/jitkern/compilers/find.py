@@ -52,9 +52,6 @@ class Tool(NamedTuple):
         return f"{self.name}-{self.version}"
 
 
-# -- C++ and ninja ---------------------------------------------------------------------------------
-
-
 def find_cxx() -> Tool:
     """Find the C++ compiler: ``CXX`` (with arguments if any), else c++, g++, clang++ on PATH."""
     now = settings()
@@ -78,8 +75,8 @@ def find_cxx() -> Tool:
 def find_ninja() -> Tool:
     """Find ninja: that of the pip package, else on PATH."""
     try:
-        # Older packages also install a script that starts this program as its child. A signal to
-        # the script would leave the child running.
+        # BIN_DIR has the program. Older packages have a script on PATH that starts it as a child,
+        # which would outlive a signal to the script.
         from ninja import BIN_DIR
 
         found = _on_path("ninja", BIN_DIR)
@@ -95,12 +92,12 @@ def find_ninja() -> Tool:
 def _on_path(name: str, path: str) -> str | None:
     """Return the absolute path of a program, or None. A build starts it in another directory."""
     found = shutil.which(name, path=path)
-    # Links stay: what a compiler does may depend on the name that starts it.
+    # Links are not resolved: a compiler may behave by the name that starts it.
     return None if found is None else os.path.abspath(found)
 
 
 def _version(command: tuple[str, ...], pattern: str, hint: str) -> str:
-    """Return what `pattern` finds in the output of ``--version``."""
+    """Return the first group of `pattern` in the output of ``--version``."""
     match = re.search(pattern, _output((*command, "--version")))
     if match is None:
         raise ToolchainError(f"{shlex.join(command)} --version does not work; {hint}")
@@ -119,16 +116,13 @@ def _output(command: tuple[str, ...]) -> str:
     return (done.stdout + done.stderr).decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
-# -- where CUDA may be -----------------------------------------------------------------------------
-
-
 def site_directories() -> tuple[str, ...]:
     """Return the directories that may hold pip packages: all of sys.path."""
     return tuple(directory for directory in sys.path if directory)
 
 
 def _places(now: Settings, site: Sequence[str]) -> Iterator[list[Path]]:
-    """Yield the directories of each toolkit that there may be, in the order of the search.
+    """Yield the directories of each possible toolkit, in the order of the search.
 
     These are pip packages, CUDA_HOME, the directory of the nvcc on PATH, /usr/local/cuda, conda.
     """
@@ -142,9 +136,6 @@ def _places(now: Settings, site: Sequence[str]) -> Iterator[list[Path]]:
     for home in (now.cuda_home, around, SYSTEM_CUDA, Path(sys.prefix)):
         if home is not None:
             yield [home]
-
-
-# -- NVRTC -----------------------------------------------------------------------------------------
 
 
 def find_nvrtc() -> Tool:
@@ -178,7 +169,7 @@ def _library_dirs(now: Settings, site: Sequence[str]) -> Iterator[Path]:
 
 
 def _nvrtc(path: Path) -> Tool:
-    """Take the version from the name of libnvrtc-builtins: to load the library takes 0.1 s."""
+    """Take the version from the name of libnvrtc-builtins: loading the library takes 0.1 s."""
     # No glob and no regular expression: they cost a new process 1 ms.
     prefix = "libnvrtc-builtins.so."
     names = [name for name in os.listdir(path.resolve().parent) if name.startswith(prefix)]
@@ -192,20 +183,13 @@ def _nvrtc(path: Path) -> Tool:
     return Tool((str(path),), "nvrtc", load_nvrtc(path).version)
 
 
-# -- nvcc ------------------------------------------------------------------------------------------
-
-
 class CudaHome(NamedTuple):
-    """A CUDA toolkit at `path`.
-
-    `nvcc` is the one to start: that on PATH, even a wrapper script, before the toolkit's own.
-    `cudart` is the runtime: libcudart.so or, in pip packages, libcudart.so.13.
-    """
+    """A CUDA toolkit."""
 
     path: Path
-    nvcc: Path
+    nvcc: Path  # that on PATH, even a wrapper script, before the toolkit's own
     include_dirs: tuple[Path, ...]
-    cudart: Path
+    cudart: Path  # libcudart.so or, in pip packages, libcudart.so.13
 
 
 def find_cuda_home() -> CudaHome:
@@ -239,7 +223,7 @@ def _toolkits_on_path(path: str) -> Iterator[CudaHome | None]:
     nvcc = _on_path("nvcc", path)
     if nvcc is not None:
         yield _toolkit([Path(nvcc).resolve().parents[1]], nvcc)
-        # A wrapper script lies anywhere; in a dry run nvcc says where its toolkit is.
+        # A wrapper script may be anywhere; a dry run of nvcc prints where the toolkit is.
         output = _output((nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"))
         top = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
         if top is not None:
@@ -247,12 +231,11 @@ def _toolkits_on_path(path: str) -> Iterator[CudaHome | None]:
 
 
 def _toolkit(roots: Sequence[Path], nvcc: str | None = None) -> CudaHome | None:
-    """Return the toolkit of these directories, if it is complete."""
+    """Return the toolkit in these directories if it is complete."""
     programs = [Path(nvcc)] if nvcc else [root / "bin/nvcc" for root in roots]
     includes = [root / include for root in roots for include in _INCLUDE_DIRS]
     names = ("libcudart.so", "libcudart.so.13", "libcudart.so.12")
     cudarts = [root / lib / name for root in roots for lib in _LIB_DIRS for name in names]
-
     program = next(filter(os.path.isfile, programs), None)
     includes = list(filter(os.path.isdir, includes))
     cudart = next(filter(os.path.exists, cudarts), None)
@@ -263,41 +246,36 @@ def _toolkit(roots: Sequence[Path], nvcc: str | None = None) -> CudaHome | None:
 
 # -- CUDA's own headers ----------------------------------------------------------------------------
 #
-# cuda_fp16.h, cooperative_groups.h, cuda/std/..., CUB: 2400 files, some with computed includes. To
-# read them takes as long as a compile, so they are no part of the include closure. A variant names
-# them: NVRTC's version stands for those that it brings, a digest over names, sizes and times for
-# those in a directory.
+# cuda_fp16.h, cooperative_groups.h, cuda/std/..., CUB: 2400 files, some with computed includes.
+# Reading them takes as long as a compile, so the include closure leaves them out. The variant of an
+# entry names them: by NVRTC's version if NVRTC brings them, else by a digest over the names, sizes
+# and times of the files.
 
-FIRST_BUNDLED = (13, 3)
-"""The NVRTC that brings headers, and knows ``--use-bundled-headers``."""
+FIRST_BUNDLED = (13, 3)  # the NVRTC that brings headers, and knows --use-bundled-headers
 
-# What NVRTC 13.3 to 13.5 bring.
+# The headers of NVRTC 13.3 to 13.5.
 _BUNDLED = re.compile(
     r"(?:cuda|cub|thrust|nv|cooperative_groups|crt)/.+"
     r"|(?:cooperative_groups|cuComplex|math_constants|mma|vector_types|cudart_platform"
     r"|cuda_(?:fp16|bf16|fp8|fp6|fp4|tf32|pipeline|awbarrier)\w*)\.h(?:pp)?"
 )
-# A directory that has one of these holds CUDA's own headers.
+# A directory with one of these files holds CUDA's own headers.
 _MARKS = ("cuda_runtime.h", "cuda/std/version", "cub/version.cuh", "thrust/version.h")
 
 _HEADERS_12 = "nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 nvidia-cuda-nvcc-cu12"
 
-# The C++ standard library's headers, C's, and what nvrtc.STANDINS has.
+# The headers of the C++ and C standard libraries, and of nvrtc.STANDINS.
 _STD = re.compile(r"[a-z_]+|c?(?:assert|float|limits|math|stdio|stdlib|string|time)\.h")
 _STANDINS = ("stdint.h", "stddef.h", "cuda_runtime.h", "device_launch_parameters.h")
 
 
 class CudaHeaders(NamedTuple):
-    """CUDA's own headers for one compile, searched in this order.
+    """CUDA's own headers for one compile: the search order is given, bundled, found."""
 
-    `given` directories are named by the caller. If `bundled`, those that NVRTC brings come next.
-    Then come the directories that were `found`. `complete` if all wanted headers are there.
-    """
-
-    given: tuple[Path, ...] = ()
-    found: tuple[Path, ...] = ()
-    bundled: bool = False
-    complete: bool = True
+    given: tuple[Path, ...] = ()  # directories that the caller named
+    found: tuple[Path, ...] = ()  # directories of pip packages or a toolkit
+    bundled: bool = False  # whether NVRTC's own are used
+    complete: bool = True  # whether all wanted headers are there
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -307,23 +285,23 @@ class CudaHeaders(NamedTuple):
     def id(self) -> str:
         """Name of those that were found, for a variant, such as ``cuda-1a2b3c4d5e6f``.
 
-        Looks at every file each time (2459 of CUDA 13.5: 20 ms).
+        It takes a stat of every file (20 ms for the 2459 of CUDA 13.5).
         """
         return f"cuda-{_state(self.found)}" if self.found else ""
 
 
 def is_cuda_headers(directory: Path) -> bool:
-    """Tell whether a directory holds headers of CUDA's own: a toolkit's, a package's, CCCL's."""
+    """Tell whether a directory holds CUDA's own headers: a toolkit's, a package's, CCCL's."""
     return any(os.path.isfile(directory / mark) for mark in _MARKS)
 
 
 def find_headers(
     missing: Iterable[str], given: Sequence[Path] = (), library: Tool | None = None
 ) -> CudaHeaders:
-    """Find the headers that the include closure did not.
+    """Find CUDA's own headers that the include closure is `missing`, by their names.
 
-    `missing` are names from include directives, `given` directories with CUDA's own headers. The
-    NVRTC is `library`; None stands for nvcc, which finds the rest by itself.
+    `given` are directories of the caller with CUDA's own headers. `library` is the NVRTC; None
+    stands for nvcc, which finds the rest by itself.
     """
     wanted = _wanted(missing)
     if not wanted:
@@ -341,12 +319,12 @@ def find_headers(
 
 
 def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
-    """Name the state of the directories that the caller has named, for a key."""
+    """Return a digest of the directories that the caller named, for a key."""
     return _state(given) if _wanted(missing) else ""
 
 
 def header_hint(name: str, library: Tool) -> str:
-    """Say what to do about a header that NVRTC did not find; empty if nothing is known."""
+    """Return what to do about a header that NVRTC did not find; empty if nothing is known."""
     if _BUNDLED.fullmatch(name) or name.startswith(("cuda", "curand", "device_")):
         pip = _HEADERS_12 if _release(library) < (13,) else '"nvidia-cuda-nvrtc>=13.3"'
         return (
@@ -371,14 +349,14 @@ def _release(library: Tool) -> tuple[int, ...]:
 
 
 def _best_place(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the directories of the first place that has most of `names`; none if none has any."""
+    """Return the directories of the place that has most of `names`; empty if none has any."""
     places = map(_header_dirs, _places(settings(), site_directories())) if names else ()
     best = max(places, key=lambda place: sum(_has(place, name) for name in names), default=())
     return best if any(_has(best, name) for name in names) else ()
 
 
 def _header_dirs(roots: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the directories of headers, CCCL's included; none without CUDA's own."""
+    """Return the header directories of a toolkit, CCCL's included; empty if it has none."""
     includes = [root / include for root in roots for include in _INCLUDE_DIRS]
     spelled = [include / cccl for include in includes for cccl in ("", "cccl")]
     # One may be a link to another.

@@ -1,7 +1,8 @@
-"""Shared libraries: loading one, and what a library built here needs of another machine."""
+"""Shared libraries: loading one, and the ABI of this machine."""
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from functools import lru_cache
 from pathlib import Path
@@ -19,47 +20,38 @@ _LOAD_ERRORS = (RuntimeError, OSError, ValueError)
 
 @lru_cache(maxsize=1)
 def platform_abi() -> tuple[str, ...]:
-    """Return processor and C library."""
+    """Return processor and C library, which a library built here needs."""
     return (platform.machine(), " ".join(platform.libc_ver()))
 
 
 def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Module:
     """Load a library of a verified entry through tvm-ffi; CompileError if it does not load.
 
-    One that no cache could keep is given as its bytes. `cuda`: it needs libcudart, which is loaded
-    from the toolkit unless the process has it.
+    A library that is in memory only is given as its bytes. One with `cuda` needs libcudart, which
+    is loaded from the toolkit unless the process has it.
     """
     if isinstance(library, bytes):
         with scratch_folder("library") as folder:
             file = folder / f"{slug(name)}.so"
             file.write_bytes(library)
             return load_library(name, file, cuda=cuda)
+    from tvm_ffi import load_module
+
+    module: Module
     try:
         try:
-            return _load(library)
+            module = load_module(str(library))
         except _LOAD_ERRORS as error:
             if not cuda or "libcudart" not in str(error):
                 raise
-        _load_cudart()
-        return _load(library)
+            from jitkern.compilers.find import find_cuda_home
+
+            ctypes.CDLL(str(find_cuda_home().cudart), mode=ctypes.RTLD_GLOBAL)
+            module = load_module(str(library))
     except _LOAD_ERRORS as error:
         raise CompileError(
             f"{name}: the library was built but does not load",
             command=f"dlopen {library}",
             log=str(error),
         ) from error
-
-
-def _load(file: Path) -> Module:
-    from tvm_ffi import load_module
-
-    module: Module = load_module(str(file))
     return module
-
-
-def _load_cudart() -> None:
-    import ctypes
-
-    from jitkern.compilers.find import find_cuda_home
-
-    ctypes.CDLL(str(find_cuda_home().cudart), mode=ctypes.RTLD_GLOBAL)

@@ -1,6 +1,6 @@
-"""``nvcc -cubin``, chosen by ``JITKERN_COMPILER=nvcc``: the same source as NVRTC gets.
+"""``nvcc -cubin``, chosen by ``JITKERN_COMPILER=nvcc``: compiles the same source as NVRTC.
 
-For a toolkit that is newer than the NVRTC at hand, and to profile by source line.
+For a toolkit that is newer than the installed NVRTC, and to profile by source line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jitkern.env import CXX_HEADERS, NVCC_FLAGS
 from jitkern.errors import CompileError
 from jitkern.fs import scratch_folder
 
-# By these nvcc and its preprocessor take options and headers that would be in no key.
+# nvcc and its preprocessor read options and headers from these; no key would hold them.
 _UNSET = (*NVCC_FLAGS, *CXX_HEADERS, "CCC_OVERRIDE_OPTIONS")
 
 BASE_OPTIONS = (DEVICE_STD, "-lineinfo", "-Xptxas=-v")
@@ -56,8 +56,6 @@ def compile_with_nvcc(
         try:
             log = run_ninja(name, root, _UNSET)
         except CompileError as error:
-            message = f"{name}: {nvcc.id} for {arch} failed"
-            raise CompileError(
-                message, command=error.command, log=error.log, source=source
-            ) from None
+            error.message, error.source = f"{name}: {nvcc.id} for {arch} failed", source
+            raise
         return Image((root / output).read_bytes(), "cubin", log)

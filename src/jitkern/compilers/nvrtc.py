@@ -26,9 +26,9 @@ from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, 
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.fs import make_scratch_folder
 
-# Without it NVRTC also opens files in the current directory, which the key does not hold. With it
-# CUDA's own headers do not find their neighbours: if they are read, the source is said to be in a
-# directory that nothing can be in.
+# Without this option NVRTC also opens files in the current directory, which the key does not hold.
+# With it CUDA's own headers do not find their neighbours. If they are read, the source is placed in
+# a directory that cannot exist instead.
 _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
 
@@ -36,7 +36,7 @@ _FIRST_MINIMAL = (12, 4)  # the version that knows -minimal
 
 
 class Image(NamedTuple):
-    """What the CUDA driver loads, and the log. PTX if the GPU is newer than the compiler."""
+    """Code for the CUDA driver, and the log. PTX if the GPU is newer than the compiler."""
 
     data: bytes
     kind: Literal["cubin", "ptx"]
@@ -109,8 +109,6 @@ def _target(arch: Arch, supported: tuple[int, ...]) -> tuple[str, Literal["cubin
     return f"compute_{max(older)}", "ptx"
 
 
-# -- headers ---------------------------------------------------------------------------------------
-
 _SIZES = {8: "char", 16: "short", 32: "int", 64: "long long"}  # as CCCL has them under NVRTC
 _FIXED = "".join(
     f"typedef signed {kind} int{bits}_t; typedef unsigned {kind} uint{bits}_t;\n"
@@ -140,21 +138,21 @@ STANDINS: Mapping[str, str] = {
     "cuda_runtime.h": "#pragma once\n",
     "device_launch_parameters.h": "#pragma once\n",
 }
-"""Include name -> text of headers that NVRTC has no file for. They are in no key: whoever changes a
-text raises DEVICE_ABI."""
+"""Include name -> text of headers that NVRTC lacks. No key holds them: after a change, raise
+DEVICE_ABI."""
 
 
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
-    """Return where a process has the headers that `library` brings; NVRTC fills it in 0.2 s."""
+    """Return where process `pid` keeps the headers that `library` brings: NVRTC unpacks 0.2 s."""
     folder = make_scratch_folder("headers")
-    atexit.register(_remove, folder, pid)
+
+    @atexit.register
+    def remove() -> None:
+        if os.getpid() == pid:  # a forked child runs this as well
+            shutil.rmtree(folder, ignore_errors=True)
+
     return folder
-
-
-def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child runs this as well
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[str]:
@@ -164,7 +162,7 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[st
         return [f"-I{directory}" for directory in cuda_headers.directories]
     given, found = cuda_headers.given, cuda_headers.found
     unpacked = _unpacked(library.path, os.getpid())
-    # NVRTC itself searches its own last, after a toolkit's of the same names.
+    # NVRTC searches its own headers last; a toolkit's of the same names must not win.
     own = (unpacked, unpacked / "cccl") if found else ()
     return [
         *(f"-I{directory}" for directory in dict.fromkeys((*given, *own, *found))),
@@ -172,15 +170,13 @@ def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[st
     ]
 
 
-# -- options ---------------------------------------------------------------------------------------
-
 _WITH_VALUE = {"-Xptxas", "--ptxas-options", "-std", "--std", "-Xcompiler", "-ccbin"}
 # Flags that mean nothing for device code, which is always optimised.
 _NO_MEANING = re.compile(r"-O[0-3]|-g|--?(expt-)?extended-lambda|-(Xcompiler|ccbin)=.*")
 
 
 def nvrtc_options(options: Sequence[str]) -> list[str]:
-    """Return nvcc's options as NVRTC takes them; one that is not known here stays as it is."""
+    """Translate nvcc's options to NVRTC's; one that is unknown here stays as it is."""
     made: list[str] = []
     pending = iter(words(options))
     for word in pending:
@@ -192,11 +188,8 @@ def nvrtc_options(options: Sequence[str]) -> list[str]:
     return made
 
 
-# -- forks -----------------------------------------------------------------------------------------
-
-# A child that is forked while NVRTC is at work inherits its locks as they are, and its own first
-# compile never ends (seen with NVRTC 13.5). So a fork waits until no thread compiles: for a time,
-# as one that comes too early is a risk, and one that never comes a hang.
+# A child that is forked during a compile inherits NVRTC's locks, and its own first compile hangs
+# (seen with NVRTC 13.5). So a fork waits until no thread compiles, but not forever.
 _FORK_WAIT_S = 30.0
 _compiling: list[str] = []  # a name for each compile that runs
 
@@ -208,9 +201,6 @@ def _before_fork() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_compiling.clear)
-
-
-# -- the library -----------------------------------------------------------------------------------
 
 
 class _Api:
@@ -272,7 +262,7 @@ class _Api:
             raise UnsupportedError(f"NVRTC failed: {self.error_text(status)}")
 
 
-# One per path; two threads that load it at once get the same library from the loader.
+# One per path. Two threads may load it at once: the loader gives both the same library.
 load_nvrtc = lru_cache(maxsize=4)(_Api)
 
 

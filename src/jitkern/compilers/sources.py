@@ -1,9 +1,8 @@
 """Sources: where jitkern's own are, the include closure that a compile sees, and its options.
 
-NVRTC is given headers in memory and finds one only by the very spelling of its ``#include``
-(measured with NVRTC 13.5). So each file gets one name, and each directive that resolves is
-rewritten to ``#include <that name>``. The result holds no path of this machine, and is exactly what
-is hashed and what is compiled. Line numbers stay.
+NVRTC gets headers in memory and finds one only by the exact spelling of its ``#include`` (NVRTC
+13.5). So each file gets one name, and each directive that resolves becomes ``#include <name>``. The
+result contains no path of this machine; it is what is hashed and compiled. Line numbers stay.
 """
 
 from __future__ import annotations
@@ -18,37 +17,32 @@ from typing import NamedTuple
 
 from jitkern.fs import digest, sha256
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
-"""The package's C++ and CUDA sources."""
-
-OWN_PREFIX = "jitkern:"
-"""Begins the name of a source of the package: ``jitkern:ops/store.cu``."""
+CSRC = Path(__file__).resolve().parents[1] / "csrc"  # the package's C++ and CUDA sources
+OWN_PREFIX = "jitkern:"  # of a source of the package: jitkern:ops/store.cu
 
 
 def source_path(name: str) -> Path:
-    """Return the path of a source: the package's with `OWN_PREFIX`, else from this directory."""
+    """Return the path of a source: in CSRC with `OWN_PREFIX`, else from this directory."""
     own = name.removeprefix(OWN_PREFIX)
     return Path(os.path.abspath(name if own == name else CSRC / own))
 
 
 def include_dirs(csrc: Path) -> tuple[Path, ...]:
-    """Where sources of jitkern look for headers: ``<jitkern/copy.cuh>``, ``"ops/store.cu"``."""
+    """Return the include directories of jitkern's sources: <jitkern/copy.cuh>, "ops/store.cu"."""
     return (csrc / "include", csrc)
 
 
 INCLUDE_DIRS = include_dirs(CSRC)
+DEVICE_STD = "-std=c++17"  # of device code, for NVRTC and nvcc
 
-DEVICE_STD = "-std=c++17"
-"""What device code is compiled as, by NVRTC and by nvcc."""
-
-# What takes files from elsewhere, in its long and short spellings.
+# Options that read other files, in their long and short spellings.
 _FILE_OPTIONS = (
     *("-I", "--include-path", "-include-path", "--pre-include", "-pre-include", "-include"),
     *("-isystem", "--system-include", "-system-include"),
     *("-optf", "--options-file", "-options-file"),
 )
 
-# Raw strings, comments and literals are matched only to be skipped: an #include inside is text.
+# Raw strings, comments and literals are matched to be skipped: an #include inside is text.
 _DIRECTIVES = r"""
       R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)"
     | /\*.*?\*/
@@ -66,18 +60,13 @@ _TOKEN = re.compile(_DIRECTIVES, _FLAGS)
 
 
 class Closure(NamedTuple):
-    """A translation unit, its directives rewritten to names of `headers`, and what it may include.
-
-    `headers` are include name -> rewritten text; names are relative, without ``..``. `files` and
-    `texts` are the path and content of each, in the same order. `missing` are names that resolve
-    nowhere: headers of CUDA's own, or of a branch not taken.
-    """
+    """A translation unit and the headers that it may include, all directives rewritten."""
 
     source: str
-    headers: Mapping[str, str]
-    files: tuple[Path, ...]
-    missing: tuple[str, ...] = ()
-    texts: tuple[bytes, ...] = ()
+    headers: Mapping[str, str]  # include name -> text; names are relative, without ".."
+    files: tuple[Path, ...]  # where each header is
+    missing: tuple[str, ...] = ()  # names that resolve nowhere: CUDA's own, or in unused branches
+    texts: tuple[bytes, ...] = ()  # each header as it is on disk
 
     @property
     def digest(self) -> str:
@@ -95,9 +84,9 @@ def include_closure(
     """Read everything that a source may include, directly or not.
 
     Conditionals are not evaluated, so the closure holds at least what a compile needs. A quoted
-    name is first looked up beside the including file, then in `include_dirs` in order. A directive
-    that resolves nowhere stays, in angle brackets: in quotes NVRTC would look for it in the current
-    directory. A computed include (``#include MACRO``) is a ValueError, unless `computed`.
+    name is looked up beside the including file, then in `include_dirs` in order. A directive that
+    resolves nowhere gets angle brackets: with quotes NVRTC would search the current directory. A
+    computed include (``#include MACRO``) is a ValueError, unless `computed`.
 
     Examples
     --------
@@ -109,9 +98,9 @@ def include_closure(
 
 
 def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[str]:
-    """Return the words of options, each of which may hold several, quoted as in a shell.
+    """Split options, each of which may hold several words quoted as in a shell.
 
-    ValueError for an open quote names `argument` and the option.
+    An open quote raises ValueError, which names `argument` and the option.
     """
     found: list[str] = []
     for option in options:
@@ -125,14 +114,14 @@ def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[s
 
 
 def is_cpp17(options: Sequence[str]) -> bool:
-    """Tell whether device code is C++17 or newer with these options, as it is without any."""
+    """Tell whether device code is C++17 (the default) or newer with these options."""
     given = " ".join(["-std=c++17", *words(options)])
     standard = re.findall(r"(?:^| )--?std[= ]\S*?\+\+(\w+)", given)[-1]
     return standard not in ("98", "03", "11", "14")
 
 
 def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -> None:
-    """Refuse options that bring in files which the include closure does not hold (ValueError)."""
+    """Raise ValueError for an option that reads files: the include closure does not hold them."""
     for option in options:
         if option.startswith(_FILE_OPTIONS):
             raise ValueError(
@@ -142,7 +131,7 @@ def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -
 
 
 def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return `defaults`, then `given`; without the default -std where one is given.
+    """Return `defaults`, then `given`; without the default -std if `given` has one.
 
     NVRTC takes it only once, nvcc warns of two, and for g++ the last one counts.
     """
@@ -151,7 +140,7 @@ def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 class _Walk:
-    """One traversal: files found so far, by path and by name."""
+    """One traversal of the includes."""
 
     def __init__(self, include_dirs: Sequence[Path], computed: bool) -> None:
         self._include_dirs = include_dirs
@@ -168,7 +157,7 @@ class _Walk:
         while pending:
             for name in pending:
                 path = self._path_of[name]
-                # Bytes that are not UTF-8 (an old comment) survive: encoded back by the compiler.
+                # Bytes that are not UTF-8, in an old comment, are kept: nvrtc encodes them back.
                 texts.append(path.read_bytes())
                 text = texts[-1].decode("utf-8", "surrogateescape")
                 headers[name] = self._rewrite(text, name)
@@ -177,10 +166,10 @@ class _Walk:
         return Closure(rewritten, headers, files, tuple(self._missing), tuple(texts))
 
     def _rewrite(self, text: str, includer: str | None) -> str:
-        # Only for the few: with __has_include a warm load of a kernel takes a third longer.
+        # Only if it occurs: looking for __has_include makes a warm load a third slower.
         asks = _ASKS in text
         token = re.compile(_DIRECTIVES + _QUESTIONS, _FLAGS) if asks else _TOKEN
-        # Directives end early in a file: to go on to its end takes twice as long (1.6 of 0.8 ms).
+        # Stop after the last directive: scanning whole files takes 1.6 ms instead of 0.8.
         last = text.rfind("include")
         parts, done = [], 0
         for match in token.finditer(text):
@@ -200,14 +189,14 @@ class _Walk:
                 )
             spelling = argument[1:-1]
             name = self._resolve(spelling, includer if argument[0] == '"' else None)
-            if name is None and asked is None:  # __has_include: does without
+            if name is None and asked is None:  # a source that asks can do without
                 self._missing[spelling] = None
             parts += [text[done : match.end() - len(argument)], f"<{name or spelling}>"]
             done = match.end()
         return "".join([*parts, text[done:]])
 
     def _resolve(self, spelling: str, includer: str | None) -> str | None:
-        """The name of the file that a directive means, or None where there is none."""
+        """Return the name of the file that a directive includes, or None."""
         if os.path.isabs(spelling):
             return self._known(Path(spelling), posixpath.basename(spelling))
         found = None
@@ -218,9 +207,9 @@ class _Walk:
         return found or next(filter(None, places), None)
 
     def _known(self, path: Path, wanted: str) -> str | None:
-        if not os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
+        if not os.path.isfile(path):  # Path.is_file raises if a directory cannot be entered
             return None
-        # Without symlinks resolved: a header's neighbours are those of the name it was reached by.
+        # Links are not resolved: a header's neighbours are in the directory it was found in.
         key = os.path.abspath(path)
         name = self._name_of.get(key)
         if name is None:
@@ -230,7 +219,7 @@ class _Walk:
         return name
 
     def _free_name(self, wanted: str) -> str:
-        """Wanted without `..`, made unique: two files may be spelled alike from two directories."""
+        """Return `wanted` without ``..``, made unique: two directories may have the same name."""
         normal = posixpath.normpath(wanted)
         base = "/".join("up" if part == ".." else part for part in normal.split("/"))
         name, count = base, 1
