@@ -1,4 +1,4 @@
-"""Building the host module: for the wheel, or if none is shipped that fits."""
+"""Building the host module: for the wheel, or if the wheel has none that fits."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def build(key: Key, csrc: Path, *, ldflags: Sequence[str] = ()) -> Entry:
 
 
 def _checkout_folder(key: Key, csrc: Path) -> Path | None:
-    """Return the folder of a checkout's ``build/`` where ninja goes on; None elsewhere.
+    """Return the folder in a checkout's ``build/`` for ninja; None outside a checkout.
 
-    What ninja does not look at names it: the versions of the compiler and of tvm-ffi.
+    Its name holds what ninja does not check: the versions of the compiler and of tvm-ffi.
     """
     import tvm_ffi
 
     root = csrc.parents[2]
     headers = [str(path) for path in cxx.tvm_ffi_include_dirs()]
-    # pip builds wheels against packages in a temporary directory, of another name each time.
-    is_passing = headers[0].startswith(tempfile.gettempdir())
+    # pip builds wheels against packages in a temporary directory, with a new name each time.
+    is_temporary = headers[0].startswith(tempfile.gettempdir())
     is_checkout = (root / "hatch_build.py").is_file() and os.access(root, os.W_OK)
     by = digest([cxx.toolchain_id(), tvm_ffi.__version__, headers, key.describe])
-    return root / "build" / f"host-{by[:12]}" if is_checkout and not is_passing else None
+    return root / "build" / f"host-{by[:12]}" if is_checkout and not is_temporary else None
 
 
 def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
@@ -66,16 +66,16 @@ def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
     Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
     """
     key = HostModule(csrc).key
-    # Stripped. libstdc++ is the user's own, which torch needs too; a static one wants glibc 2.36.
+    # Stripped. Links the user's libstdc++, which torch needs too; a static one needs glibc 2.36.
     return Cache(Path(out_dir), shared=True).publish(build(key, csrc, ldflags=("-s",)))
 
 
 def announce_and_build(key: Key, csrc: Path) -> Entry:
-    """Build, after a line of log that says why; ToolchainError if that cannot be."""
+    """Log why the host module is built, and build it; ToolchainError without a compiler."""
     import tvm_ffi
 
     shipped = None
-    with suppress(CacheError):  # others can have written it, which has been said
+    with suppress(CacheError):  # an untrusted cache, of which a look-up has warned
         entry = get.shipped_cache().lookup(key)
         shipped = None if entry is None else str(entry.meta.get("tvm_ffi"))
     if shipped is not None:
@@ -88,6 +88,6 @@ def announce_and_build(key: Key, csrc: Path) -> Entry:
         raise ToolchainError(
             f"the host module {why} and there is no C++ compiler to build it; {cure}"
         )
-    # A warning, which Python shows if nobody has configured logging: it takes long.
+    # A warning, which Python shows without any logging setup: the build takes long.
     _log.warning("jitkern: building the host module with c++: it %s", why)
     return build(key, csrc)

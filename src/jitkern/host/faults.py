@@ -1,4 +1,4 @@
-"""``check``: raise what kernels have found wrong so far."""
+"""``check``: raise the faults that kernels have recorded so far."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _EXPECTED = "a CUDA device or the CPU"
 
 
 def check(device: int | str | torch.device | None = None) -> None:
-    """Raise the IndexError of the first out-of-range index that a kernel met on ``device``.
+    """Raise IndexError for the first out-of-range index that a kernel met on ``device``.
 
-    Kernels never touch memory outside their tensors: they skip such a row and note the fault in
-    pinned memory. Every jitkern call on the device raises what is noted by then, and so does this
-    function, which reads one word and does not synchronise: to see the faults of all work that was
-    launched, call ``torch.cuda.synchronize(device)`` first. The note is cleared by raising it.
+    Kernels never touch memory outside their tensors: they skip such a row and record the fault in
+    pinned memory. The next jitkern call on the device raises it, and so does this function. It
+    reads one word and does not synchronise: to see the faults of all launched work, call
+    ``torch.cuda.synchronize(device)`` first. Raising a fault clears it.
 
     Parameters
     ----------
@@ -33,11 +33,9 @@ def check(device: int | str | torch.device | None = None) -> None:
     """
     import torch
 
-    if device is None:
-        device = "cuda"
     if not isinstance(device, int):
         try:
-            parsed = torch.device(device)
+            parsed = torch.device("cuda" if device is None else device)
         except TypeError:
             kind = type(device).__name__
             raise TypeError(f"check: device: {kind}, expected {_EXPECTED}") from None
@@ -54,8 +52,5 @@ def check(device: int | str | torch.device | None = None) -> None:
 
 
 def is_of_earlier_call(error: Exception) -> bool:
-    """Tell whether an op has raised only what an earlier one left on its GPU.
-
-    The text says so (csrc/host/fault.cc): the type is what the earlier op raises.
-    """
+    """Tell whether an op raised only the fault of an earlier call, by csrc/host/fault.cc's text."""
     return "(found by an earlier call on cuda:" in str(error)

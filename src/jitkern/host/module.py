@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
 
-
-Builder = Callable[..., Any]
-"""What an op says is compiled for a specialisation: returns a ``DeviceModule``."""
+Builder = Callable[..., Any]  # returns the DeviceModule of a specialisation of an op
 
 _guard = ForkLocal(threading.RLock)
 _found: Lookup[Module] | None = None
@@ -44,15 +42,15 @@ _builders: dict[str, Builder] = {}
 
 
 def module() -> Module:
-    """Return the host module, loaded and initialised; built first if it has to be.
+    """Return the host module, loaded and initialised; build it first if necessary.
 
-    CompileError if it does not compile, ToolchainError if there is nothing to compile it with.
+    Raises CompileError if it does not compile, ToolchainError if there is no compiler.
     """
     return find().loaded
 
 
 def find() -> Lookup[Module]:
-    """Return how this process came by the host module. Raises as ``module``."""
+    """Return the host module and where it was found. Raises as ``module``."""
     if _found is None:
         with _guard.value:
             if _found is None:
@@ -68,7 +66,7 @@ def find_built() -> Lookup[Module] | None:
 
 
 def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
-    """Return the exported C++ function `name`, of the op of that name.
+    """Return the exported C++ function of the op `name`.
 
     `builder` makes its kernels: it is called with the ints of a specialisation, by name, when a
     call on a GPU first needs it. The function returns true and does nothing if a mode or a tracer
@@ -81,25 +79,19 @@ def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
 
 
 def builds(name: str, builder: Builder) -> None:
-    """Have `builder` make the kernels that C++ asks for as `name`, for several ops."""
+    """Register `builder` for the kernels that C++ requests by `name`, for several ops."""
     _builders[name] = builder
 
 
 @cache
 def op_now(name: str, builder: Builder) -> Callable[..., Any]:
-    """As ``op``, but the function runs whatever PyTorch does: for PyTorch's own calls."""
+    """As ``op``, but for calls of PyTorch's dispatcher: the function always runs."""
     _builders[name] = builder
     return module()[f"{name}_now"]
 
 
-# -- finding it ------------------------------------------------------------------------------------
-
-
 class HostModule(Buildable["Module"]):
-    """The library of the sources in `csrc`.
-
-    No compiler is asked for its version: a library made by any of them is as good.
-    """
+    """The library of the sources in `csrc`. The key leaves out the compiler: any will do."""
 
     def __init__(self, csrc: Path) -> None:
         self._csrc = csrc
@@ -113,7 +105,7 @@ class HostModule(Buildable["Module"]):
         self.key = Key("cxx", NAME, digest(content), {"op": NAME, "cflags": list(CFLAGS)})
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """tvm-ffi keeps its C ABI within 0.x: what an older patch release built runs."""
+        """tvm-ffi keeps its C ABI within 0.x: a build against an older patch release works."""
         import tvm_ffi
 
         is_ours = fits(str(meta.get("tvm_ffi", "")), tvm_ffi.__version__)
@@ -123,7 +115,7 @@ class HostModule(Buildable["Module"]):
         return load_library(NAME, entry.artefact or entry.data)
 
     def build(self) -> Entry:
-        # Imported here: it is built once a checkout, and loaded by every process.
+        # Imported here: few processes build it.
         from jitkern.host.build import announce_and_build
 
         built = announce_and_build(self.key, self._csrc)
@@ -137,7 +129,7 @@ class HostModule(Buildable["Module"]):
 
 def _source_digests(csrc: str) -> dict[str, str]:
     """Return the digest of each C++ source and header below `csrc`, by its path there."""
-    # Not Path.rglob and relative_to, which take 2 of the 4 ms that a warm load takes with them.
+    # Not Path.rglob and relative_to: with them a warm load takes 4 ms instead of 2.
     found = {}
     for folder, _, names in os.walk(csrc):
         for name in names:
@@ -155,16 +147,13 @@ def fits(built_against: str, installed: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(0, 1, 15) of "0.1.15.post2"; empty for what is no version, as a meta may hold anything."""
+    """Return (0, 1, 15) for "0.1.15.post2"; empty if it is no version."""
     match = re.match(r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?![^.])", version, re.ASCII)
     return tuple(map(int, match.groups())) if match else ()
 
 
-# -- wiring ----------------------------------------------------------------------------------------
-
-
 def _initialised(found: Lookup[Module]) -> Lookup[Module]:
-    """Give the C++ side what it needs of Python and the settings, and keep it."""
+    """Give the host module its callbacks and settings, and keep it for this process."""
     global _found
     from tvm_ffi.error import register_error
 
@@ -176,10 +165,10 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     return found
 
 
-# What PyTorch knows of a thread, for C++ that is built without PyTorch. How many dispatch modes are
-# active, and the state of torch.jit.trace: the same in torch 2.8 to 2.13. If PyTorch has them no
-# more, every call goes through its dispatcher: right, but slower. The current stream, of PyTorch's
-# stable C interface; only a build with CUDA has it.
+# Functions of PyTorch on the state of a thread, for C++ that is built without PyTorch: the number
+# of active dispatch modes, the state of torch.jit.trace, and the current stream (stable C
+# interface, CUDA builds only). The first two are the same in torch 2.8 to 2.13. If a later version
+# lacks them, every call goes through PyTorch's dispatcher, which is correct but slower.
 _TORCH_SYMBOLS = (
     ("libc10.so", "_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv"),
     ("libtorch_cpu.so", "_ZN5torch3jit6tracer15getTracingStateEv"),
@@ -195,7 +184,7 @@ def torch_state() -> tuple[int, ...]:
     def address(library: str, symbol: str) -> int:
         path = os.path.join(os.path.dirname(torch.__file__), "lib", library)
         try:
-            # Only what PyTorch has loaded: a second copy would know nothing of its threads.
+            # Only the copy that PyTorch has loaded: another would have a state of its own.
             loaded = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
             return ctypes.cast(getattr(loaded, symbol), ctypes.c_void_p).value or 0
         except (OSError, AttributeError):
@@ -205,16 +194,16 @@ def torch_state() -> tuple[int, ...]:
 
 
 def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
-    """Return what `jitkern calibrate` has found on this machine. Called once for each GPU."""
+    """Return the figures of `jitkern calibrate` for this machine. Called once per GPU."""
     if not any(os.path.isdir(at) and any(at.glob("calibration-*")) for at in folders()):
-        return {}  # nearly always, and 1 ms less than to import what reads them
+        return {}  # the usual case: saves the import, 1 ms
     from jitkern.calibration import find
 
     found = find(str(gpu), int(cuda_version))
     return {} if found is None else found[1]
 
 
-# What takes the message of a fault; for None C++ raises it.
+# Called with the message of a fault; None: C++ raises it.
 _FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
     "raise": None,
     "warn": lambda message: warnings.warn(message, RuntimeWarning, stacklevel=2),
@@ -223,7 +212,7 @@ _FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
 
 
 class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
-    """A jitkern exception on its way through C++, which carries only its kind and message.
+    """Carries a jitkern exception through C++, which keeps only kind and message.
 
     The exception itself, with its log and command, waits here and comes back in its place.
     """
@@ -240,7 +229,7 @@ def through_cpp() -> Iterator[None]:
     try:
         yield
     except JitkernError as error:
-        # The number, since two threads may fail with the same words.
+        # The id, since two threads may fail with the same message.
         message = f"{type(error).__name__}: {error} [{id(error)}]"
         carrier = ThroughCpp(message)
         ThroughCpp.waiting[message] = error
@@ -253,8 +242,8 @@ def _resolve(
 ) -> tuple[Any, ...]:
     """Return image, entry points and launch configuration of one specialisation.
 
-    Called from C++ at its first launch on a device. C++ names what it asks for, so that a builder
-    with other parameters, or in another order, is an error and not another kernel.
+    Called from C++ at its first launch on a device. The values have names, so a builder with other
+    parameters, or in another order, is an error and not another kernel.
     """
     spec = {str(name): int(value) for name, value in zip(names, values, strict=True)}
     kernels = _builders[op_name](**spec)
