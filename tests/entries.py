@@ -49,9 +49,6 @@ def make(folder: Path) -> Path:
     return folder
 
 
-# -- metas that make no sense ----------------------------------------------------------------------
-
-
 def nested(levels: int) -> list[Any]:
     value: list[Any] = []
     for _ in range(levels):

@@ -58,9 +58,6 @@ def is_raised_once(fault: Fault) -> None:
     assert raised(check, 0) is None and fault.state == 0
 
 
-# -- one call, several launches --------------------------------------------------------------------
-
-
 def check_the_second_half_of_a_store_raises_nothing() -> None:
     """PyTorch took the call apart, and K is stored by then."""
     fault = record()
@@ -73,9 +70,6 @@ def check_the_second_half_of_a_store_raises_nothing() -> None:
     fault.be(*BAD)
     assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None), IndexError)
     assert num_launches() == 0
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def pinned(*shape: int) -> Any:
@@ -120,9 +114,6 @@ def check_a_large_call_has_its_memory_before_it_writes() -> None:
         error = raised(call)
         assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
         assert num_launches() == some  # of pairs, into scratch memory
-
-
-# -- streams ---------------------------------------------------------------------------------------
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))

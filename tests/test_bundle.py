@@ -39,9 +39,6 @@ def of_8_0(entry: Entry) -> bool:
     return entry.key.arch == "8.0"
 
 
-# -- exporting -------------------------------------------------------------------------------------
-
-
 def test_round_trip(cache: Cache, tmp_path: Path) -> None:
     first, second = tmp_path / "out" / "a.jkb", tmp_path / "b.jkb"
     assert export_bundle(cache, first) == 4
@@ -75,9 +72,6 @@ def test_a_chosen_entry_that_cannot_be_exported_is_an_error(
         assert export_bundle(cache, file, lambda entry: not of_8_0(entry)) == 2
 
 
-# -- reading what anybody may have written ---------------------------------------------------------
-
-
 def test_any_damage_is_found_and_changes_nothing(cache: Cache, tmp_path: Path, file: Path) -> None:
     export_bundle(cache, file)
     good = file.read_bytes()
@@ -101,34 +95,22 @@ def test_fifos_and_devices_are_no_bundles(tmp_path: Path) -> None:
             read_bundle(odd)
 
 
-def packed(members: list[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+def repack(file: Path, name: str, kind: bytes = tarfile.REGTYPE) -> None:
+    """Change name and type of the notes in a bundle."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for info, data in members:
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return gzip.compress(buffer.getvalue())
-
-
-def repack(file: Path, change: dict[str, str], kind: bytes = tarfile.REGTYPE) -> None:
-    """Rename members of a bundle, or change the type of its notes."""
-    members = []
-    with tarfile.open(file) as old:
+    with tarfile.open(file) as old, tarfile.open(fileobj=buffer, mode="w:gz") as new:
         for info in old:
             data = old.extractfile(info)
-            assert data is not None
-            tail = info.name.rpartition("/")[2]
-            info.name = change.get(tail, info.name)
-            if tail == "notes.txt":
-                info.type, info.linkname = kind, "/etc/passwd"
-            members.append((info, data.read()))
-    file.write_bytes(packed(members))
+            if info.name.endswith("notes.txt"):
+                info.name, info.type, info.linkname = name, kind, "/etc/passwd"
+            new.addfile(info, data)
+    file.write_bytes(buffer.getvalue())
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/evil", "a/b/../x", "evil", "a/b/\x1b[2Jx"])
 def test_names_cannot_leave(cache: Cache, tmp_path: Path, file: Path, name: str) -> None:
     export_bundle(cache, file)
-    repack(file, {"notes.txt": name})
+    repack(file, name)
     with pytest.raises(CacheError, match="not a path of a bundle") as error:
         import_bundle(Cache(tmp_path / "other"), file)
     assert str(error.value).isprintable()
@@ -136,19 +118,16 @@ def test_names_cannot_leave(cache: Cache, tmp_path: Path, file: Path, name: str)
 
 
 def test_links_doubles_and_members_of_nothing_are_refused(cache: Cache, file: Path) -> None:
-    export_bundle(cache, file)
-    repack(file, {}, tarfile.SYMTYPE)
-    with pytest.raises(CacheError, match="not a path of a bundle"):
-        read_bundle(file)
-    one = next(iter(cache.entries()))
-    export_bundle(cache, file, lambda entry: entry == one)
-    repack(file, {"notes.txt": f"{one}/{one.artefact_name}"})
-    with pytest.raises(CacheError, match="twice"):
-        read_bundle(file)
-    export_bundle(cache, file, lambda entry: entry == one)
-    repack(file, {"notes.txt": f"{one}/more.txt"})
-    with pytest.raises(CacheError, match="its meta describes something else"):
-        read_bundle(file)
+    one = cache.entries()[0]
+    for name, kind, says in (
+        ("notes.txt", tarfile.SYMTYPE, "not a path of a bundle"),
+        (one.artefact_name, tarfile.REGTYPE, "twice"),
+        ("more.txt", tarfile.REGTYPE, "its meta describes something else"),
+    ):
+        export_bundle(cache, file, lambda entry: entry == one)
+        repack(file, f"{one}/{name}", kind)
+        with pytest.raises(CacheError, match=says):
+            read_bundle(file)
 
 
 def test_a_chain_of_headers_without_end(file: Path) -> None:
@@ -159,9 +138,6 @@ def test_a_chain_of_headers_without_end(file: Path) -> None:
     file.write_bytes(gzip.compress(link * 5000))
     with pytest.raises(CacheError, match="not a bundle, or damaged"):
         read_bundle(file)
-
-
-# -- whose it is -----------------------------------------------------------------------------------
 
 
 def test_a_bundle_that_others_could_have_written_is_refused(cache: Cache, file: Path) -> None:

@@ -20,8 +20,6 @@ from strangers import MALLORY, needs_root
 from jitkern.cache.lock import read_holder
 from jitkern.cache.store import Cache
 
-# -- races -----------------------------------------------------------------------------------------
-
 
 @needs_nvrtc
 def test_four_processes_compile_once(children: Children, sources: Path, tmp_path: Path) -> None:
@@ -115,9 +113,6 @@ def test_a_stopped_holder_is_named_and_passed(
     assert sound(cache_dir)
 
 
-# -- damage ----------------------------------------------------------------------------------------
-
-
 @needs_cxx
 def test_a_damaged_entry_is_rebuilt_silently(
     children: Children, sources: Path, cache_dir: Path
@@ -153,8 +148,6 @@ def test_a_cache_of_somebody_else_is_named_and_not_used(
     trusting = {"JITKERN_CACHE_TRUST": str(MALLORY)}
     assert children.run(sources / "tiny.cc", env=trusting)["cached"] == 1
 
-
-# -- processes and threads -------------------------------------------------------------------------
 
 THREADS = """
 import json, multiprocessing, os, sys, threading

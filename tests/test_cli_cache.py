@@ -61,9 +61,6 @@ def names_of(cache: Cache) -> set[str]:
     return {entry.key.name for entry in cache.entries()}
 
 
-# -- which entries ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -108,9 +105,6 @@ def test_an_age_has_a_unit(capsys: Capture, age: str) -> None:
         f"jitkern: error: argument --unused-for: {age!r}, expected an age such as 90min, 12h, 30d "
         "or 8w (see: jitkern cache list --help)\n",
     )
-
-
-# -- what it says ----------------------------------------------------------------------------------
 
 
 def test_the_list_and_clear_as_text(capsys: Capture, filled: Cache) -> None:
@@ -176,9 +170,6 @@ def test_nothing_in_a_list_steers_the_terminal(capsys: Capture, empty_cache: Pat
     assert all(line.isprintable() for line in out.splitlines())
     ui.say("two\nlines of /tmp/:x:/[a]")
     assert capsys.readouterr().out == "two\nlines of /tmp/:x:/[a]\n"
-
-
-# -- what it refuses -------------------------------------------------------------------------------
 
 
 def test_a_cache_that_others_may_write(capsys: Capture, filled: Cache, tmp_path: Path) -> None:

@@ -50,9 +50,6 @@ def variant(module: DeviceModule) -> str:
     return module.lookup(SM_90).entry.variant
 
 
-# -- real headers ----------------------------------------------------------------------------------
-
-
 def brings_headers() -> bool:
     if not has(find.find_nvrtc):
         return False
@@ -74,9 +71,6 @@ def test_headers_that_nvrtc_brings(empty_cache: Path, bare_machine: Callable[...
 def test_texts_that_no_key_holds() -> None:
     """Another text of a stand-in is another kernel: raise DEVICE_ABI along with it."""
     assert (device.DEVICE_ABI, digest(dict(nvrtc.STANDINS))) == (1, "a7e62191957843feaf94")
-
-
-# -- where they are searched ----------------------------------------------------------------------
 
 
 def nvrtc_of(version: str) -> Tool:
@@ -144,9 +138,6 @@ def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -
 def test_hints(name: str, version: str, hint: str) -> None:
     found = header_hint(name, nvrtc_of(version))
     assert hint in found and bool(hint) == bool(found)
-
-
-# -- never stale -----------------------------------------------------------------------------------
 
 
 CHANGES: list[Callable[[Path], object]] = [

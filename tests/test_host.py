@@ -282,9 +282,6 @@ assert host.module()["answer"]() == 42
     fresh_python(code, str(host.CSRC), str(shipped), *host.CFLAGS)
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
-
 class Kernels:
     exports = ("one", "two")
     launch_config = (7, 8)

@@ -121,9 +121,6 @@ def look(site: Path, tmp_path: Path, *more: Path) -> tuple[str, str]:
     return found, done.stderr
 
 
-# -- the wheel -------------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 def test_contents(tiny_wheel: Path) -> None:
     """Entries, a license and nothing else, for every Python of any platform."""
@@ -152,9 +149,6 @@ def test_the_list_is_one() -> None:
         sized += _sized_ops(given.get("ops"), sizes)
     assert len(set(sized)) == len(sized)
     assert {op for op, _ in sized} == set(device_ops())
-
-
-# -- what is found ---------------------------------------------------------------------------------
 
 
 @of_both_wheels
@@ -220,9 +214,6 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
     assert [one.source for one in kernels] == ["shipped", "shipped"]
     published = {path.parent.name for path in out.glob("v1/*/*")}
     assert {one.lookup.path.parent.name for one in kernels} <= published
-
-
-# -- jitkern doctor --------------------------------------------------------------------------------
 
 
 @needs_nvrtc

@@ -93,9 +93,6 @@ def test_library_that_does_not_load(tmp_path: Path) -> None:
         compile_kernel(library=Tool((str(path),), "nvrtc", "13.0"))
 
 
-# -- options ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "passed"),
     [
@@ -123,9 +120,6 @@ def test_an_option_that_nvrtc_does_not_know(tmp_path: Path, empty_cache: Path) -
     with pytest.raises(CompileError) as caught:
         load(tmp_path, extra_cuda_cflags=["-gencode=arch=compute_90,code=sm_90"]).image(SM_90)
     assert "leave it out, or set JITKERN_COMPILER=nvcc" in caught.value.message
-
-
-# ------------------------------------------------------------------------------------------- nvcc
 
 
 @needs_nvcc

@@ -88,9 +88,6 @@ def test_what_a_callback_raises_breaks_no_build(
     assert len(events) == 3
 
 
-# ---------------------------------------------------------------------------------- frozen to warn
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("by", ["the call", "the environment"])
 def test_frozen_to_warn_compiles_and_says_so_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from headers import put
 
 from jitkern.compilers.sources import include_closure, with_defaults
 
@@ -20,9 +21,7 @@ def tree(tmp_path: Path) -> Path:
         "src/common.h": "#define C 1\n",
     }
     for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        put(tmp_path / name, text)
     return tmp_path
 
 
@@ -56,9 +55,8 @@ def test_absolute_source_gets_a_relative_name(tree: Path) -> None:
 def test_one_spelling_for_two_files(tmp_path: Path) -> None:
     """Each includes its own neighbour util.h: both are there, and neither takes the other's."""
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "k.cu").write_text('#include "util.h"\n')
-        (tmp_path / name / "util.h").write_text(f"#define {name.upper()} 1\n")
+        put(tmp_path / name / "k.cu", '#include "util.h"\n')
+        put(tmp_path / name / "util.h", f"#define {name.upper()} 1\n")
     unit = f'#include "{tmp_path}/one/k.cu"\n#include "{tmp_path}/two/k.cu"\n'
     closure = include_closure(unit, include_dirs=[])
     assert closure.source == "#include <k.cu>\n#include <2/k.cu>\n"
@@ -104,8 +102,7 @@ def test_what_is_no_include(text: str) -> None:
 
 def test_search_order_and_cycles(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.h").write_text(f'#include "a.h"\n// {name}\n')
+        put(tmp_path / name / "a.h", f'#include "a.h"\n// {name}\n')
     closure = include_closure("#include <a.h>", include_dirs=[tmp_path / "two", tmp_path / "one"])
     assert closure.headers == {"a.h": "#include <a.h>\n// two\n"}
 
@@ -119,7 +116,7 @@ def test_one_standard_in_a_command(given: str) -> None:
 
 def test_what_resolves_nowhere_is_told(tmp_path: Path) -> None:
     """In angle brackets: in quotes NVRTC would look for it in the current directory."""
-    (tmp_path / "a.h").write_text('#include "nowhere.h"\n#include <cuda_fp16.h>\n')
+    put(tmp_path / "a.h", '#include "nowhere.h"\n#include <cuda_fp16.h>\n')
     closure = include_closure('#include "a.h"\n#include "mma.h"\n', include_dirs=[tmp_path])
     assert closure.missing == ("mma.h", "nowhere.h", "cuda_fp16.h")
     assert closure.source == "#include <a.h>\n#include <mma.h>\n"
@@ -128,15 +125,14 @@ def test_what_resolves_nowhere_is_told(tmp_path: Path) -> None:
 
 def test_what_asks_for_a_header_names_it_as_who_includes_it(tmp_path: Path) -> None:
     """NVRTC knows headers by their names alone: a neighbour's would not be there."""
-    (tmp_path / "sub").mkdir()
     text = """\
 // __has_include("comment.h")
 #if defined(__has_include) && __has_include( "b.h" ) && !__has_include("absent.h")
 #include "b.h"
 #endif
 """
-    (tmp_path / "sub" / "a.h").write_text(text)
-    (tmp_path / "sub" / "b.h").write_text("#define B\n")
+    put(tmp_path / "sub/a.h", text)
+    put(tmp_path / "sub/b.h", "#define B\n")
     closure = include_closure('#include "sub/a.h"\n', include_dirs=[tmp_path])
     assert closure.headers["sub/a.h"] == text.replace('( "b.h" )', "( <sub/b.h> )").replace(
         '("absent.h")', "(<absent.h>)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,9 +37,6 @@ def nvrtc(lib: Path, version: str = "13.5") -> Path:
     return put(lib / f"libnvrtc.so.{version.split('.')[0]}")
 
 
-# ------------------------------------------------------------------------------------------- arch
-
-
 @pytest.mark.parametrize(
     ("text", "sm"),
     [
@@ -57,9 +55,6 @@ def test_unknown_arch_lists_the_known(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected one of 7\.5, 8\.0, .*, 12\.1 ") as caught:
         Arch.parse(text)
     assert repr(text) in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------ NVRTC
 
 
 def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path]) -> None:
@@ -125,9 +120,6 @@ assert not {"ninja", "rich", "torch", "tvm_ffi"} & set(sys.modules)
     fresh_python(code)
 
 
-# ------------------------------------------------------------------------------------------- CUDA
-
-
 def test_nvcc_on_path_is_a_wrapper_script(machine: Callable[..., Path]) -> None:
     """The script lies beside nothing; the nvcc that it starts tells where its toolkit is."""
     home = toolkit(machine() / "opt/cuda")
@@ -137,17 +129,14 @@ def test_nvcc_on_path_is_a_wrapper_script(machine: Callable[..., Path]) -> None:
     assert find.find_nvcc().id == "nvcc-13.0.88"
 
 
-def test_cuda_13_from_pip(machine: Callable[..., Path]) -> None:
-    """No libcudart.so there, only the numbered one."""
-    home = toolkit(machine() / "site/nvidia/cu13", "lib", "libcudart.so.13")
-    found = find.find_cuda_home()
-    assert found.nvcc == home / "bin/nvcc"
-    assert found.cudart == home / "lib/libcudart.so.13"
-
-
-def test_cuda_12_from_pip(machine: Callable[..., Path]) -> None:
-    """A toolkit spread over one directory a package."""
+def test_cuda_from_pip(machine: Callable[..., Path]) -> None:
+    """CUDA 13 has only a numbered libcudart; CUDA 12 is spread over one directory per package."""
     site = machine() / "site/nvidia"
+    home = toolkit(site / "cu13", "lib", "libcudart.so.13")
+    found = find.find_cuda_home()
+    assert (found.nvcc, found.cudart) == (home / "bin/nvcc", home / "lib/libcudart.so.13")
+    shutil.rmtree(home)
+    find._find_cuda_home.cache_clear()
     put(site / "cuda_nvcc/bin/nvcc", FAKE_NVCC.format(root=site / "cuda_nvcc"))
     put(site / "cuda_nvcc/include/crt/host_config.h")
     put(site / "cuda_runtime/include/cuda_runtime.h")
@@ -155,9 +144,6 @@ def test_cuda_12_from_pip(machine: Callable[..., Path]) -> None:
     found = find.find_cuda_home()
     assert found.include_dirs == (site / "cuda_runtime/include", site / "cuda_nvcc/include")
     assert found.cudart == site / "cuda_runtime/lib/libcudart.so.12"
-
-
-# --------------------------------------------------------------------------------- c++ and ninja
 
 
 def test_cxx_from_the_environment(machine: Callable[..., Path]) -> None:
