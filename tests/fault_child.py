@@ -1,7 +1,7 @@
-"""Calls that several launches make, on the driver of fake_driver.c; run by test_launch.py.
+"""Calls of several launches, on the driver of fake_driver.c; run by test_launch.py.
 
-What an earlier call has left is raised in front of all of them or behind, and once; what they want
-memory for they have by then. PyTorch has no GPU here: tensors only say that they are on one.
+The fault of an earlier call is raised once, before or after all launches; their memory is allocated
+before them. PyTorch has no GPU here: tensors only say that they are on one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,19 +125,16 @@ def current_stream(ordinal: int, stream: Any) -> int:
 
 
 def check_without_a_tensor_of_torch_its_stream_is_asked_for() -> None:
-    calls: list[Any] = [
-        lambda number: jitkern.store_cache(
-            cuda(10, 5, number=number),
-            None,
-            cuda(3, dtype=torch.int64, number=number),
-            cuda(3, 5, number=number),
-        ),
-        lambda number: jitkern.indexing(
-            cuda(10, 5, number=number),
-            cuda(3, dtype=torch.int64, number=number),
-            output=cuda(3, 5, number=number),
-        ),
-    ]
+
+    def store_on(gpu: int) -> None:
+        on = partial(cuda, number=gpu)
+        jitkern.store_cache(on(10, 5), None, on(3, dtype=torch.int64), on(3, 5))
+
+    def index_on(gpu: int) -> None:
+        on = partial(cuda, number=gpu)
+        jitkern.indexing(on(10, 5), on(3, dtype=torch.int64), output=on(3, 5))
+
+    calls = store_on, index_on
     for call in calls:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,7 +11,8 @@ import stat
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -288,30 +290,24 @@ def test_the_least_recently_used_go_first_and_the_newest_stays(cache: Cache) -> 
         assert names(cache) == [f"n{number}"]
 
 
-@pytest.fixture
-def large(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    """A cache of more keys than a publication looks at."""
+def test_a_publication_into_a_large_cache_does_little_work(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into 10,001 entries it took 38.9 s, in somebody's first call."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(store, "_MAX_MEASURED", 32)
     for number in range(100):
         used(publish(cache, f"k{number}", data=b"x"), number + 1)
-    return cache
-
-
-def test_a_publication_into_a_large_cache_does_little_work(
-    large: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Into 10,001 entries it took 38.9 s, in somebody's first call."""
     looked_at: list[object] = []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looked_at.append(path) or scandir(path))
-    small = Cache(large.root, max_bytes=100)
+    small = Cache(cache.root, max_bytes=100)
     publish(small, "new")
     assert len(looked_at) <= 32 + store._MAX_EVICTED
-    assert len(large.entries()) == 101 - store._MAX_EVICTED
+    assert len(cache.entries()) == 101 - store._MAX_EVICTED
     for number in range(10):  # each makes it smaller, until it fits
         publish(small, f"new{number}")
-    assert len(large.entries()) < 10
+    assert len(cache.entries()) < 10
 
 
 def test_a_kill_before_the_rename_leaves_nothing_that_stays(cache: Cache) -> None:
@@ -408,21 +404,17 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(cache: Cache) -> N
 
 
 def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path: Path) -> None:
-    inside = threading.Semaphore(1)
-    overlaps = []
+    inside = threading.Lock()
 
-    def work() -> None:
+    def is_alone(_: int) -> bool:
         with cache.lock(key(), timeout_s=30) as held:
-            overlaps.append(not (held and inside.acquire(blocking=False)))
+            alone = held and inside.acquire(blocking=False)
             time.sleep(0.002)
             inside.release()
+            return alone
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert overlaps == [False] * 8
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(is_alone, range(8)))
 
     victim = tmp_path / "victim"
     victim.write_text("months of work")
@@ -433,24 +425,7 @@ def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path
     assert (read_holder(path), victim.read_text()) == ("", "months of work")
 
 
-@pytest.fixture
-def held_elsewhere(cache: Cache) -> Iterator[None]:
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with cache.lock(key(), timeout_s=30):
-            entered.set()
-            leave.wait(30)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait(30)
-    yield
-    leave.set()
-    thread.join()
-
-
-def test_no_lock_is_no_obstacle(cache: Cache, held_elsewhere: None, tmp_path: Path) -> None:
+def test_no_lock_is_no_obstacle(cache: Cache, tmp_path: Path) -> None:
     """There is nothing left to build, or no lock file can be made."""
     (tmp_path / "file").write_text("")
     (tmp_path / "x.lock").symlink_to(tmp_path / "file")
@@ -459,7 +434,9 @@ def test_no_lock_is_no_obstacle(cache: Cache, held_elsewhere: None, tmp_path: Pa
         Cache(tmp_path / "file").lock(key(), timeout_s=30),
         build_lock(tmp_path / "x.lock", timeout_s=30, done=lambda: False),
     )
-    with warnings.catch_warnings():
+    lock_file = make(cache.base / ".locks") / f"{key()}.lock"
+    with warnings.catch_warnings(), open(lock_file, "w") as held_elsewhere:
+        fcntl.flock(held_elsewhere, fcntl.LOCK_EX)
         warnings.simplefilter("error")
         for one in waits:
             with one as held:

@@ -21,49 +21,33 @@ from jitkern.cache.lock import read_holder
 from jitkern.cache.store import Cache
 
 
-@needs_nvrtc
-def test_four_processes_compile_once(children: Children, sources: Path, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    processes = [children.start(sources / "tiny.cu", n=SLOW, go=str(go)) for _ in range(4)]
+def reports_of(count: int, children: Children, file: Path) -> list[dict[str, Any]]:
+    """Have `count` processes load a kernel at once."""
+    go = file.with_name("go")
+    processes = [children.start(file, n=SLOW, go=str(go)) for _ in range(count)]
     children.wait_ready(*processes)
     go.touch()
-    reports = [children.report(process) for process in processes]
+    return [children.report(process) for process in processes]
+
+
+@needs_nvrtc
+def test_four_processes_compile_once(children: Children, sources: Path) -> None:
+    reports = reports_of(4, children, sources / "tiny.cu")
     assert sum(report["compiles"] for report in reports) == 1
     assert len({report["sha256"] for report in reports}) == 1
     assert [report["warnings"] for report in reports] == [[]] * 4
 
 
 @needs_nvrtc
-def test_two_ranks_report_one_failure(children: Children, sources: Path, tmp_path: Path) -> None:
+def test_two_ranks_report_one_failure(children: Children, sources: Path) -> None:
     text = (sources / "tiny.cu").read_text()
     (sources / "tiny.cu").write_text(text + "template <int N> __device__ float bad = Nonsense;\n")
-    go = tmp_path / "go"
-    processes = [children.start(sources / "tiny.cu", n=SLOW, go=str(go)) for _ in range(2)]
-    children.wait_ready(*processes)
-    go.touch()
-    reports = [children.report(process) for process in processes]
+    reports = reports_of(2, children, sources / "tiny.cu")
     assert sum(report["attempts"] for report in reports) == 1
     assert len({report["error"] for report in reports}) == 1
     assert "Nonsense" in reports[0]["error"]
     (sources / "tiny.cu").write_text(text)  # mended: built at once
     assert children.run(sources / "tiny.cu", n=4)["compiles"] == 1
-
-
-def kill_and_wait(children: Children, file: Path, delay_s: float, **config: Any) -> None:
-    """Kill -9 a compiling process after `delay_s`, with a waiter, and see that all goes on."""
-    victim = children.start(file, **config)
-    children.wait_ready(victim)
-    waiter = children.start(file, **config)
-    time.sleep(delay_s)
-    victim.send_signal(signal.SIGKILL)
-    victim.wait()
-    report = children.report(waiter, timeout_s=30)
-    assert "error" not in report
-    after = children.run(file, **config)
-    assert after["compiles"] == 0
-    assert after["cached"] == 1
-    assert after["warnings"] == report["warnings"] == []
-    wait_until(lambda: children.alive() == [], timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +66,20 @@ def test_killed_while_it_compiles(
     config: dict[str, Any],
     moment_s: float,
 ) -> None:
-    write_sources(sources, cost=800)
-    delay_s = moment_s + random.uniform(0, 0.18 if source == "tiny.cu" else 0.5)
-    kill_and_wait(children, sources / source, delay_s, **config)
+    """Kill -9, with another process that waits for it."""
+    file = write_sources(sources, cost=800) / source
+    victim = children.start(file, **config)
+    children.wait_ready(victim)
+    waiter = children.start(file, **config)
+    time.sleep(moment_s + random.uniform(0, 0.18 if source == "tiny.cu" else 0.5))
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    report = children.report(waiter, timeout_s=30)
+    assert "error" not in report
+    after = children.run(file, **config)
+    assert (after["compiles"], after["cached"]) == (0, 1)
+    assert after["warnings"] == report["warnings"] == []
+    wait_until(lambda: children.alive() == [], timeout_s=10)
     assert sound(cache_dir)
 
 
@@ -101,8 +96,7 @@ def test_a_stopped_holder_is_named_and_passed(
         wait_until(lambda: read_holder(lock))
         waiter = children.start(sources / "tiny.cu", n=SLOW, env={"JITKERN_LOCK_TIMEOUT_S": "0.5"})
         report = children.report(waiter, timeout_s=30)
-        assert report["compiles"] == 1
-        assert report["waits"] == 1
+        assert (report["compiles"], report["waits"]) == (1, 1)
         (warning,) = report["warnings"]
         assert f"pid {holder.pid} on {os.uname().nodename} since " in warning
         # What it compiled privately is there for everyone: no further waiting.

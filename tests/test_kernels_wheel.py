@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from built_wheel import wheel  # noqa: F401
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
 from proved import unproved
@@ -92,7 +91,7 @@ def pip(command: str, *argv: object) -> None:
 
 
 @pytest.fixture(scope="session")
-def installed(wheel: Path, tiny_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def installed(wheel: Path, tiny_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with both wheels and nothing else."""
     site = tmp_path_factory.mktemp("installed") / "site"
     pip("install", "--target", site, wheel, tiny_wheel)
