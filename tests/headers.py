@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import has
 
 from jitkern.compilers import find
 from jitkern.env import settings
-from jitkern.errors import ToolchainError
 from jitkern.jit.loader import load_jit
 
 KERNEL = """\
@@ -32,10 +32,7 @@ def load(folder: Path, *includes: str, type: str = "int", body: str = "", **opti
     return load_jit("own", device_files=[file], device_wrappers=wrappers, **options)
 
 
-try:
-    NVRTC = str(find.find_nvrtc().path)
-except ToolchainError:
-    NVRTC = ""
+NVRTC = str(find.find_nvrtc().path) if has(find.find_nvrtc) else ""
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from jitkern.compilers.find import CudaHeaders, Tool, find_headers, header_hint
 from jitkern.errors import ToolchainError
 from jitkern.fs import digest
 from jitkern.jit import device
-from jitkern.jit.loader import DeviceModule
 
 # Header -> type and statement that need it.
 REAL = {
@@ -46,17 +45,8 @@ def no_nvrtc() -> Tool:
     raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find.NVRTC_HINT}")
 
 
-def variant(module: DeviceModule) -> str:
-    return module.lookup(SM_90).entry.variant
-
-
-def brings_headers() -> bool:
-    if not has(find.find_nvrtc):
-        return False
-    return find._release(find.find_nvrtc()) >= find.FIRST_BUNDLED
-
-
-needs_bundle = pytest.mark.skipif(not brings_headers(), reason="needs NVRTC 13.3 or newer")
+HAS_BUNDLE = has(find.find_nvrtc) and find._release(find.find_nvrtc()) >= find.FIRST_BUNDLED
+needs_bundle = pytest.mark.skipif(not HAS_BUNDLE, reason="needs NVRTC 13.3 or newer")
 
 
 @needs_bundle
@@ -65,7 +55,7 @@ def test_headers_that_nvrtc_brings(empty_cache: Path, bare_machine: Callable[...
     quoted = ("cuda_fp16.h", "mma.h")
     names = (f'"{name}"' if name in quoted else f"<{name}>" for name in REAL)
     module = load(bare_machine(), *names, body=in_blocks(USES))
-    assert variant(module) == find.find_nvrtc().id
+    assert module.lookup(SM_90).entry.variant == find.find_nvrtc().id
 
 
 def test_texts_that_no_key_holds() -> None:
@@ -73,11 +63,7 @@ def test_texts_that_no_key_holds() -> None:
     assert (device.DEVICE_ABI, digest(dict(nvrtc.STANDINS))) == (1, "a7e62191957843feaf94")
 
 
-def nvrtc_of(version: str) -> Tool:
-    return Tool(("libnvrtc.so",), "nvrtc", version)
-
-
-OLD, NEW = nvrtc_of("12.8"), nvrtc_of("13.3")  # the old one brings no headers
+OLD, NEW = (Tool(("libnvrtc.so",), "nvrtc", version) for version in ("12.8", "13.3"))
 
 
 def test_a_plain_kernel_searches_nothing(
@@ -136,7 +122,7 @@ def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -
     ],
 )
 def test_hints(name: str, version: str, hint: str) -> None:
-    found = header_hint(name, nvrtc_of(version))
+    found = header_hint(name, NEW._replace(version=version))
     assert hint in found and bool(hint) == bool(found)
 
 

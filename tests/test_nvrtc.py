@@ -67,12 +67,6 @@ def test_failure_carries_everything() -> None:
         assert part in str(error)
 
 
-@pytest.mark.parametrize("option", ["-I/x", "--pre-include=a.h", "-isystem/x", "-optf"])
-def test_options_bring_no_files(option: str) -> None:
-    with pytest.raises(ValueError, match=r"extra_cuda_cflags: '-.*', expected extra_include_paths"):
-        compile_kernel(options=[option])
-
-
 def test_gpu_newer_than_the_library_gets_ptx() -> None:
     newest = max(nvrtc.load_nvrtc(find_nvrtc().path).archs)
     image = compile_kernel(options=["-DVALUE=1"], arch=Arch(99, 0))
@@ -81,16 +75,24 @@ def test_gpu_newer_than_the_library_gets_ptx() -> None:
     assert image.data.endswith(b"\0")  # the driver reads a C string
 
 
-def test_gpu_older_than_the_library() -> None:
-    with pytest.raises(CompileError, match=r"for 3\.0: [^$]*--gpu-architecture"):
-        compile_kernel(arch=Arch(3, 0))
+FILES = r"extra_cuda_cflags: '-.*', expected extra_include_paths"
+NO_LIBRARY = Tool((__file__,), "nvrtc", "13.0")
 
 
-def test_library_that_does_not_load(tmp_path: Path) -> None:
-    path = tmp_path / "libnvrtc.so.13"
-    path.write_text("no library")
-    with pytest.raises(ToolchainError, match=r'no usable libnvrtc .*pip install "jitkern\[cuda\]"'):
-        compile_kernel(library=Tool((str(path),), "nvrtc", "13.0"))
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ({"arch": Arch(3, 0)}, CompileError, r"for 3\.0: [^$]*--gpu-architecture"),
+        ({"library": NO_LIBRARY}, ToolchainError, r'no usable libnvrtc .*"jitkern\[cuda\]"'),
+        ({"options": ["-I/x"]}, ValueError, FILES),
+        ({"options": ["--pre-include=a.h"]}, ValueError, FILES),
+        ({"options": ["-isystem/x"]}, ValueError, FILES),
+        ({"options": ["-optf"]}, ValueError, FILES),
+    ],
+)
+def test_mistakes_are_named(how: dict[str, object], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        compile_kernel(**how)
 
 
 @pytest.mark.parametrize(

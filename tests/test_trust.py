@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from jitkern.cache import get
 from jitkern.cache.entry import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError
-from jitkern.env import NOBODY, Trust, settings
+from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.fs import scratch_folder
 
@@ -155,25 +155,6 @@ def test_the_root_may_be_a_link_and_is_followed_once(cache_root: Path, tmp_path:
         assert found(Path(f"{prefix}{cache_root}"))
 
 
-@pytest.fixture
-def fresh_caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Set the environment of the caches; afterwards it is as before."""
-
-    def forget() -> None:
-        settings.cache_clear()
-        get._caches.cache_clear()
-        get._unpublished.clear()
-
-    def use(**environ: object) -> None:
-        for name, value in environ.items():
-            monkeypatch.setenv(name, str(value))
-        forget()
-
-    yield use
-    monkeypatch.undo()
-    forget()
-
-
 class Wanted(get.Buildable[bytes]):
     """A kernel that is never built here."""
 
@@ -191,20 +172,19 @@ def data() -> list[bytes]:
 
 
 def test_a_read_only_cache_of_others_is_skipped_with_one_warning(
-    cache_root: Path, tmp_path: Path, fresh_caches: Callable[..., None]
+    cache_root: Path, tmp_path: Path, use: Callable[..., None]
 ) -> None:
     sound = tmp_path / "sound"
     publish(Cache(sound), data=b"sound")
     cache_root.chmod(0o777)
-    path = f"{cache_root}:{sound}"
-    fresh_caches(JITKERN_CACHE_PATH=path, JITKERN_CACHE_DIR=tmp_path / "own")
+    use(CACHE_PATH=f"{cache_root}:{sound}", CACHE_DIR=tmp_path / "own")
     with pytest.warns(RuntimeWarning) as warned:
         assert [data(), data()] == [[b"sound"], [b"sound"]]
     (warning,) = warned
     said = f"jitkern: this cache is not searched: {cache_root}: its mode, 0777, lets others write "
     assert str(warning.message).startswith(said)
 
-    fresh_caches(JITKERN_CACHE_TRUST="everyone")
+    use(CACHE_TRUST="everyone")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert data() == [DATA, b"sound"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,10 @@ def mount() -> Iterator[Callable[..., Path]]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def assert_warm(report: dict[str, Any]) -> None:
+    assert (report["cached"], report["compiles"], report["warnings"]) == (1, 0, [])
+
+
 def assert_degrades(report: dict[str, Any]) -> None:
     assert report["compiles"] == 1
     (warning,) = report["warnings"]
@@ -53,8 +55,7 @@ def test_a_read_only_cache_works_warm_and_cold(
     mount(cache_dir, "size=4m")
     children.run(sources / "tiny.cu")
     subprocess.run(["mount", "-o", "remount,ro", str(cache_dir)], check=True)
-    warm = children.run(sources / "tiny.cu")
-    assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
+    assert_warm(children.run(sources / "tiny.cu"))
     assert_degrades(children.run(sources / "tiny.cu", n=5))
     cold = children.run(sources / "tiny.cc")
     assert cold["value"] == 1
@@ -62,20 +63,17 @@ def test_a_read_only_cache_works_warm_and_cold(
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A directory that other users can enter: pytest's own are closed to them."""
+def open_folder(open_place: Path) -> Iterator[Path]:
+    """A directory that other users can enter, and an NVRTC that they can read."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to become somebody else")
     library = find_nvrtc().path
     for path in (library, *library.parents):
         if not path.stat().st_mode & (0o001 if path.is_dir() else 0o004):
             pytest.skip(f"{path} is closed to others, as NVRTC is that umask 077 installed")
-    folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
-    folder.chmod(0o755)
     before = os.umask(0o022)
-    yield folder
+    yield open_place
     os.umask(before)
-    shutil.rmtree(folder)
 
 
 @needs_nvrtc
@@ -86,8 +84,7 @@ def test_a_directory_of_somebody_else(children: Children, open_folder: Path) -> 
     children.run(file, env=env)
     assert_degrades(children.run(file, become=54321, env=env))
     subprocess.run(["chmod", "-R", "a+rX", str(cache_dir)], check=True)  # as docs/security.md says
-    warm = children.run(file, become=54321, env=env)
-    assert (warm["cached"], warm["compiles"], warm["warnings"]) == (1, 0, [])
+    assert_warm(children.run(file, become=54321, env=env))
     assert_degrades(children.run(file, n=5, become=54321, env=env))
     assert sound(cache_dir)
 

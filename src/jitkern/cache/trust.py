@@ -78,9 +78,7 @@ def check_folders(base: Path, trust: Trust, home: Path | None = None) -> bool:
     for path in reversed(way):
         try:
             status = os.lstat(path)
-        except OSError:  # not made yet, or closed to us
-            return False
-        if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+        except OSError:  # missing, not readable, or below a file
             return False
         require_trusted(path, status, trust, above=path not in way[:2])
     return True

@@ -133,8 +133,9 @@ def tvm_ffi_include_dirs() -> list[Path]:
 
 def ninja_rule(name: str, command: Sequence[str], *, depfile: bool = True) -> str:
     """Return a rule of a build.ninja. ninja itself replaces and quotes ``$in`` and ``$out``."""
-    words = (word if word in ("$in", "$out", "$out.d") else _word(word) for word in command)
-    text = f"rule {name}\n  command = {' '.join(words)}\n"
+    own = ("$in", "$out", "$out.d")
+    quoted = (w if w in own else shlex.quote(w).replace("$", "$$") for w in command)
+    text = f"rule {name}\n  command = {' '.join(quoted)}\n"
     return text + "  depfile = $out.d\n  deps = gcc\n" if depfile else text
 
 
@@ -142,10 +143,6 @@ def ninja_build(output: str, rule: str, inputs: Sequence[str], needs: Sequence[s
     """Return the line that builds `output`; `needs` are dependencies that ``$in`` leaves out."""
     line = " ".join([rule, *map(_path, inputs), *(["|"] if needs else []), *map(_path, needs)])
     return f"build {_path(output)}: {line}\n"
-
-
-def _word(word: str) -> str:
-    return shlex.quote(word).replace("$", "$$")
 
 
 def _path(path: str) -> str:

@@ -49,9 +49,6 @@ def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Mod
             ctypes.CDLL(str(find_cuda_home().cudart), mode=ctypes.RTLD_GLOBAL)
             module = load_module(str(library))
     except _LOAD_ERRORS as error:
-        raise CompileError(
-            f"{name}: the library was built but does not load",
-            command=f"dlopen {library}",
-            log=str(error),
-        ) from error
+        message = f"{name}: the library was built but does not load"
+        raise CompileError(message, command=f"dlopen {library}", log=str(error)) from error
     return module

@@ -84,16 +84,13 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     if status == 0:
         return Image(code, kind, log)
     message = f"{name}: NVRTC {api.version} for {arch}: {api.error_text(status)}"
-    raise CompileError(
-        message + _advice(log, library),
-        command="nvrtc " + shlex.join(arguments),
-        log=log,
-        source=source,
-    )
+    message += _advice(log, library)
+    command = f"nvrtc {shlex.join(arguments)}"
+    raise CompileError(message, command=command, log=log, source=source)
 
 
 def _advice(log: str, library: Tool) -> str:
-    """Say what to do about a failure, to append to its message."""
+    """Return what to do about a failure, to append to its message."""
     option = re.search(r"unrecognized option (\S+)", log)
     if option is not None:
         return f"; NVRTC knows no {option[1]}: leave it out, or set JITKERN_COMPILER=nvcc"
