@@ -189,7 +189,7 @@ def test_which_compilers_code_will_do(ours: str, theirs: str, kind: str, suits: 
 def test_what_is_asked_for_last(
     beside: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds a kernel in a cache of his own does not even look for the package."""
+    """A kernel that is in another cache costs no search for the package."""
     kernel.cache_clear()
     module, arch = kernel(ROW_BYTES, 16, 4), Arch(9, 0)
     assert [one.origin for one in get.caches()][-2:] == ["shipped", get.KERNELS]

@@ -26,7 +26,8 @@ from jitkern.errors import CacheError
 from jitkern.fs import scratch_folder
 
 OTHERS = Trust(users=frozenset({OTHER}))
-PLACE, ENTRY = ["root", "base"], ["key", "entry", "artefact", "meta"]
+ENTRY = f"v1/{key()}/{VARIANT}"
+PARTS = [".", "v1", f"v1/{key()}", ENTRY, f"{ENTRY}/kernel.cubin", f"{ENTRY}/{META_NAME}"]
 
 
 @pytest.fixture
@@ -36,29 +37,16 @@ def cache_root(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def part(root: Path, name: str) -> Path:
-    base = root / "v1"
-    entry = base / str(key()) / VARIANT
-    return {
-        "root": root,
-        "base": base,
-        "key": entry.parent,
-        "entry": entry,
-        "artefact": entry / "kernel.cubin",
-        "meta": entry / META_NAME,
-    }[name]
-
-
 def found(root: Path, whom: Trust = NOBODY, **kwargs: Path | None) -> bool:
     return Cache(root, trust=whom, **kwargs).lookup(key()) is not None
 
 
 @pytest.mark.parametrize("harm", ["mode", pytest.param("owner", marks=needs_root)])
-@pytest.mark.parametrize("name", [*PLACE, *ENTRY])
+@pytest.mark.parametrize("part", PARTS)
 def test_what_others_could_have_written_counts_as_absent(
-    cache_root: Path, name: str, harm: str
+    cache_root: Path, part: str, harm: str
 ) -> None:
-    path = part(cache_root, name)
+    path = cache_root / part
     if harm == "mode":
         path.chmod(0o777)
         reason, advice, trust = "its mode, 0777, lets others write it", "chmod -R go-w", "everyone"
@@ -69,7 +57,7 @@ def test_what_others_could_have_written_counts_as_absent(
         f"{path}: {reason}; {advice} {path} if all in it is yours, "
         f"or set JITKERN_CACHE_TRUST={trust} if you trust them"
     )
-    if name in PLACE:
+    if part in (".", "v1"):
         with pytest.raises(UntrustedError) as caught:
             found(cache_root)
         assert str(caught.value) == said
