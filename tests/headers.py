@@ -74,9 +74,8 @@ def put(file: Path | str, text: str = "") -> Path:
     return path
 
 
-def toolkit(include: Path, version: int = 12080, *names: str) -> Path:
+def toolkit(include: Path, *names: str) -> Path:
     put(include / "cuda_runtime.h")
-    put(include / "cuda_runtime_api.h", f"\n#define CUDART_VERSION  {version}\n")
     for name in names:
         put(include / name, "#define FROM_TOOLKIT 1\n")
     return include

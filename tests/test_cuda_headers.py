@@ -74,35 +74,20 @@ def test_a_plain_kernel_searches_nothing(
     assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>").cuda_headers() == CudaHeaders()
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "site/nvidia/cu13/include",
-        "site/nvidia/cuda_runtime/include",
-        "home/include",
-        "conda/targets/x86_64-linux/include",
-    ],
-)
-def test_places(bare_machine: Callable[..., Path], where: str) -> None:
-    root = bare_machine(CUDA_HOME=bare_machine() / "home")
-    include = toolkit(root / where, 12080, "cuda_fp16.h")
-    found = find_headers(["cuda_fp16.h"], library=OLD)
-    assert found == CudaHeaders((), (include,))
-    assert found.id.startswith("cuda-")
-
-
 def test_pips_first_and_the_whole_before_a_part(bare_machine: Callable[..., Path]) -> None:
+    """In the places of test_nvrtc_places."""
     root = bare_machine(CUDA_HOME=bare_machine() / "home")
-    pips = toolkit(root / "site/nvidia/cuda_runtime/include", 12060, "cuda_fp16.h")
-    toolkit(root / "home/include", 12080, "cuda_fp16.h")
-    whole = toolkit(root / "usr-local-cuda/include", 13000, "cuda_fp16.h", "mma.h")
-    assert find_headers(["cuda_fp16.h"], library=OLD).found == (pips,)
+    pips = toolkit(root / "site/nvidia/cuda_runtime/include", "cuda_fp16.h")
+    toolkit(root / "home/include", "cuda_fp16.h")
+    whole = toolkit(root / "conda/targets/x86_64-linux/include", "cuda_fp16.h", "mma.h")
+    found = find_headers(["cuda_fp16.h"], library=OLD)
+    assert found == CudaHeaders((), (pips,)) and found.id.startswith("cuda-")
     assert find_headers(["cuda_fp16.h", "mma.h"], library=OLD).found == (whole,)
     assert find_headers(["nowhere.h"], library=OLD).found == ()
 
 
 def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -> None:
-    include = toolkit(bare_machine() / "usr-local-cuda/include", 13000, "cuda_fp16.h", "curand.h")
+    include = toolkit(bare_machine() / "usr-local-cuda/include", "cuda_fp16.h", "curand.h")
     own = CudaHeaders(bundled=True)
     assert find_headers(["cuda_fp16.h"], library=NEW) == own
     assert find_headers(["curand.h"], library=NEW) == own._replace(found=(include,))
@@ -166,7 +151,7 @@ def test_given_headers_are_the_same_for_any_entry(
     """The user's own, in a directory with CUDA's: an entry of other content was loaded."""
     monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
     root = bare_machine()
-    include = toolkit(root / "usr-local-cuda/include", 12080, "cuda_fp16.h")
+    include = toolkit(root / "usr-local-cuda/include", "cuda_fp16.h")
     given = put(root / "cccl/cub/version.cuh").parents[1]
     factor = put(given / "my/factor.cuh", "#define VALUE 3\n")
 
@@ -192,7 +177,7 @@ def test_given_headers_then_those_of_nvrtc_then_a_toolkits(
 ) -> None:
     """A toolkit's went before NVRTC's own."""
     root = bare_machine()
-    kit = toolkit(root / "usr-local-cuda/include", 12080, "curand.h")
+    kit = toolkit(root / "usr-local-cuda/include", "curand.h")
     put(kit / "cuda_fp16.h", "#error of the toolkit\n")
     put(kit / "cub/version.cuh", "#error of the toolkit\n")
     given = put(root / "given/cub/version.cuh").parents[1]

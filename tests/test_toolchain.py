@@ -72,6 +72,7 @@ def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path]) -> None:
     [
         ("site/nvidia/cu13/lib", "13.5"),
         ("site/nvidia/cuda_nvrtc/lib", "12.9"),
+        ("home/lib64", "13.4"),  # CUDA_HOME
         ("usr-local-cuda/targets/x86_64-linux/lib", "13.0"),
         ("opt/cuda/lib64", "13.2"),  # beside the nvcc on PATH
         ("conda/lib", "13.1"),  # below sys.prefix
@@ -79,7 +80,7 @@ def test_no_nvrtc_but_nvcc_names_it(machine: Callable[..., Path]) -> None:
     ],
 )
 def test_nvrtc_places(machine: Callable[..., Path], where: str, version: str) -> None:
-    path = nvrtc(machine() / where, version)
+    path = nvrtc(machine(CUDA_HOME=machine() / "home") / where, version)
     if where.startswith("opt"):
         machine(PATH=toolkit(machine() / "opt/cuda") / "bin")
     found = find.find_nvrtc()
