@@ -149,6 +149,13 @@ def test_a_read_only_cache_is_never_written(cache: Cache) -> None:
         publish(reader, "other")
 
 
+def test_what_cannot_be_published_is_named_with_its_path(cache: Cache) -> None:
+    folder = make(cache.base) / str(key())
+    folder.touch(0o600)
+    with pytest.raises(CacheError, match=f"^{folder}: cannot publish an entry: File exists$"):
+        publish(cache)
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o777], ids=oct)
 @pytest.mark.parametrize("shared", [False, True])
 def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int, shared: bool) -> None:

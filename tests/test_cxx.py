@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -192,42 +194,41 @@ except JitkernError as error:
 """
 
 
-def start_build(source: Path, out: Path, sigint: str = "") -> subprocess.Popen[str]:
+@contextmanager
+def building(tmp_path: Path, out: Path, sigint: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Build SLOW in another process; the body begins when its compiler runs."""
+    source = put(tmp_path / "slow.cc", SLOW)
     # A session of its own: an interrupt reaches only the Python process, as kill -INT would.
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", BUILD, str(source), str(out), sigint],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(source.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    try:
+        wait_until(lambda: "cc1plus" in processes_in(out).values(), 60)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @needs_cxx
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_builder(tmp_path: Path, out: Path, how: signal.Signals) -> None:
-    process = start_build(put(tmp_path / "slow.cc", SLOW), out)
-    try:
-        wait_until(lambda: "cc1plus" in processes_in(out).values(), 60)
+    with building(tmp_path, out) as process:
         process.send_signal(how)
         process.wait(20)
         wait_until(lambda: not processes_in(out), 5)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @needs_cxx
 def test_an_interrupt_is_no_fault_of_the_source(tmp_path: Path, out: Path) -> None:
     """ninja hears of a Ctrl-C by itself, also if Python goes on, as in a thread."""
-    process = start_build(put(tmp_path / "slow.cc", SLOW), out, "ignore")
-    try:
-        wait_until(lambda: "cc1plus" in processes_in(out).values(), 60)
+    with building(tmp_path, out, "ignore") as process:
         os.killpg(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
     text = "the build was interrupted; it begins anew with the next call"
     assert said == f"JitkernError: m: {text}\n"

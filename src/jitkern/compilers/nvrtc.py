@@ -141,7 +141,7 @@ DEVICE_ABI."""
 
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
-    """Return where process `pid` keeps the headers that `library` brings: NVRTC unpacks 0.2 s."""
+    """Return where process `pid` has the headers of `library`; NVRTC unpacks them in 0.2 s."""
     folder = make_scratch_folder("headers")
 
     @atexit.register
