@@ -236,9 +236,9 @@ class Cache:
             _delete(doomed)
 
     def _remove(self, path: Path) -> bool:
-        """Delete a sound entry, and its key's folder if that is empty then; tell whether it was.
+        """Delete a sound entry, and its key's folder if that is empty then; return whether it did.
 
-        An entry that is damaged stays, and one with a file that its meta does not name.
+        A damaged entry stays, and one with a file that its meta does not name.
         """
         try:
             known = {META_NAME, *read_meta(path, self.trust)["files"]}
@@ -269,7 +269,8 @@ class Cache:
         import random
 
         keys = self._keys()
-        sampled = random.sample(keys, min(len(keys), _MAX_MEASURED))
+        # SystemRandom leaves the state of the user's generator alone.
+        sampled = random.SystemRandom().sample(keys, min(len(keys), _MAX_MEASURED))
         found = self._measured(sampled)
         total_bytes = sum(size for _, size, _ in found) * len(keys) // max(len(sampled), 1)
         if total_bytes <= max_bytes:

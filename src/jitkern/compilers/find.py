@@ -298,7 +298,7 @@ def is_cuda_headers(directory: Path) -> bool:
 def find_headers(
     missing: Iterable[str], given: Sequence[Path] = (), library: Tool | None = None
 ) -> CudaHeaders:
-    """Find CUDA's own headers that the include closure is `missing`, by their names.
+    """Find CUDA's own headers among `missing`: names that the include closure did not resolve.
 
     `given` are directories of the caller with CUDA's own headers. `library` is the NVRTC; None
     stands for nvcc, which finds the rest by itself.
