@@ -47,9 +47,6 @@ def data_of(cache: Cache) -> bytes | None:
     return None if found is None else found.data
 
 
-# -- looking up and publishing ---------------------------------------------------------------------
-
-
 def test_layout_and_round_trip(cache: Cache) -> None:
     assert (cache.lookup(key()), cache.entries(), cache.clear()) == (None, [], 0)
     assert not cache.root.exists()
@@ -174,9 +171,6 @@ def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int, shared: bo
     assert modes == {(True, folder), (False, file)}
 
 
-# -- damage ----------------------------------------------------------------------------------------
-
-
 def replace_by_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -237,9 +231,6 @@ def test_an_entry_in_the_place_of_another_is_a_miss(
     assert len(cache.entries()) == 1
 
 
-# -- links, which lead nowhere ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", ["key", "variant", "file", "staging", "failed", "locks", "v1"])
 @pytest.mark.parametrize("action", ["clear", "publish", "publish the same"])
 def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
@@ -276,9 +267,6 @@ def test_a_planted_link_is_replaced_or_refused_and_leads_nowhere(
         assert str(cache.root) in str(error)
         assert place in ("key", "staging", "v1")
     assert {path: path.lstat().st_mtime for path in victim.rglob("*")} == before
-
-
-# -- eviction, sweeping and clearing ---------------------------------------------------------------
 
 
 def used(path: Path, unix_s: float) -> None:
@@ -405,9 +393,6 @@ def test_what_killed_processes_left_is_swept_and_nothing_else(cache: Cache) -> N
         f"{HERE}.999999999.{TOKEN}",
         f"elsewhere.999999998.{TOKEN}",
     }
-
-
-# -- locks and failures ----------------------------------------------------------------------------
 
 
 def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path: Path) -> None:

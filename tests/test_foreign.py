@@ -32,6 +32,7 @@ def written(file: Path, *lines: object) -> Path:
 
 
 OUTSIDE = "expected a place such as ./src/scale.cu"
+BAD_PATHS = ("/etc/cron.d/x", "./../x", "./a//x", "./a\x1b", "jitkern:perf/copy.cu")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,7 @@ OUTSIDE = "expected a place such as ./src/scale.cu"
         ({**LINE, "options": {"extra_include_paths": ["jitkern:../x"]}}, OUTSIDE),
         ({**LINE, "files": [PLACE]}, ""),
         ({**LINE, "files": {PLACE: 5}}, "the record has no text for ./src/a.cu"),
-        ({**LINE, "files": {"/etc/cron.d/x": DIGEST}}, OUTSIDE),
-        ({**LINE, "files": {"./../x": DIGEST}}, OUTSIDE),
-        ({**LINE, "files": {"./a//x": DIGEST}}, OUTSIDE),
-        ({**LINE, "files": {"./a\x1b": DIGEST}}, OUTSIDE),
-        ({**LINE, "files": {"jitkern:perf/copy.cu": DIGEST}}, OUTSIDE),
+        *(({**LINE, "files": {path: DIGEST}}, OUTSIDE) for path in BAD_PATHS),
         ({"record": 2, "text": 5}, ""),
         ({"record": 2, "text": "\ud800"}, "'utf-8' codec"),
     ],
