@@ -147,7 +147,7 @@ text raises DEVICE_ABI."""
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
     """Return where a process has the headers that `library` brings; NVRTC fills it in 0.2 s."""
-    folder = make_scratch_folder("headers")
+    folder, _ = make_scratch_folder("headers")  # the lock ends with the process
     atexit.register(_remove, folder, pid)
     return folder
 
