@@ -57,7 +57,6 @@ class Outcome:
     find: Callable[[], Lookup[Any] | None] = lambda: None
     build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
-    compiler: Callable[[], object] = lambda: None  # raises ToolchainError if there is none
     lookup: Lookup[Any] | None = None
     error: Exception | None = None
 
@@ -308,8 +307,9 @@ def recorded_jobs(
             kernel = load_device(used) if is_kernel else None
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
-            job = _outcome(one.used.args, one.used.arch, error=error)
-            jobs[one.to_json(one.used.arch)] = job
+            name, *args = one.used.args
+            failed = Outcome(name, ", ".join(args), one.used.arch, error=error)
+            jobs[one.to_json(one.used.arch)] = failed
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
@@ -321,20 +321,17 @@ def recorded_jobs(
     return list(jobs.values())
 
 
-def _outcome(args: Sequence[str], arch: Arch | str | None, **fields: Any) -> Outcome:
-    return Outcome(args[0], ", ".join(args[1:]), str(arch or ""), **fields)
-
-
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
-    how = {"find": partial(kernel.find, arch), "build": partial(kernel.lookup, arch)}
-    return _outcome([kernel.op, *kernel.args], arch, **how, compiler=compiler_id)
+    find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
+    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), find, build)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
     # Made when it is asked for: tvm-ffi is imported for its key.
     library = partial(NativeLibrary, used, arch, load=False)
-    how = {"find": lambda: library().find(), "build": lambda: library().get()}
-    return _outcome(used.args, arch, **how, is_library=True)
+    find, build = (lambda: library().find()), (lambda: library().get())
+    name, *args = used.args
+    return Outcome(name, ", ".join(args), str(arch or ""), find, build, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------
@@ -355,8 +352,8 @@ def _build(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
-    for compiler in {one.compiler for one in missing}:
-        compiler()
+    if not all(one.is_library for one in missing):
+        compiler_id()  # raises ToolchainError if there is none
     count = itertools.count(1)
     for one in missing:
         if one.is_library:  # one after the other: ninja keeps all cores busy with each
@@ -378,9 +375,8 @@ def _failures_text(outcomes: Sequence[Outcome]) -> str:
         reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
         failed_by.setdefault(" ".join(reason.split()), []).append(one)
     lines = [f"{_named(some)}: {reason}" for reason, some in failed_by.items()]
-    text = ("\n  " if len(lines) > 1 else " ").join(
-        [f"{len(failed)} of {len(outcomes)} failed:", *lines]
-    )
+    separator = "\n  " if len(lines) > 1 else " "
+    text = separator.join([f"{len(failed)} of {len(outcomes)} failed:", *lines])
     logs = [f"{one.error}" for one in failed if isinstance(one.error, CompileError)]
     return "\n".join([text, *logs[:1]])
 

@@ -118,7 +118,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """Return aligned columns; one whose name starts with ``>`` is right-aligned."""
     # Not rich's, which takes 24 s for 10,000 rows.
     names = [name.removeprefix(">") for name in columns]

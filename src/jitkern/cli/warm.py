@@ -35,7 +35,6 @@ COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)

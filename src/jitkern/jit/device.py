@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,8 +42,6 @@ DEVICE_ABI = 1
 Wrapper = tuple[str, str]
 """Name and template class of a kernel."""
 
-# -- what messages advise --------------------------------------------------------------------------
-
 
 def record_hint(arch: object = "") -> str:
     """Say how what a run has used is built before the next run needs it."""
@@ -62,9 +61,6 @@ def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size
 def rows_hint(arch: object) -> str:
     """Say how kernels that ops share are built beforehand: with rows of any size."""
     return f"build it beforehand with: jitkern warm --element-size 16 --arch {arch}"
-
-
-# -- modules ---------------------------------------------------------------------------------------
 
 
 class DeviceModule(Launches):
@@ -87,23 +83,17 @@ class DeviceModule(Launches):
         self.op: str = used.args[0]
         self.args: tuple[str, ...] = tuple(used.args[1:])
         self.name: str = slug("_".join(used.args))
-        self.wrappers: tuple[Wrapper, ...] = tuple(
-            (export, kernel) for export, kernel, *_ in options["device_wrappers"]
-        )
+        self.wrappers = tuple((name, kernel) for name, kernel, *_ in options["device_wrappers"])
         self.exports = tuple(export for export, _ in self.wrappers)
         self.files: tuple[Path, ...] = tuple(map(Path, options["device_files"]))
         self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
         self._cuda_dirs = list(filter(is_cuda_headers, include_dirs))  # not read here
-        self.closure: Closure = include_closure(
-            render(
-                [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files],
-                self.wrappers,
-                params,
-            ),
-            include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
-        )
+        searched = [folder for folder in include_dirs if folder not in self._cuda_dirs]
+        includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
+        unit = render(includes, self.wrappers, params)
+        self.closure: Closure = include_closure(unit, include_dirs=[*searched, *INCLUDE_DIRS])
         self.launch_config: tuple[int, ...] = ()
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._params, self._cpu, self._launchers = params, cpu, {}
@@ -150,12 +140,10 @@ class DeviceModule(Launches):
     def launched_with(
         self, *configs: KernelConfig, in_flight: int, splits: int = 1
     ) -> DeviceModule:
-        """Tell C++ how these kernels, which are jitkern's own, are launched; return the module.
+        """Tell C++ how to launch these kernels of jitkern's own; return the module.
 
-        Each has a config. A lane has `in_flight` vectors in flight, and a row `splits` parts.
+        Each kernel has a config. A lane has `in_flight` vectors in flight, a row `splits` parts.
         """
-        if len(configs) != len(self.wrappers):
-            raise ValueError(f"launched_with: {len(configs)} configs, expected {self.exports}")
         flat = [int(value) for config in configs for value in (config.num_threads, config.use_pdl)]
         self.launch_config = (*flat, in_flight, splits)
         return self
@@ -250,9 +238,6 @@ def render(
     return "\n".join(lines) + "\n"
 
 
-# -- the code for one arch -------------------------------------------------------------------------
-
-
 class DeviceImage(Buildable[bytes]):
     """The code of a module for one arch.
 
@@ -264,11 +249,10 @@ class DeviceImage(Buildable[bytes]):
         self._module = module
         self._arch = arch
         self.key: Key = module.key(arch)
-        try:
+        self.variant = ""
+        with suppress(ToolchainError):
             headers = module.cuda_headers()
-            self.variant: str = _variant(headers) if headers is None or headers.complete else ""
-        except ToolchainError:
-            self.variant = ""
+            self.variant = _variant(headers) if headers is None or headers.complete else ""
         self.has_compiler: bool = bool(self.variant)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
@@ -305,7 +289,7 @@ class DeviceImage(Buildable[bytes]):
         if settings().compiler == "nvrtc":
             from jitkern.compilers import nvrtc
 
-            # The sources of the package have no need of what -minimal leaves out.
+            # The sources of the package do not need what -minimal leaves out.
             own = all(file.is_relative_to(CSRC) for file in module.files)
             compile_ = partial(nvrtc.compile, minimal=own)
         else:
@@ -325,25 +309,21 @@ class DeviceImage(Buildable[bytes]):
         return BuildOutput(variant, files, {"kind": image.kind, "log": image.log})
 
 
-_NO_VERSION = (0, 0)
-
-
 def _cuda_version(variant: str) -> tuple[int, int]:
     """(13, 5) of nvrtc-13.5+... and of nvcc-13.5.12; (0, 0) of anything else."""
     match = re.match(r"nv(?:rtc|cc)-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
-    return (int(match[1]), int(match[2])) if match else _NO_VERSION
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _driver_version() -> tuple[int, int]:
     """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
-    # Imported here: nobody asks if there is a compiler.
-    from jitkern.host import module as host
+    from jitkern.host import module as host  # here, since it is needed only without a compiler
 
     try:
         found = host.find_built()
-        version = 0 if found is None else int(found.loaded["driver_version"]())
+        version = int(found.loaded["driver_version"]()) if found else 0
     except (ImportError, RuntimeError, JitkernError):
-        return _NO_VERSION  # a launch says why
+        return 0, 0  # a launch says why
     return version // 1000, version % 1000 // 10
 
 

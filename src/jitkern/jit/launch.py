@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,17 +22,14 @@ class CpuForm(NamedTuple):
     load: Callable[[], Any] = dict
 
 
-class Launches(ABC):
+class Launches:
     """The part of a ``DeviceModule`` that launches."""
 
     exports: tuple[str, ...]
+    image: Callable[[Arch], bytes]
     _params: ParamsOf
     _cpu: CpuForm
     _launchers: dict[str, Callable[..., Any]]
-
-    @abstractmethod
-    def image(self, arch: Arch) -> bytes:
-        """Return the code for `arch`."""
 
     def launch(
         self,
@@ -101,7 +97,7 @@ class Launches(ABC):
         members = args if _PLAIN.issuperset(kinds) else tuple(map(_readable, args))
         number = self.exports.index(export)
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
-        # A tensor of torch tells its stream on the way to C++; to ask torch for it takes 5 us.
+        # tvm-ffi passes the stream of a torch tensor to C++; asking torch for it takes 5 us.
         is_told = not _TENSORS.isdisjoint(kinds)
         try:
             wanted = launch(*how, -1, is_told, *members)
@@ -127,14 +123,10 @@ class Launches(ABC):
             return this.image(Arch(*divmod(arch, 10))), this.exports, ()
 
         # The name of each kernel, whether C++ does the same on the CPU, and its members.
-        signatures = [
-            (
-                export,
-                export in self._cpu.names,
-                [param.for_cpp() for param in self._params.get(export, ())],
-            )
-            for export in self.exports
-        ]
+        signatures = []
+        for export in self.exports:
+            members = [param.for_cpp() for param in self._params.get(export, ())]
+            signatures.append((export, export in self._cpu.names, members))
         made = host.module()["make_launch"](resolve, signatures)
         # Of two threads one is first, and both launch from what it loads.
         return self._launchers.setdefault("", made)

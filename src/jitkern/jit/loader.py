@@ -154,9 +154,8 @@ def load_library(used: Specialisation) -> Lookup[Any]:
 def load_device(used: Specialisation) -> DeviceModule:
     """Return the module of device code that load_jit was asked for."""
     options = used.options
-    # The compiler is asked about what is read, in C++17: a kernel of older C++ is left alone.
-    can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
-    files = options["device_files"] if can_ask else ()
+    # The compiler checks what is read here, for which it needs C++17.
+    files = options["device_files"] if is_cpp17(options.get("extra_cuda_cflags", ())) else ()
     texts = [Path(file).read_text(errors="replace") for file in files]
     # Device code and C++ are recorded and built separately, the C++ when it is first called.
     on_gpu = {name: value for name, value in options.items() if name not in _OF_CPP}
@@ -199,9 +198,8 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
         raise ValueError("load_jit: device_wrappers: given without device_files")
     elif not any(map(options.get, (*FILES, *_WRAPPERS))):
         more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
-        raise ValueError(
-            f"{function}: cpp_files, cuda_files{more}: all empty, expected one of them"
-        )
+        names = f"cpp_files, cuda_files{more}"
+        raise ValueError(f"{function}: {names}: all empty, expected one of them")
     return Specialisation(function, tuple(args), options, "")
 
 
@@ -251,10 +249,8 @@ def _check_device(options: Mapping[str, Any]) -> None:
             "with cpp_files or flags for them"
         )
     for name in set(functions) - set(kernels):
-        known = ", ".join(kernels)
-        raise ValueError(
-            f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: {known}"
-        )
+        expected = f"the name of a kernel: {', '.join(kernels)}"
+        raise ValueError(f"load_jit: cpp_wrappers: {name!r}, expected {expected}")
 
 
 def _shown(value: Any) -> str:

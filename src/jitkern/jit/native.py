@@ -149,22 +149,19 @@ class NativeLibrary(Buildable["Module | None"]):
         return f"load it before freezing, or {record_hint()}"
 
     def build(self) -> BuildOutput:
-        given = self._used.options.get("build_directory")
-        with build_folder(None if given is None else Path(given)) as folder:
-            return self._build_in(folder)
-
-    def _build_in(self, folder: Path) -> BuildOutput:
         options = self._used.options
-        library = cxx.build(
-            slug(self._name),
-            sources=self._translation_units(folder),
-            directory=folder,
-            cflags=options["extra_cflags"],
-            cuda_cflags=options["extra_cuda_cflags"],
-            ldflags=options["extra_ldflags"],
-            include_paths=[*map(Path, options["extra_include_paths"]), *INCLUDE_DIRS],
-            arch=self._arch,
-        ).read_bytes()
+        given = options.get("build_directory")
+        with build_folder(None if given is None else Path(given)) as folder:
+            library = cxx.build(
+                slug(self._name),
+                sources=self._translation_units(folder),
+                directory=folder,
+                cflags=options["extra_cflags"],
+                cuda_cflags=options["extra_cuda_cflags"],
+                ldflags=options["extra_ldflags"],
+                include_paths=[*map(Path, options["extra_include_paths"]), *INCLUDE_DIRS],
+                arch=self._arch,
+            ).read_bytes()
         # What is published is what was compiled: an editor may have saved a file meanwhile.
         if self._key(self._read()).digest != self.key.digest:
             raise JitkernError(f"{self._name}: a source changed while it was built; load it again")

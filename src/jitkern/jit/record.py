@@ -121,16 +121,12 @@ def _lines(used: Specialisation, texts: Mapping[str, bytes]) -> list[bytes]:
     places = _places(list(texts), folders)
     for name in (FILES | FOLDERS).intersection(options):
         options[name] = [places[path] for path in options[name]]
-    others = {
-        places[path]: text
-        for path, text in texts.items()
-        if not places[path].startswith(OWN_PREFIX)
-    }
-    lines = [
-        json.dumps({"record": FORMAT, "text": text.decode("utf-8", "surrogateescape")}).encode()
-        for text in others.values()
-    ]
-    digests = {place: sha256(text) for place, text in others.items()}
+    lines, digests = [], {}
+    for path, data in texts.items():
+        if not places[path].startswith(OWN_PREFIX):
+            text = data.decode("utf-8", "surrogateescape")
+            lines.append(json.dumps({"record": FORMAT, "text": text}).encode())
+            digests[places[path]] = sha256(data)
     return [*lines, used._replace(options=options).to_json(files=digests).encode()]
 
 
@@ -221,9 +217,8 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
             reason = f"not a recorded specialisation: {ascii(str(error))[1:-1][:200]}"
             raise ValueError(f"{file}:{number}: {reason}") from error
     if not found:
-        raise ValueError(
-            f"{file}: nothing is recorded in it; record a run with JITKERN_RECORD=FILE"
-        )
+        advice = "record a run with JITKERN_RECORD=FILE"
+        raise ValueError(f"{file}: nothing is recorded in it; {advice}")
     return list(found.values())
 
 
