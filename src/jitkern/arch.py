@@ -92,10 +92,7 @@ def gpu_archs() -> list[Arch]:
 
 
 def target_archs() -> tuple[Arch, ...]:
-    """Return what to compile host and device code for: the GPU here, else all of JITKERN_ARCH.
-
-    Raises ToolchainError if there is neither.
-    """
+    """Return the arch of the GPU here, else all of JITKERN_ARCH; ToolchainError without either."""
     import torch
 
     if torch.cuda.is_available():

@@ -195,10 +195,7 @@ def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
 
 
 def _expand(environ: Mapping[str, str], value: str) -> Path:
-    """Return an absolute path, since the process may go elsewhere.
-
-    ``~`` is HOME of the same mapping; without a home it stays, for the cache to degrade.
-    """
+    """Return an absolute path; without a home ``~`` stays, and the cache is kept in memory."""
     home = environ.get("HOME", "")
     if home and (value == "~" or value.startswith("~/")):
         return Path(home + value[1:])

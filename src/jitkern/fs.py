@@ -196,10 +196,8 @@ def private_name() -> str:
 
 
 def is_abandoned(name: str, age_s: float) -> bool:
-    """Tell whether a killed process left a file of this private name, by its age in seconds.
-
-    `age_s` counts from its last write, and may be negative: clocks are set back.
-    """
+    """Tell by the private name and the age of a file whether a killed process left it."""
+    # A negative age is as good: clocks are set back.
     return _PRIVATE_NAME.match(name) is not None and abs(age_s) > _DEAD_S
 
 

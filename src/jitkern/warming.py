@@ -293,10 +293,7 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
 def recorded_jobs(
     recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = ()
 ) -> list[Outcome]:
-    """Return what a recorded run needs; a part of it that makes no sense fails when it is built.
-
-    `folder` receives the sources, and is needed until all are built.
-    """
+    """Return the jobs of a recorded run; `folder` holds their sources until all are built."""
     jobs: dict[str, Outcome] = {}
     for one in recorded:
         is_kernel = bool(one.used.options.get("device_files"))

@@ -17,8 +17,7 @@ from typing import Any
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
-from jitkern.jit.device import DeviceModule, Wrapper
-from jitkern.jit.launch import CpuForm
+from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FOLDERS, Specialisation
 
@@ -175,10 +174,7 @@ def load_device(used: Specialisation) -> DeviceModule:
 
 
 def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Specialisation:
-    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute.
-
-    Raises TypeError, ValueError or FileNotFoundError, which names the argument.
-    """
+    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute."""
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):

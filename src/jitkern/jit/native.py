@@ -78,7 +78,8 @@ class NativeLibrary(Buildable["Module | None"]):
             [*paths.get("-include", ()), *self._files("cpp_files", "cuda_files")]
         )
         searched = [folder for name in _SEARCHED for folder in paths.get(name, ())]
-        self._searched = list(map(Path, [*options["extra_include_paths"], *searched]))
+        searched = [*options["extra_include_paths"], *searched]
+        self._searched = [folder for folder in map(Path, searched) if not is_toolchain(folder)]
         self._closure = self._read()
         self.key: Key = self._key(self._closure)
         self.variant: str = cxx.toolchain_id(cuda=has_cuda(used))
@@ -87,9 +88,8 @@ class NativeLibrary(Buildable["Module | None"]):
         return [file for name in names for file in self._used.options.get(name, ())]
 
     def _read(self) -> Closure:
-        """Read the sources and the headers that they may include, but for the compilers' own."""
-        folders = [folder for folder in self._searched if not is_toolchain(folder)]
-        folders += INCLUDE_DIRS
+        """Read the sources and the headers that they may include, except the toolchain's."""
+        folders = [*self._searched, *INCLUDE_DIRS]
         return include_closure(self._includes, include_dirs=folders, computed=True)
 
     def _key(self, closure: Closure) -> Key:

@@ -169,14 +169,10 @@ def _body(text: str, start: int) -> str:
 
 
 def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
-    """Return C++ lines that compare `params` with the struct ``Params`` when it is compiled.
-
-    They need ``jitkern/wrapper.cuh``.
-    """
-    advice = "; declare the parameters as the third item of device_wrappers"
-    if all(param.is_declared for param in params):
-        advice = ""
-    differs = f", but Params has another type or order{advice}"
+    """Return C++ that compares `params` with ``Params``, after ``jitkern/wrapper.cuh``."""
+    differs = ", but Params has another type or order"
+    if not all(param.is_declared for param in params):
+        differs += "; declare the parameters as the third item of device_wrappers"
     lines = []
     for param in params:
         code, bits = _DTYPES[param.dtype]
@@ -193,8 +189,5 @@ def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
     taken = f"{kernel}: taken as {', '.join(map(str, params))}{differs}"
-    return [
-        *lines,
-        f"constexpr auto is_so = {is_so};",
-        f'static_assert(is_so(Params{{}}), "{taken}");',
-    ]
+    lines.append(f"constexpr auto is_so = {is_so};")
+    return [*lines, f'static_assert(is_so(Params{{}}), "{taken}");']

@@ -62,10 +62,7 @@ class Specialisation(NamedTuple):
 
 
 def record(used: Specialisation, closure: Closure) -> None:
-    """Append `used` and its sources to JITKERN_RECORD, once; many processes may do so at a time.
-
-    A record that cannot be written is a warning: it must not stop a server.
-    """
+    """Append `used` and its sources to JITKERN_RECORD, unless it has them; failing is a warning."""
     file = settings().record
     if file is None:
         return
@@ -148,17 +145,14 @@ def _places(files: list[str], folders: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One specialisation of a record, with its sources but for those of this package.
-
-    `files` has the digest of each source's text by its place, `texts` the text by its digest.
-    """
+    """One specialisation of a record, with its sources except those of this package."""
 
     used: Specialisation
-    files: Mapping[str, str]
-    texts: Mapping[str, bytes]
+    files: Mapping[str, str]  # the digest of each source's text, by its place
+    texts: Mapping[str, bytes]  # each text, by its digest
 
     def to_json(self, arch: str) -> str:
-        """Return a text that is equal for what is equal when it is built for `arch`."""
+        """Return a text, equal for jobs that are equal when built for `arch`."""
         return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
