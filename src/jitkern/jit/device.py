@@ -312,42 +312,25 @@ def load_own(
     )
 
 
-def render(
-    includes: Sequence[str],
-    wrappers: Sequence[Wrapper],
-    params: ParamsOf = MappingProxyType({}),
-) -> str:
+def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:
     """Return the translation unit: an entry point for each kernel class, and checks of `params`.
 
     The size of an array tells C++ the kernel's ``kNumThreads``, plus 1: drivers mix launch bounds
     with what registers allow.
-
-    Examples
-    --------
-    >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
-    #include <jitkern/wrapper.cuh>
-    #include "ops/copy.cu"
-    extern "C" { __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1]; }
-    extern "C" __global__ void
-    __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
-    copy(const __grid_constant__ Copy<4>::Params params) {
-      Copy<4>::run(params);
-    }
-    <BLANKLINE>
     """
-    lines = ["#include <jitkern/wrapper.cuh>"]
-    lines += [f'#include "{name}"' for name in includes]
+    unit = "#include <jitkern/wrapper.cuh>\n"
+    unit += "".join(f'#include "{name}"\n' for name in includes)
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"
-        lines.append(f'extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}')
-        lines.append('extern "C" __global__ void')
-        lines.append(f"__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))")
-        lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
-        if params.get(export):
-            lines.append(f"  using Params = {kernel}::Params;")
-            lines += [f"  {check}" for check in checks(export, params[export])]
-        lines += [f"  {kernel}::run(params);", "}"]
-    return "\n".join(lines) + "\n"
+        unit += f"""\
+extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}
+extern "C" __global__ void
+__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))
+{export}(const __grid_constant__ {kernel}::Params params) {{
+{checks(export, kernel, params.get(export, ()))}  {kernel}::run(params);
+}}
+"""
+    return unit
 
 
 # What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.

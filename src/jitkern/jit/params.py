@@ -75,15 +75,7 @@ class Param:
 
 
 def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
-    """Parse a declaration of a kernel's ``Params``; see ``load_jit``.
-
-    Raises ValueError, which quotes the part that makes no sense.
-
-    Examples
-    --------
-    >>> [param.dtype for param in parse_params("scale", "float* data, double factor")]
-    ['float32', 'float64']
-    """
+    """Parse a declaration of a kernel's ``Params``; ValueError quotes what makes no sense."""
     params: list[Param] = []
     for part in map(str.strip, text.split(",")):
         try:
@@ -123,11 +115,7 @@ _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "boo
 def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     """Return the members of a class's ``Params`` if one of the C++ sources lists them plainly.
 
-    Examples
-    --------
-    >>> text = "struct Scale { struct Params { float* data; double factor; }; };"
-    >>> [str(param) for param in read_params("mine::Scale<256>", [text])]
-    ['float32* data', 'float64 factor']
+    Such as ``struct Scale { struct Params { float* data; double factor; }; };``.
     """
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
@@ -168,18 +156,20 @@ def _body(text: str, start: int) -> str:
 # -- checked by the compiler -----------------------------------------------------------------------
 
 
-def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
-    """Return C++ that compares `params` with ``Params``, after ``jitkern/wrapper.cuh``."""
+def checks(export: str, kernel: str, params: tuple[Param, ...]) -> str:
+    """Return lines of C++ that compare `params` with a kernel's ``Params``; none if not known."""
+    if not params:
+        return ""
     differs = ", but Params has another type or order"
     if not all(param.is_declared for param in params):
         differs += "; declare the parameters as the third item of device_wrappers"
-    lines = []
+    lines = [f"using Params = {kernel}::Params;"]
     for param in params:
         code, bits = _DTYPES[param.dtype]
         kind = {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(code, "?")
         fits = "points_to" if param.is_pointer else "is_number"
         asked = f"decltype(Params::{param.name}){{}}, '{kind}', {bits // 8}"
-        taken = f"{kernel}: taken as {param}{differs}"
+        taken = f"{export}: taken as {param}{differs}"
         lines.append(f'static_assert(jitkern::{fits}({asked}), "{taken}");')
     # As many members, in this order: by addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
     names = [f"member{number}" for number in range(len(params))]
@@ -188,6 +178,6 @@ def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
         for name, param in zip(names, params, strict=True)
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
-    taken = f"{kernel}: taken as {', '.join(map(str, params))}{differs}"
-    lines.append(f"constexpr auto is_so = {is_so};")
-    return [*lines, f'static_assert(is_so(Params{{}}), "{taken}");']
+    taken = f"{export}: taken as {', '.join(map(str, params))}{differs}"
+    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{taken}");']
+    return "".join(f"  {line}\n" for line in lines)
