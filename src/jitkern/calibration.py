@@ -1,7 +1,7 @@
 """Figures of a machine by which "auto" decides: how they are measured, and where they are kept.
 
-``jitkern calibrate`` writes them beside the cache, for one model of GPU, driver and processor. The
-host module reads them.
+``jitkern calibrate`` writes them into the cache folder, for one model of GPU, driver and processor.
+The host module reads them.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
 _GIB = 1 << 30
 _ROW_BYTES = 656  # an MLA row with its scales
 _ROWS = 131_072
-_SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows their pages
+_SETS = 5  # lists of rows, each used once: afterwards the GPU's L2 has their page table entries
 _NEVER = 1 << 60
-_PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
+_PACE = 0.61  # of the SMs' write speed to the host: above, all traffic of the GPU waits
 _SPANS_GIB = (0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32)
 _PIECES_KIB = (16, 32, 64, 128, 256, 512, 1024)
 _SMALL_MIB = (0.25, 0.5, 1, 2, 4, 8, 16)
-_POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
+_POOLS_GIB = (32, 16, 8, 4)  # less would not exceed the reach of the link's address translation
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ VARIABLES = (
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
     *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_RECORD"),
 )
-"""What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
+"""The variables of jitkern; ``settings`` warns of any other ``JITKERN_*``, likely a typo."""
 
-# What brings flags, headers and programs to a build besides its command.
+# Variables that add flags, headers and programs to a compiler's command.
 CXX_HEADERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 NVCC_FLAGS = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),

@@ -266,7 +266,7 @@ class ForkLocal(Generic[T]):
 
 
 def make_memory(user: str, shown: str, num_bytes: int) -> int:
-    """Return the descriptor of `num_bytes` of zeros of sealed size; maps of memory name it `shown`.
+    """Return the descriptor of a memfd of `num_bytes`, sealed in size; /proc maps name it `shown`.
 
     Raises UnsupportedError, beginning with `user`, if there is no ``memfd_create``.
     """

@@ -31,7 +31,7 @@ from jitkern.ops._ops import SIZES, op_names, op_sizes
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
 _COMPILE_BYTES = 400 << 20
 
-# How one of them may fail while the others go on.
+# Failures of one job; the others go on.
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
@@ -47,6 +47,10 @@ class Outcome:
         Template arguments, as in ``656, 16, 4``.
     arch : str
         Such as ``9.0``; empty for host code.
+    source : str
+        ``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``.
+    ms, bytes : float, int or None
+        Milliseconds that it took and size of the code; None if it is not there.
     error : Exception or None
         Why it failed.
     """
@@ -58,6 +62,9 @@ class Outcome:
     build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
     lookup: Lookup[Any] | None = None
+    source: str = "missing"
+    ms: float | None = None
+    bytes: int | None = None
     error: Exception | None = None
 
     def __str__(self) -> str:
@@ -67,27 +74,13 @@ class Outcome:
     def run(self, step: Callable[[], Lookup[Any] | None]) -> Outcome:
         """Do `find` or `build`, and keep its look-up or its error."""
         try:
-            self.lookup = step()
+            self.lookup = found = step()
         except _FAILURES as error:
-            self.error = error
+            self.source, self.error = "failed", error
+        else:
+            if found is not None:
+                self.source, self.ms, self.bytes = found.source, found.ms, found.bytes
         return self
-
-    @property
-    def source(self) -> str:
-        """``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``."""
-        if self.lookup is not None:
-            return self.lookup.source
-        return "missing" if self.error is None else "failed"
-
-    @property
-    def ms(self) -> float | None:
-        """Milliseconds that it took; None if it is not there."""
-        return None if self.lookup is None else self.lookup.ms
-
-    @property
-    def bytes(self) -> int | None:
-        """Size of the code; None if it is not there."""
-        return None if self.lookup is None else self.lookup.bytes
 
     @property
     def is_to_copy(self) -> bool:
@@ -110,7 +103,7 @@ def warm(
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always comes first; without arguments it is all. What is built is not loaded.
+    The host module comes first; without arguments nothing else is built. Builds are not loaded.
 
     Parameters
     ----------
@@ -127,12 +120,12 @@ def warm(
     head_dims
         Elements of a head, for ``merge_states``, which is compiled for these instead.
     check
-        Only look: nothing is built, and what no cache has is ``missing``. Without a compiler, code
-        by any compiler counts as there, as it does for a call.
+        Build nothing: what is in no cache is ``missing``. Without a compiler, code of any compiler
+        counts as present, as in a call.
     trust
         Read even records that other users could have written.
     out
-        A directory that receives all of it as well, a cache for JITKERN_CACHE_PATH.
+        A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     threads
         Kernels compiled at a time. Default: the cores, as far as memory allows.
     progress
@@ -149,7 +142,7 @@ def warm(
     CacheError
         Some are missing, and the cache cannot be written; or `out` cannot.
     ValueError, TypeError
-        An argument makes no sense, or a file is no record.
+        An argument is invalid, or a file is not a record.
     OSError
         A file cannot be read.
 
@@ -212,9 +205,8 @@ def build_kernels(
 ) -> int:
     """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
 
-    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. Nothing
-    is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
-    a GPU nor a C++ compiler nor torch.
+    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. All are
+    compiled by this environment's NVRTC. Needs neither a GPU nor a C++ compiler nor torch.
     """
     cache = Cache(Path(out_dir), shared=True)
     sized: list[tuple[str, int]] = []
@@ -305,16 +297,13 @@ def recorded_jobs(
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
             name, *args = one.used.args
-            failed = Outcome(name, ", ".join(args), one.used.arch, error=error)
-            jobs[one.to_json(one.used.arch)] = failed
+            failed = Outcome(name, ", ".join(args), one.used.arch, source="failed", error=error)
+            jobs[one.to_json(failed.arch)] = failed
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            text = one.to_json(str(arch or ""))
-            if text not in jobs and kernel is not None and arch is not None:
-                jobs[text] = _of_kernel(kernel, arch)
-            elif text not in jobs:
-                jobs[text] = _of_library(used, arch)
+            job = _of_kernel(kernel, arch) if kernel and arch else _of_library(used, arch)
+            jobs.setdefault(one.to_json(job.arch), job)
     return list(jobs.values())
 
 

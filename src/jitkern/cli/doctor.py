@@ -237,10 +237,7 @@ def kernels_wheel() -> str:
     """Return the version of the wheel of prebuilt kernels; another version's are not used."""
     if KERNELS not in (origin for origin, _, _ in caches()):
         return "not installed: kernels are compiled when they are first used"
-    try:
-        version = metadata.version(KERNELS)
-    except metadata.PackageNotFoundError:
-        version = "unknown version"  # unpacked, not installed
+    version = metadata.version(KERNELS)  # unpacked by hand, it has none: a note says so
     if version != jitkern.__version__:
         fix = f"install {KERNELS} {jitkern.__version__}"
         raise UnsupportedError(f"{version}, for another version of jitkern; {fix}")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from jitkern.cache.store import Cache
 
 DEVICE_ABI = 1
-"""Part of each key: raised when the same sources have to be compiled anew."""
+"""Part of each key: raise it to have unchanged sources compiled again."""
 
 Wrapper = tuple[str, str]
 """Name and template class of a kernel."""
@@ -58,7 +58,7 @@ class CpuForm(NamedTuple):
 
 
 def record_hint(arch: object = "") -> str:
-    """Say how what a run has used is built before the next run needs it."""
+    """Advise to record a run and to build its kernels before the next one."""
     choice = f" --arch {arch}" if arch else ""
     return (
         "record a run with JITKERN_RECORD=FILE and build it beforehand with: "
@@ -67,13 +67,13 @@ def record_hint(arch: object = "") -> str:
 
 
 def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
-    """Say how the kernels of an op are built before they are needed."""
+    """Advise the command that builds the kernels of an op beforehand."""
     option = sized_by.replace("_", "-")
     return f"build it beforehand with: jitkern warm --op {op} --{option} {size} --arch {arch}"
 
 
 def rows_hint(arch: object) -> str:
-    """Say how kernels that ops share are built beforehand: with rows of any size."""
+    """Advise the command that builds kernels that ops share: any row size does."""
     return f"build it beforehand with: jitkern warm --element-size 16 --arch {arch}"
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,8 @@ class NativeLibrary(Buildable["Module | None"]):
             describe["environment"] = environment
         abi = [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()]
         if any(map(is_toolchain, map(Path, options["extra_include_paths"]))):
-            abi.append(_torch_version())
+            with suppress(PackageNotFoundError):
+                abi.append(f"torch {version('torch')}")
         flags_in_cxx = [word for word in (settings().cxx or "").split() if word.startswith("-")]
         content = {
             "route": route,
@@ -192,13 +194,6 @@ def is_toolchain(folder: Path) -> bool:
     """Tell whether a directory holds headers of CUDA or of torch: versions stand for these."""
     torch = ("ATen/ATen.h", "torch/torch.h")
     return is_cuda_headers(folder) or any(os.path.isfile(folder / mark) for mark in torch)
-
-
-def _torch_version() -> str:
-    try:
-        return f"torch {version('torch')}"
-    except PackageNotFoundError:
-        return ""
 
 
 def _includes(files: Iterable[str]) -> str:
