@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jitkern.arch import requested_archs
+from jitkern.cache.get import user_cache
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
 from jitkern.ops._ops import OPS, SIZES, op_names
@@ -62,8 +64,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, and print the result of each job."""
-    from jitkern.arch import requested_archs
-    from jitkern.cache.get import user_cache
     from jitkern.warming import default_threads, warm
 
     start = time.perf_counter()

@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.get import Buildable, BuildOutput, Lookup, build, find, get_or_build
-from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.compilers.find import (
     CudaHeaders,
     find_headers,
@@ -36,9 +36,6 @@ from jitkern.fs import digest, slug
 from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
-
-if TYPE_CHECKING:
-    from jitkern.cache.store import Cache
 
 DEVICE_ABI = 1
 """Part of each key: raise it to have unchanged sources compiled again."""
@@ -241,14 +238,14 @@ class DeviceModule:
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         found = self._images.get(arch)
-        if found is not None:
-            stats.count("memo")
-            found = replace(found, source="memo", ms=0.0)
-        return found
+        if found is None:
+            return None
+        stats.count("memo")
+        return replace(found, source="memo", ms=0.0)
 
     def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
         self._images[arch] = found
-        if settings().record is not None:  # a kernel found passes few files
+        if settings().record is not None:  # asked here too: a look-up runs one file less
             record(self._used._replace(arch=str(arch)), self.closure)
         return found
 

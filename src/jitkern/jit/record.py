@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jitkern import fs
+from jitkern.cache.trust import written_by_others
 from jitkern.compilers.sources import CSRC, OWN_PREFIX, Closure, source_path
 from jitkern.env import settings
 from jitkern.fs import digest, sha256
@@ -183,8 +184,6 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     Raises ValueError if it is no record, and, without `trust`, if other users could have written
     it; OSError if it cannot be read, or is no regular file.
     """
-    from jitkern.cache.trust import written_by_others
-
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
         reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
         if reason:
