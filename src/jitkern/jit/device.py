@@ -319,12 +319,13 @@ def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsO
     unit += "".join(f'#include "{name}"\n' for name in includes)
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"
+        checked = checks(export, kernel, params[export]) if params.get(export) else ""
         unit += f"""\
 extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}
 extern "C" __global__ void
 __launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))
 {export}(const __grid_constant__ {kernel}::Params params) {{
-{checks(export, kernel, params.get(export, ()))}  {kernel}::run(params);
+{checked}  {kernel}::run(params);
 }}
 """
     return unit

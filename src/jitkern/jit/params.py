@@ -157,9 +157,7 @@ def _body(text: str, start: int) -> str:
 
 
 def checks(export: str, kernel: str, params: tuple[Param, ...]) -> str:
-    """Return lines of C++ that compare `params` with a kernel's ``Params``; none if not known."""
-    if not params:
-        return ""
+    """Return lines of C++ that compare `params` with a kernel's ``Params``."""
     differs = ", but Params has another type or order"
     if not all(param.is_declared for param in params):
         differs += "; declare the parameters as the third item of device_wrappers"
