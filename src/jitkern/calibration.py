@@ -115,27 +115,17 @@ _POOLS_GIB = (32, 16, 8, 4)  # less would not exceed the reach of the link's add
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and the figures that follow.
+    """The figures that "auto" reads, and the curves of (x, GB/s) that they were derived from.
 
-    Attributes
-    ----------
-    machine : Machine
-        What they hold for.
-    figures : mapping of str to int
-        What "auto" reads.
-    curves : mapping of str to list of (float, float)
-        What they come from, in GB/s: of rows of 656 bytes over the GiB of their pool or the threads
-        of the CPU, of small calls over their MiB, of blocks over the KiB of one layer.
-    took_s : float
-    file : Path
-        Where they are kept.
+    Curves of rows of 656 bytes are over the GiB of their pool or the threads of the CPU, those of
+    small calls over their MiB, those of blocks over the KiB of one layer.
     """
 
-    machine: Machine
+    machine: Machine  # for which the figures hold
     figures: Mapping[str, int]
     curves: Mapping[str, Curve]
     took_s: float
-    file: Path
+    file: Path  # where they are kept
 
 
 def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
