@@ -38,11 +38,8 @@ FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
 
 # What tvm_ffi.cpp.load_inline puts before a source, which mini-sglang's kernels rely on.
 PRELUDE = (
-    "tvm/ffi/container/tensor.h",
-    "tvm/ffi/dtype.h",
-    "tvm/ffi/error.h",
-    "tvm/ffi/extra/c_env_api.h",
-    "tvm/ffi/function.h",
+    *("tvm/ffi/container/tensor.h", "tvm/ffi/dtype.h", "tvm/ffi/error.h"),
+    *("tvm/ffi/extra/c_env_api.h", "tvm/ffi/function.h"),
 )
 
 

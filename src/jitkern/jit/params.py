@@ -19,8 +19,7 @@ _DTYPES = {
     **{f"uint{bits}": (_UINT, bits) for bits in (8, 16, 32, 64)},
     **{f"float{bits}": (_FLOAT, bits) for bits in (16, 32, 64)},
     "bfloat16": (4, 16),
-    "complex64": (5, 64),
-    "complex128": (5, 128),
+    **{f"complex{bits}": (5, bits) for bits in (64, 128)},
     "float8_e4m3fn": (10, 8),
     "float8_e4m3fnuz": (11, 8),
     "float8_e5m2": (12, 8),
@@ -29,25 +28,16 @@ _DTYPES = {
 }
 _TYPES = "a dtype of torch (float32, bfloat16, ...), a number of C (float, long long, ...) or void"
 _C_NAMES = {
-    "half": "float16",
-    "__half": "float16",
+    **dict.fromkeys(("half", "__half"), "float16"),
     "__nv_bfloat16": "bfloat16",
     "float": "float32",
     "double": "float64",
     "short": "int16",
-    "int": "int32",
-    "unsigned": "uint32",
-    "unsigned int": "uint32",
-    "long": "int64",
-    "long long": "int64",
-    "unsigned long": "uint64",
-    "unsigned long long": "uint64",
-    "size_t": "uint64",
+    **dict.fromkeys(("int", "i32"), "int32"),  # i32 and the like are of jitkern/types.h
+    **dict.fromkeys(("long", "long long", "i64"), "int64"),
+    **dict.fromkeys(("unsigned", "unsigned int", "u32"), "uint32"),
+    **dict.fromkeys(("unsigned long", "unsigned long long", "size_t", "u64"), "uint64"),
     **{f"{name}_t": name for name in _DTYPES if "int" in name},
-    "i32": "int32",
-    "i64": "int64",
-    "u32": "uint32",
-    "u64": "uint64",  # of jitkern/types.h
 }
 _DECLARATION = re.compile(
     r"(?P<strided>strided\s+)?(?:const\s+)?"
