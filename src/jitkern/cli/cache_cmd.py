@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jitkern.cache.bundle import export_bundle, import_bundle
 from jitkern.cache.entry import Entry
 from jitkern.cache.get import caches, user_cache
 from jitkern.cache.store import Cache
@@ -137,6 +136,8 @@ def _clear(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from jitkern.cache.bundle import export_bundle  # not at the top: tarfile takes 20 ms
+
     # Host code, which kernels may need, goes along.
     count = export_bundle(user_cache(), args.file, _chosen_by(args, host_code_too=True))
     ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
@@ -144,6 +145,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from jitkern.cache.bundle import import_bundle
+
     cache = user_cache()
     imported = import_bundle(cache, args.file, trust=args.trust)
     _print_entries(imported)
