@@ -64,8 +64,7 @@ class Arch(NamedTuple):
 
 
 KNOWN_ARCHS = tuple(
-    Arch(number // 10, number % 10)
-    for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
+    Arch(*divmod(n, 10)) for n in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
 )
 """What nvcc 13.0 and NVRTC 13.5 compile for; `Arch.parse` accepts these, also with a suffix."""
 
