@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         made: argparse.ArgumentParser = actions.add_parser(
             name, help=summary, description=text, example=f"jitkern cache {name}{example}"
         )
-        made.set_defaults(action=run)
+        made.set_defaults(run=run)
         return made
 
     listed = add("list", _list, "list the entries", " --op store --unused-for 30d")
@@ -59,12 +59,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         option("--arch", type=ui.archs, action="extend", metavar="A[,A]", help=text)
         text = "only what was used last before AGE: 12h, 30d, 8w"
         option("--unused-for", type=ui.age_s, metavar="AGE", help=text)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
-    status: int = args.action(args)
-    return status
 
 
 def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Callable[[Entry], bool]:

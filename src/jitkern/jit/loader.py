@@ -19,14 +19,13 @@ from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
 from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
-from jitkern.jit.record import FILES, FOLDERS, Specialisation
+from jitkern.jit.record import FILES, FLAGS, FOLDERS, Specialisation
 
 File = str | PathLike[str]
 Files = Sequence[File]
 # Name and template class of a kernel, and the members of its Params.
 DeclaredWrapper = tuple[str, str, str]
 
-_FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
 # By the number of strings that one of them may have.
 _WRAPPERS = {
     "cpp_wrappers": {2: "(name, expression)"},
@@ -205,7 +204,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
         if not isinstance(value, (str, PathLike)):
             raise TypeError(f"{argument}: {_shown(value)}, expected a path")
         return os.path.abspath(value)
-    if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS.keys():  # of a record
+    if name not in {*FILES, *FOLDERS, *FLAGS, *_WRAPPERS}:  # of a record
         raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
         one = ("scale", "Scale<256>") if name in _WRAPPERS else value
@@ -217,7 +216,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
                 expected = " or ".join(_WRAPPERS[name].values())
                 raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
         elif not isinstance(item, (str, PathLike)):
-            expected = "a str" if name in _FLAGS else "a path"
+            expected = "a str" if name in FLAGS else "a path"
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
     if name in _WRAPPERS:
         return list(map(list, value))

@@ -28,13 +28,12 @@ from jitkern.env import compiler_environment, settings
 from jitkern.errors import JitkernError
 from jitkern.fs import digest, sha256, slug, write_whole
 from jitkern.jit.device import record_hint
-from jitkern.jit.record import Specialisation, record
+from jitkern.jit.record import FLAGS, Specialisation, record
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
 NATIVE_ABI = 3
-FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
 
 # What tvm_ffi.cpp.load_inline puts before a source, which mini-sglang's kernels rely on.
 PRELUDE = (

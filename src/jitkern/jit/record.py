@@ -30,6 +30,7 @@ FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
 """Options that are lists of sources."""
 FOLDERS = frozenset(("extra_include_paths",))
 """Options that are lists of directories."""
+FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
 MAX_BYTES = 64 << 20
 """Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 

@@ -24,8 +24,6 @@ _DTYPES = {
 class CppArgs(tuple[str, ...]):
     """C++ literals, in order; ``str()`` joins them the way a template argument list is written."""
 
-    __slots__ = ()
-
     def __str__(self) -> str:
         return ", ".join(self)
 
