@@ -17,7 +17,7 @@ from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, refused
 
 import jitkern
 from jitkern.host import module as host
-from jitkern.jit import launch
+from jitkern.jit import device as launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import index, pairs, store

@@ -11,9 +11,8 @@ import torch
 import tvm_ffi
 from fake_gpu import OnCuda
 
-from jitkern.jit import launch
-from jitkern.jit.device import DeviceModule
-from jitkern.jit.launch import CpuForm
+from jitkern.jit import device as launch
+from jitkern.jit.device import CpuForm, DeviceModule
 from jitkern.jit.params import parse_params
 from jitkern.jit.record import Specialisation
 

@@ -28,9 +28,8 @@ from launch_fake import (
 from jitkern.comm.args import namespace
 from jitkern.errors import UnsupportedError
 from jitkern.host import module as host
-from jitkern.jit import launch
-from jitkern.jit.device import DeviceModule
-from jitkern.jit.launch import CpuForm
+from jitkern.jit import device as launch
+from jitkern.jit.device import CpuForm, DeviceModule
 
 ONE = {"grid": 1, "block": 1}
 

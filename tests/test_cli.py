@@ -229,7 +229,7 @@ def test_ctrl_c_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_cmd, "_user_cache", stop)
+    monkeypatch.setattr(cache_cmd, "user_cache", stop)
     assert run(capsys, "cache", "list") == (130, "", "jitkern: error: interrupted\n")
 
 

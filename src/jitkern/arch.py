@@ -1,4 +1,4 @@
-"""GPU architectures by compute capability: which there are, and which are asked for."""
+"""GPU architectures by compute capability: the known ones, and those to compile for."""
 
 from __future__ import annotations
 
@@ -64,19 +64,18 @@ class Arch(NamedTuple):
 
 
 KNOWN_ARCHS = tuple(
-    Arch(number // 10, number % 10)
-    for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
+    Arch(*divmod(n, 10)) for n in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
 )
-"""What `Arch.parse` accepts, without suffixes: what nvcc 13.0 and NVRTC 13.5 compile for."""
+"""What nvcc 13.0 and NVRTC 13.5 compile for; `Arch.parse` accepts these, also with a suffix."""
 
 _SUFFIX_SINCE = {"": Arch(7, 5), "a": Arch(9, 0), "f": Arch(10, 0)}
 
 SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
-"""What all kernels of jitkern's own are tested for: one of each generation in service."""
+"""All kernels of jitkern's own are tested for these: one of each generation in service."""
 
 
 def requested_archs() -> tuple[Arch, ...]:
-    """Return what ``JITKERN_ARCH`` asks for; ValueError for an architecture that is not known."""
+    """Return the archs of ``JITKERN_ARCH``; ValueError for an unknown one."""
     try:
         return tuple(Arch.parse(text) for text in settings().arch)
     except ValueError as error:
@@ -92,10 +91,7 @@ def gpu_archs() -> list[Arch]:
 
 
 def target_archs() -> tuple[Arch, ...]:
-    """Return what to compile host and device code for: the GPU here, else all of JITKERN_ARCH.
-
-    Raises ToolchainError if there is neither.
-    """
+    """Return the arch of the GPU here, else all of JITKERN_ARCH; ToolchainError without either."""
     import torch
 
     if torch.cuda.is_available():

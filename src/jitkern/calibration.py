@@ -1,7 +1,7 @@
 """Figures of a machine by which "auto" decides: how they are measured, and where they are kept.
 
-``jitkern calibrate`` writes them beside the cache, for one model of GPU, driver and processor. The
-host module reads them.
+``jitkern calibrate`` writes them into the cache folder, for one model of GPU, driver and processor.
+The host module reads them.
 """
 
 from __future__ import annotations
@@ -104,38 +104,28 @@ def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
 _GIB = 1 << 30
 _ROW_BYTES = 656  # an MLA row with its scales
 _ROWS = 131_072
-_SETS = 5  # of row numbers, each used once: a second time the GPU's L2 knows their pages
+_SETS = 5  # lists of rows, each used once: afterwards the GPU's L2 has their page table entries
 _NEVER = 1 << 60
-_PACE = 0.61  # of what SMs can write to the host: above, all traffic of the GPU waits
+_PACE = 0.61  # of the SMs' write speed to the host: above, all traffic of the GPU waits
 _SPANS_GIB = (0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32)
 _PIECES_KIB = (16, 32, 64, 128, 256, 512, 1024)
 _SMALL_MIB = (0.25, 0.5, 1, 2, 4, 8, 16)
-_POOLS_GIB = (32, 16, 8, 4)  # below, nothing is far beyond what the link's translation reaches
+_POOLS_GIB = (32, 16, 8, 4)  # less would not exceed the reach of the link's address translation
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, and the figures that follow.
+    """The figures that "auto" reads, and the curves of (x, GB/s) that they were derived from.
 
-    Attributes
-    ----------
-    machine : Machine
-        What they hold for.
-    figures : mapping of str to int
-        What "auto" reads.
-    curves : mapping of str to list of (float, float)
-        What they come from, in GB/s: of rows of 656 bytes over the GiB of their pool or the threads
-        of the CPU, of small calls over their MiB, of blocks over the KiB of one layer.
-    took_s : float
-    file : Path
-        Where they are kept.
+    Curves of rows of 656 bytes are over the GiB of their pool or the threads of the CPU, those of
+    small calls over their MiB, those of blocks over the KiB of one layer.
     """
 
-    machine: Machine
+    machine: Machine  # for which the figures hold
     figures: Mapping[str, int]
     curves: Mapping[str, Curve]
     took_s: float
-    file: Path
+    file: Path  # where they are kept
 
 
 def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:

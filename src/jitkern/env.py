@@ -9,6 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -24,9 +25,9 @@ VARIABLES = (
     *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
     *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_RECORD"),
 )
-"""What jitkern reads of its own; any other variable of this prefix is a slip of the pen."""
+"""The variables of jitkern; ``settings`` warns of any other ``JITKERN_*``, likely a typo."""
 
-# What brings flags, headers and programs to a build besides its command.
+# Variables that add flags, headers and programs to a compiler's command.
 CXX_HEADERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 NVCC_FLAGS = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
@@ -51,43 +52,27 @@ NOBODY = Trust()
 
 
 class Settings(NamedTuple):
-    """The environment, parsed and checked once; each field names its variable.
+    """The environment, parsed and checked once; a field is named after its variable.
 
-    Attributes
-    ----------
-    cache_dir
-        ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
-        ``~/.cache/jitkern``.
-    cache_path
-        ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
-    cache_trust
-        ``JITKERN_CACHE_TRUST``: whose kernels and libraries are loaded beside those of this user
-        and of root, by number, such as ``1001,1002``; ``everyone`` checks no owner and no mode.
-    cache_max_bytes
-        ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024).
-        Default 4G.
-    nccl
-        ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
-    arch
-        ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
-        warm`` without ``--arch``, and for ``cuda_files``. A GPU that is there comes first.
-    compiler
-        ``JITKERN_COMPILER``: what compiles device code, nvrtc (default) or nvcc.
-    nvrtc
-        ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
-    lock_timeout_s
-        ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same
-        kernel before compiling it privately. Default 120; 0 does not wait.
-    record
-        ``JITKERN_RECORD``: file that receives each specialisation used.
-    freeze
-        ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles
-        it, with a warning. ``freeze`` and ``unfreeze`` override it.
-    log
-        ``JITKERN_LOG``: 1 logs one line per lookup.
-    faults
-        ``JITKERN_FAULTS``: raise (default), warn or ignore an index out of range that a kernel
-        recorded.
+    - ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
+      ``~/.cache/jitkern``.
+    - ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
+    - ``JITKERN_CACHE_TRUST``: users, by number, whose kernels and libraries are loaded, beside this
+      user's and root's, such as ``1001,1002``; ``everyone`` checks no owner and no mode.
+    - ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024). Default 4G.
+    - ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
+    - ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
+      warm`` without ``--arch``, and for ``cuda_files``. A GPU that is there comes first.
+    - ``JITKERN_COMPILER``: the compiler of device code, nvrtc (default) or nvcc.
+    - ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
+    - ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same kernel
+      before compiling it privately. Default 120; 0 does not wait.
+    - ``JITKERN_RECORD``: file that receives each specialisation used.
+    - ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles it,
+      with a warning. ``freeze`` and ``unfreeze`` override it.
+    - ``JITKERN_LOG``: 1 logs one line per lookup.
+    - ``JITKERN_FAULTS``: raise (default), warn or ignore an index out of range that a kernel
+      recorded.
     """
 
     cache_dir: Path
@@ -161,11 +146,9 @@ def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str
 
     With `cuda`, nvcc takes part. With `links`, libraries are named, which ``LIBRARY_PATH`` finds.
     """
-    names = (
-        *_CXX_READS,
-        *((*NVCC_FLAGS, "NVCC_CCBIN") if cuda else ()),
-        *(("LIBRARY_PATH",) if links else ()),
-    )
+    names = [*_CXX_READS]
+    names += [*NVCC_FLAGS, "NVCC_CCBIN"] if cuda else []
+    names += ["LIBRARY_PATH"] if links else []
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
@@ -195,10 +178,7 @@ def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
 
 
 def _expand(environ: Mapping[str, str], value: str) -> Path:
-    """Return an absolute path, since the process may go elsewhere.
-
-    ``~`` is HOME of the same mapping; without a home it stays, for the cache to degrade.
-    """
+    """Return an absolute path; without a home ``~`` stays, and the cache is kept in memory."""
     home = environ.get("HOME", "")
     if home and (value == "~" or value.startswith("~/")):
         return Path(home + value[1:])
@@ -237,11 +217,9 @@ def _max_bytes(environ: Mapping[str, str], name: str) -> int:
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
     value = _text(environ, name) or "120"
-    try:
+    with suppress(ValueError):
         if 0.0 <= float(value) < float("inf"):
             return float(value)
-    except ValueError:
-        pass
     raise _bad(name, value, "a number of seconds, 0 or more")
 
 

@@ -14,16 +14,9 @@ class JitkernError(Exception):
 class CompileError(JitkernError):
     """A source did not compile.
 
-    Attributes
-    ----------
-    message
-        One line: what was compiled, by what.
-    command
-        The command line, or the options given to a compiler library.
-    log
-        The whole log of the compiler.
-    source
-        The translation unit, if jitkern rendered it.
+    `message` is one line: what was compiled, by what. `command` is the command line, or the options
+    given to a compiler library, `log` the whole log of the compiler, `source` the translation unit
+    if jitkern rendered it.
     """
 
     def __init__(self, message: str, *, command: str, log: str, source: str | None = None) -> None:
@@ -83,16 +76,9 @@ class CommError(JitkernError):
 class CommTimeoutError(CommError, TimeoutError):
     """Ranks did not come to a call in time, or no longer can.
 
-    Attributes
-    ----------
-    op
-        The call, such as ``"all_reduce"``.
-    number
-        The number of this communicator's call, from 1 on; 0: the set-up.
-    rank
-        This rank.
-    missing
-        The ranks that have not arrived; empty if all have, and their GPUs are not done.
+    `op` is the call, such as ``"all_reduce"``, and `number` counts this communicator's calls from
+    1; 0 is the set-up. `rank` is this rank. `missing` are the ranks that have not arrived; empty if
+    all have, and their GPUs are not done.
     """
 
     def __init__(

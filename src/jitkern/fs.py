@@ -6,6 +6,7 @@ Every warm load imports this file: modules that few calls need are imported insi
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -196,27 +197,17 @@ def private_name() -> str:
 
 
 def is_abandoned(name: str, age_s: float) -> bool:
-    """Tell whether a killed process left a file of this private name, by its age in seconds.
-
-    `age_s` counts from its last write, and may be negative: clocks are set back.
-    """
+    """Tell by the private name and the age of a file whether a killed process left it."""
+    # A negative age is as good: clocks are set back.
     return _PRIVATE_NAME.match(name) is not None and abs(age_s) > _DEAD_S
-
-
-def make_scratch_folder(purpose: str) -> Path:
-    """Make a directory ``jitkern-<purpose>-...`` in TMPDIR, which is this process's until it ends.
-
-    Those of killed processes are deleted first, as far as possible.
-    """
-    return _make_scratch(purpose)[0]  # the lock goes with the process
 
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Make a directory as ``make_scratch_folder`` does, for the body only."""
+    """Make a directory as ``make_scratch_folder`` does, and delete it after the body."""
     import shutil
 
-    folder, descriptor = _make_scratch(purpose)
+    folder, descriptor = make_scratch_folder(purpose)
     try:
         yield folder
     finally:
@@ -224,11 +215,12 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _make_scratch(purpose: str) -> tuple[Path, int]:
-    """Make a directory; return it and the descriptor that holds its lock.
+def make_scratch_folder(purpose: str) -> tuple[Path, int]:
+    """Make a directory ``jitkern-<purpose>-...`` in TMPDIR; return it and a descriptor of it.
 
-    A process locks its folder while it lives. Pids and ages do not do: a server runs for weeks, and
-    pods that share /tmp need not see each other's processes.
+    The descriptor holds a lock until it is closed or the process ends. Folders without a lock were
+    left by killed processes and are deleted. Pids and ages cannot tell: a server runs for weeks,
+    and pods that share /tmp need not see each other's processes.
     """
     import tempfile
 
@@ -237,7 +229,7 @@ def _make_scratch(purpose: str) -> tuple[Path, int]:
     folder = Path(tempfile.mkdtemp(".scratch", f"jitkern-{purpose}-"))
     descriptor = os.open(folder, os.O_DIRECTORY)
     with suppress(OSError):  # NFS locks no directory; nothing is deleted there
-        _lock(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return folder, descriptor
 
 
@@ -251,16 +243,10 @@ def _delete_unlocked(folder: Path) -> None:
             status = os.fstat(descriptor)
             is_old = abs(time.time() - status.st_mtime) > _DEAD_S
             if status.st_uid == os.geteuid() and is_old:
-                _lock(descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # -- processes and memory --------------------------------------------------------------------------
@@ -281,12 +267,11 @@ class ForkLocal(Generic[T]):
 
 
 def make_memory(user: str, shown: str, num_bytes: int) -> int:
-    """Return the descriptor of `num_bytes` of zeros of sealed size; maps of memory name it `shown`.
+    """Return the descriptor of a memfd of `num_bytes`, sealed in size; /proc maps name it `shown`.
 
     Raises UnsupportedError, beginning with `user`, if there is no ``memfd_create``.
     """
     import ctypes
-    import fcntl
 
     # By libc: a Python built for a glibc before 2.27, as many of uv's are, has no os.memfd_create.
     libc = ctypes.CDLL(None, use_errno=True)

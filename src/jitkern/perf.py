@@ -6,16 +6,8 @@ import logging
 import math
 from typing import Any
 
-from jitkern.bench.timing import (
-    Call,
-    Replay,
-    cpu_replay,
-    cuda_replay,
-    cuda_timer,
-    host_ms,
-    time_replays,
-    torch_with_cuda,
-)
+from jitkern.bench import timing
+from jitkern.bench.timing import Call
 
 logger: logging.Logger = logging.getLogger("jitkern.perf")
 
@@ -49,14 +41,14 @@ def perf_cuda(
     _check_count("perf_cuda", "repetitions", repetitions, 1)
     graph_calls = cuda_graph_repetitions or 0
     _check_count("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
-    torch = torch_with_cuda("perf_cuda")
+    torch = timing.torch_with_cuda("perf_cuda")
     stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         f()
-        replay = cuda_replay([f] * graph_calls) if graph_calls else Replay(f, 1)
+        replay = timing.cuda_replay([f] * graph_calls) if graph_calls else timing.Replay(f, 1)
         replay.run()
-        ms = cuda_timer("perf_cuda")(cpu_replay([replay.run] * repetitions).run)
+        ms = timing.cuda_timer("perf_cuda")(timing.cpu_replay([replay.run] * repetitions).run)
     return ms / (repetitions * replay.calls)
 
 
@@ -68,9 +60,9 @@ def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> f
     """
     _check_count("perf_cpu", "repetitions", repetitions, 1)
     f()
-    calls = max(1, math.ceil(min_sample_ms / max(host_ms(f), 1e-5)))
-    timings = time_replays({"f": cpu_replay([f] * calls)}, device="cpu", rounds=repetitions)
-    return timings["f"].median_ms
+    calls = max(1, math.ceil(min_sample_ms / max(timing.host_ms(f), 1e-5)))
+    replays = {"f": timing.cpu_replay([f] * calls)}
+    return timing.time_replays(replays, device="cpu", rounds=repetitions)["f"].median_ms
 
 
 def compare_memory_kernel_perf(

@@ -45,13 +45,11 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
         return operator(**arguments)
     except RuntimeError as error:
         # The dispatcher does not name an argument that it takes for no tensor.
-        kinds = {argument.name: str(argument.type) for argument in operator._schema.arguments}
-        kinds |= {n: "" for n, one in arguments.items() if one is None and "Optional" in kinds[n]}
-        given = {
-            name: arguments[name]
-            for name, kind in kinds.items()
-            if kind in ("Tensor", "Optional[Tensor]")
-        }
+        given = {}
+        for argument in operator._schema.arguments:
+            value, kind = arguments.get(argument.name), str(argument.type)
+            if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
+                given[argument.name] = value
         if (wrong := not_a_tensor(op, **given)) is not None:
             raise wrong from error
         raise

@@ -31,7 +31,7 @@ from jitkern.ops._ops import SIZES, op_names, op_sizes
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
 _COMPILE_BYTES = 400 << 20
 
-# How one of them may fail while the others go on.
+# Failures of one job; the others go on.
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
@@ -47,6 +47,10 @@ class Outcome:
         Template arguments, as in ``656, 16, 4``.
     arch : str
         Such as ``9.0``; empty for host code.
+    source : str
+        ``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``.
+    ms, bytes : float, int or None
+        Milliseconds that it took and size of the code; None if it is not there.
     error : Exception or None
         Why it failed.
     """
@@ -57,8 +61,10 @@ class Outcome:
     find: Callable[[], Lookup[Any] | None] = lambda: None
     build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
-    compiler: Callable[[], object] = lambda: None  # raises ToolchainError if there is none
     lookup: Lookup[Any] | None = None
+    source: str = "missing"
+    ms: float | None = None
+    bytes: int | None = None
     error: Exception | None = None
 
     def __str__(self) -> str:
@@ -68,27 +74,14 @@ class Outcome:
     def run(self, step: Callable[[], Lookup[Any] | None]) -> Outcome:
         """Do `find` or `build`, and keep its look-up or its error."""
         try:
-            self.lookup = step()
+            self.lookup = found = step()
         except _FAILURES as error:
-            self.error = error
+            self.source, self.error = "failed", error
+        else:
+            if found is not None:
+                self.source, self.ms = found.source, found.ms
+                self.bytes = len(found.entry.data)
         return self
-
-    @property
-    def source(self) -> str:
-        """``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``."""
-        if self.lookup is not None:
-            return self.lookup.source
-        return "missing" if self.error is None else "failed"
-
-    @property
-    def ms(self) -> float | None:
-        """Milliseconds that it took; None if it is not there."""
-        return None if self.lookup is None else self.lookup.ms
-
-    @property
-    def bytes(self) -> int | None:
-        """Size of the code; None if it is not there."""
-        return None if self.lookup is None else len(self.lookup.entry.data)
 
     @property
     def is_to_copy(self) -> bool:
@@ -111,7 +104,7 @@ def warm(
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
 
-    The host module always comes first; without arguments it is all. What is built is not loaded.
+    The host module comes first; without arguments nothing else is built. Builds are not loaded.
 
     Parameters
     ----------
@@ -128,12 +121,12 @@ def warm(
     head_dims
         Elements of a head, for ``merge_states``, which is compiled for these instead.
     check
-        Only look: nothing is built, and what no cache has is ``missing``. Without a compiler, code
-        by any compiler counts as there, as it does for a call.
+        Build nothing: what is in no cache is ``missing``. Without a compiler, code of any compiler
+        counts as present, as in a call.
     trust
         Read even records that other users could have written.
     out
-        A directory that receives all of it as well, a cache for JITKERN_CACHE_PATH.
+        A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     threads
         Kernels compiled at a time. Default: the cores, as far as memory allows.
     progress
@@ -150,7 +143,7 @@ def warm(
     CacheError
         Some are missing, and the cache cannot be written; or `out` cannot.
     ValueError, TypeError
-        An argument makes no sense, or a file is no record.
+        An argument is invalid, or a file is not a record.
     OSError
         A file cannot be read.
 
@@ -213,9 +206,8 @@ def build_kernels(
 ) -> int:
     """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
 
-    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. Nothing
-    is taken from other caches: the wheel holds what this environment's NVRTC makes. Needs neither
-    a GPU nor a C++ compiler nor torch.
+    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. All are
+    compiled by this environment's NVRTC. Needs neither a GPU nor a C++ compiler nor torch.
     """
     cache = Cache(Path(out_dir), shared=True)
     sized: list[tuple[str, int]] = []
@@ -294,10 +286,7 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
 def recorded_jobs(
     recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = ()
 ) -> list[Outcome]:
-    """Return what a recorded run needs; a part of it that makes no sense fails when it is built.
-
-    `folder` receives the sources, and is needed until all are built.
-    """
+    """Return the jobs of a recorded run; `folder` holds their sources until all are built."""
     jobs: dict[str, Outcome] = {}
     for one in recorded:
         is_kernel = bool(one.used.options.get("device_files"))
@@ -308,33 +297,28 @@ def recorded_jobs(
             kernel = load_device(used) if is_kernel else None
             for_archs = for_archs or (Arch.parse(one.used.arch),)
         except _FAILURES as error:
-            job = _outcome(one.used.args, one.used.arch, error=error)
-            jobs[one.to_json(one.used.arch)] = job
+            name, *args = one.used.args
+            failed = Outcome(name, ", ".join(args), one.used.arch, source="failed", error=error)
+            jobs[one.to_json(failed.arch)] = failed
             continue
         for arch in for_archs:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            text = one.to_json(str(arch or ""))
-            if text not in jobs and kernel is not None and arch is not None:
-                jobs[text] = _of_kernel(kernel, arch)
-            elif text not in jobs:
-                jobs[text] = _of_library(used, arch)
+            job = _of_kernel(kernel, arch) if kernel and arch else _of_library(used, arch)
+            jobs.setdefault(one.to_json(job.arch), job)
     return list(jobs.values())
 
 
-def _outcome(args: Sequence[str], arch: Arch | str | None, **fields: Any) -> Outcome:
-    return Outcome(args[0], ", ".join(args[1:]), str(arch or ""), **fields)
-
-
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
-    how = {"find": partial(kernel.find, arch), "build": partial(kernel.lookup, arch)}
-    return _outcome([kernel.op, *kernel.args], arch, **how, compiler=compiler_id)
+    find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
+    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), find, build)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
     # Made when it is asked for: tvm-ffi is imported for its key.
     library = partial(NativeLibrary, used, arch, load=False)
-    how = {"find": lambda: library().find(), "build": lambda: library().get()}
-    return _outcome(used.args, arch, **how, is_library=True)
+    find, build = (lambda: library().find()), (lambda: library().get())
+    name, *args = used.args
+    return Outcome(name, ", ".join(args), str(arch or ""), find, build, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------
@@ -355,8 +339,8 @@ def _build(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
-    for compiler in {one.compiler for one in missing}:
-        compiler()
+    if not all(one.is_library for one in missing):
+        compiler_id()  # raises ToolchainError if there is none
     count = itertools.count(1)
     for one in missing:
         if one.is_library:  # one after the other: ninja keeps all cores busy with each
@@ -378,9 +362,8 @@ def _failures_text(outcomes: Sequence[Outcome]) -> str:
         reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
         failed_by.setdefault(" ".join(reason.split()), []).append(one)
     lines = [f"{_named(some)}: {reason}" for reason, some in failed_by.items()]
-    text = ("\n  " if len(lines) > 1 else " ").join(
-        [f"{len(failed)} of {len(outcomes)} failed:", *lines]
-    )
+    separator = "\n  " if len(lines) > 1 else " "
+    text = separator.join([f"{len(failed)} of {len(outcomes)} failed:", *lines])
     logs = [f"{one.error}" for one in failed if isinstance(one.error, CompileError)]
     return "\n".join([text, *logs[:1]])
 

@@ -17,7 +17,7 @@ from fake_gpu import report_checks
 from launch_fake import cuda, driver, log
 
 import jitkern
-from jitkern.jit import launch
+from jitkern.jit import device as launch
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import PinnedPool, memory
 from jitkern.offload.memory import PinnedMemory

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=module.SUMMARY, description=module.DESCRIPTION, example=module.EXAMPLE
         )
         module.configure(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=getattr(module, "run", None))  # each action of cache has its own
     return parser
 
 

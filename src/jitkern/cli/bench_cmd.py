@@ -31,7 +31,6 @@ _COLUMNS = ("figure", ">count then", ">now", ">change", ">time then", ">now", "o
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     add("--ci", action="store_true", required=True, help="measure, and compare with a baseline")
     text = "a Python file of cases; may be repeated; default jitkern's own, in a checkout"
@@ -48,7 +47,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the guard."""
     if (args.update or args.require_counts) and args.baseline is None:
         option = "--update" if args.update else "--require-counts"
         raise ui.UsageError(f"bench: {option}: needs --baseline PATH")
@@ -141,7 +139,6 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
-    """Say in one line how many figures there are of each outcome."""
     outcomes = [verdict.outcome for verdict in verdicts]
     parts = [f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)]
     failed = sum(verdict.fails for verdict in verdicts)

@@ -6,16 +6,15 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jitkern.cache.entry import Entry
+from jitkern.cache.get import caches, user_cache
+from jitkern.cache.store import Cache
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError
 from jitkern.ops._ops import op_names
-
-if TYPE_CHECKING:
-    from jitkern.cache.entry import Entry
-    from jitkern.cache.store import Cache
 
 SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
 DESCRIPTION = "The cache of compiled kernels: JITKERN_CACHE_DIR, else ~/.cache/jitkern."
@@ -27,7 +26,6 @@ jitkern cache import kernels.jkb
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def add(
@@ -37,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         made: argparse.ArgumentParser = actions.add_parser(
             name, help=summary, description=text, example=f"jitkern cache {name}{example}"
         )
-        made.set_defaults(action=run)
+        made.set_defaults(run=run)
         return made
 
     listed = add("list", _list, "list the entries", " --op store --unused-for 30d")
@@ -63,12 +61,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         option("--unused-for", type=ui.age_s, metavar="AGE", help=text)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action."""
-    status: int = args.action(args)
-    return status
-
-
 def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Callable[[Entry], bool]:
     """Return a function that tells whether an entry fits all options; host code has no arch."""
     # An entry of jitkern's own has the op's short name; one of a user any name, a public one too.
@@ -83,14 +75,8 @@ def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Call
     )
 
 
-def _user_cache() -> Cache:
-    from jitkern.cache.get import user_cache
-
-    return user_cache()
-
-
 def _list(args: argparse.Namespace) -> int:
-    cache = _user_cache()
+    cache = user_cache()
     everything = cache.entries()
     entries = sorted(
         filter(_chosen_by(args), everything),
@@ -112,8 +98,6 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from jitkern.cache.get import caches
-
     max_bytes = settings().cache_max_bytes
     found: list[dict[str, Any]] = []
     for origin, _source, cache in caches():
@@ -123,16 +107,7 @@ def _info(args: argparse.Namespace) -> int:
     if args.json:
         ui.say_json(caches=found, max_bytes=max_bytes)
         return 0
-    rows = [
-        (
-            c["origin"],
-            c["directory"],
-            str(c["entries"]),
-            ui.bytes_text(c["bytes"]),
-            c["not_searched"],
-        )
-        for c in found
-    ]
+    rows = [map(str, {**one, "bytes": ui.bytes_text(one["bytes"])}.values()) for one in found]
     ui.say(ui.table(("cache", "directory", "entries", "size", "not searched"), rows))
     ui.say(f"the least recently used go beyond {ui.bytes_text(max_bytes)}")
     return 0
@@ -148,17 +123,17 @@ def _untrusted(cache: Cache) -> str:
 
 
 def _clear(args: argparse.Namespace) -> int:
-    cache = _user_cache()
+    cache = user_cache()
     removed = cache.clear(_chosen_by(args))
     ui.say(f"{_entries(removed)} removed from {cache.root}; {len(cache.paths())} left")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import export_bundle
+    from jitkern.cache.bundle import export_bundle  # not at the top: tarfile takes 20 ms
 
-    # What the kernels need goes along with them.
-    count = export_bundle(_user_cache(), args.file, _chosen_by(args, host_code_too=True))
+    # Host code, which kernels may need, goes along.
+    count = export_bundle(user_cache(), args.file, _chosen_by(args, host_code_too=True))
     ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
     return 0
 
@@ -166,7 +141,7 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from jitkern.cache.bundle import import_bundle
 
-    cache = _user_cache()
+    cache = user_cache()
     imported = import_bundle(cache, args.file, trust=args.trust)
     _print_entries(imported)
     ui.say(f"{_entries(len(imported))} imported into {cache.root}")

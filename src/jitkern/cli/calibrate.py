@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from jitkern.calibration import calibrate
 from jitkern.cli import ui
 
 SUMMARY = "measure this machine for what the ops decide by themselves"
@@ -17,15 +18,12 @@ EXAMPLE = "jitkern calibrate"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the one option."""
     ui.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and print the figures."""
     ui.require_torch()
-    from jitkern.calibration import calibrate
-
     with ui.progress() as advance:
         found = calibrate(lambda what: advance(what, 0, 1))
     if args.json:

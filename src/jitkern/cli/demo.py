@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jitkern
 from jitkern.arch import SUPPORTED_ARCHS
@@ -31,15 +31,8 @@ _ROWS = {
 }
 
 
-class Case(NamedTuple):
-    """An op, what PyTorch does instead, and where each writes."""
-
-    op: str
-    ours: Callable[[], Any]
-    output: Tensor
-    peer: str
-    theirs: Callable[[], Any]
-    expected: Tensor
+# An op, its call, where that writes, what PyTorch does instead, its call, where that writes.
+Case = tuple[str, Callable[[], Any], "Tensor", str, Callable[[], Any], "Tensor"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(device: str, name: str) -> list[str]:
-    """Print one line per op; return the ops whose results differ."""
+    """Print a line for each op; return the ops whose results differ."""
     import torch
 
     from jitkern.perf import perf_cpu, perf_cuda
@@ -84,21 +77,19 @@ def _compare(device: str, name: str) -> list[str]:
     # No graph: PyTorch's gather waits for the host.
     ms = perf_cpu if device == "cpu" else partial(perf_cuda, cuda_graph_repetitions=None)
     rows, wrong = [], []
-    for case in _cases(device):
-        case.ours()
-        case.theirs()
-        is_right = torch.equal(case.output, case.expected)
-        wrong += [] if is_right else [case.op]
-        ours_ms, theirs_ms = ms(case.ours), ms(case.theirs)
-        what = f"{_ROWS[device][case.op]:,} of {_ROW_BYTES[case.op]} B"
-        gb_s = f"{2 * case.output.nbytes / ours_ms / 1e6:,.1f}"  # read once, written once
-        cells = [case.op, what, "ok" if is_right else "failed", ui.ms_text(ours_ms), gb_s]
-        rows.append([*cells, case.peer, ui.ms_text(theirs_ms), f"{theirs_ms / ours_ms:.2f}x"])
+    for op, ours, output, peer, theirs, expected in _cases(device):
+        ours()
+        theirs()
+        is_right = torch.equal(output, expected)
+        wrong += [] if is_right else [op]
+        ours_ms, theirs_ms = ms(ours), ms(theirs)
+        what = f"{_ROWS[device][op]:,} of {_ROW_BYTES[op]} B"
+        gb_s = f"{2 * output.nbytes / ours_ms / 1e6:,.1f}"  # read once, written once
+        cells = [op, what, "ok" if is_right else "failed", ui.ms_text(ours_ms), gb_s]
+        rows.append([*cells, peer, ui.ms_text(theirs_ms), f"{theirs_ms / ours_ms:.2f}x"])
     jitkern.check(device)
     columns = ("op", "rows", "bits", ">ms", ">GB/s", "PyTorch", ">its ms", ">ratio")
-    ui.say(f"\n{name}")
-    ui.say(ui.table(columns, rows))
-    ui.say("")
+    ui.say(f"\n{name}\n{ui.table(columns, rows)}\n")
     return wrong
 
 
@@ -120,14 +111,14 @@ def _cases(device: str) -> Iterator[Case]:
         expected[1][slots] = v
 
     store = partial(jitkern.store_cache, caches[0], caches[1], slots, k, v)
-    yield Case("store_cache", store, caches, "cache[slots] = x, twice", assign, expected)
+    yield "store_cache", store, caches, "cache[slots] = x, twice", assign, expected
 
     table = random("indexing")
     indices = torch.randint(len(table), (len(table),), device=device)
     out, expected_out = torch.zeros_like(table), torch.zeros_like(table)
     look_up = partial(jitkern.indexing, table, indices, output=out)
     select = partial(torch.index_select, table, 0, indices, out=expected_out)
-    yield Case("indexing", look_up, out, "index_select", select, expected_out)
+    yield "indexing", look_up, out, "index_select", select, expected_out
 
     src = random("h2d_gather", "cpu")
     src = src.pin_memory() if device == "cuda" else src
@@ -138,7 +129,7 @@ def _cases(device: str) -> Iterator[Case]:
         expected_dst[pairs[:, 1]] = src[pairs[:, 0].cpu()].to(device)
 
     fetch = partial(jitkern.h2d_gather, src, dst, pairs)
-    yield Case("h2d_gather", fetch, dst, "dst[slots] = src[rows]", gather, expected_dst)
+    yield "h2d_gather", fetch, dst, "dst[slots] = src[rows]", gather, expected_dst
 
 
 def _compile() -> None:

@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jitkern
+from jitkern import calibration
 from jitkern.arch import SUPPORTED_ARCHS, gpu_archs
+from jitkern.cache.get import KERNELS, caches
+from jitkern.cache.store import Cache
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError, JitkernError, UnsupportedError
 from jitkern.fs import require_writable
-
-if TYPE_CHECKING:
-    from jitkern.cache.store import Cache
 
 SUMMARY = "check this machine: versions, GPU, compilers, cache"
 DESCRIPTION = """\
@@ -45,7 +45,6 @@ class Check:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the one option."""
     ui.add_json(parser)
 
 
@@ -68,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose() -> Iterator[Check]:
     """Run every check, the most basic first."""
-    from jitkern import calibration
-
     libc, cores = " ".join(platform.libc_ver()), len(os.sched_getaffinity(0))
     kernel = f"{platform.system()} {platform.release()}"
     yield Check("system", f"{kernel}, {libc}, {calibration.processor()}, {cores} cores")
@@ -215,8 +212,6 @@ _CACHES = {
 
 
 def _caches() -> Iterator[Check]:
-    from jitkern.cache.get import caches
-
     # What is wrong is a note: the process keeps what it compiles in a directory of its own.
     for origin, _, cache in caches():
         yield _look(_CACHES[origin], partial(_cache, cache, is_optional=origin == "shipped"))
@@ -240,14 +235,9 @@ def _cache(cache: Cache, *, is_optional: bool) -> str:
 
 def kernels_wheel() -> str:
     """Return the version of the wheel of prebuilt kernels; another version's are not used."""
-    from jitkern.cache.get import KERNELS, caches
-
     if KERNELS not in (origin for origin, _, _ in caches()):
         return "not installed: kernels are compiled when they are first used"
-    try:
-        version = metadata.version(KERNELS)
-    except metadata.PackageNotFoundError:
-        version = "unknown version"  # unpacked, not installed
+    version = metadata.version(KERNELS)  # unpacked by hand, it has none: a note says so
     if version != jitkern.__version__:
         fix = f"install {KERNELS} {jitkern.__version__}"
         raise UnsupportedError(f"{version}, for another version of jitkern; {fix}")
@@ -266,8 +256,6 @@ def huge_pages() -> str:
 
 def _calibration(gpu: str, version: int) -> str:
     """Return which figures "auto" decides by."""
-    from jitkern import calibration
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:

@@ -1,4 +1,4 @@
-"""What the commands share: arguments, errors, tables. Only argparse is imported with it."""
+"""What the commands share: arguments, errors, tables."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from jitkern.arch import Arch
 from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from jitkern.arch import Arch
-    from jitkern.ops._ops import Size
+from jitkern.ops._ops import Size
 
 JSON_SCHEMA = 1
 """Version of the output of ``--json``: raised if a name goes or changes its meaning."""
@@ -94,8 +92,6 @@ def age_s(text: str) -> int:
 
 def archs(text: str) -> list[Arch]:
     """Parse ``9.0,10.0``, as argparse's ``type``."""
-    from jitkern.arch import Arch
-
     try:
         return [Arch.parse(part) for part in names(text)]
     except ValueError as error:  # argparse names the argument
@@ -118,7 +114,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """Return aligned columns; one whose name starts with ``>`` is right-aligned."""
     # Not rich's, which takes 24 s for 10,000 rows.
     names = [name.removeprefix(">") for name in columns]

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jitkern.arch import requested_archs
+from jitkern.cache.get import user_cache
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
 from jitkern.ops._ops import OPS, SIZES, op_names
@@ -35,7 +37,6 @@ COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
     add = parser.add_argument
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
@@ -63,8 +64,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, and print the result of each job."""
-    from jitkern.arch import requested_archs
-    from jitkern.cache.get import user_cache
     from jitkern.warming import default_threads, warm
 
     start = time.perf_counter()

@@ -142,7 +142,7 @@ DEVICE_ABI."""
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
     """Return where process `pid` has the headers of `library`; NVRTC unpacks them in 0.2 s."""
-    folder = make_scratch_folder("headers")
+    folder, _ = make_scratch_folder("headers")  # the lock ends with the process
 
     @atexit.register
     def remove() -> None:

@@ -1,20 +1,26 @@
-"""Kernels of one translation unit, compiled for each arch when first needed."""
+"""Kernels of one translation unit: compiled for each arch when first needed, and launched.
+
+C++ checks and launches: csrc/host/user_launch.cc.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, build, find, get_or_build
-from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.compilers.find import (
     CudaHeaders,
     find_headers,
@@ -25,27 +31,31 @@ from jitkern.compilers.find import (
 )
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
-from jitkern.errors import JitkernError, ToolchainError
+from jitkern.errors import JitkernError, ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
-from jitkern.jit.launch import CpuForm, Launches, ParamsOf
-from jitkern.jit.params import checks
+from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
-if TYPE_CHECKING:
-    from jitkern.cache.store import Cache
-
 DEVICE_ABI = 1
-"""Part of each key: raised when the same sources have to be compiled anew."""
+"""Part of each key: raise it to have unchanged sources compiled again."""
 
 Wrapper = tuple[str, str]
 """Name and template class of a kernel."""
 
-# -- what messages advise --------------------------------------------------------------------------
+ParamsOf = Mapping[str, tuple[Param, ...]]
+"""The members of each kernel's ``Params``, as far as they are known."""
+
+
+class CpuForm(NamedTuple):
+    """C++ functions that do on the CPU what the kernels in `names` do; `load` loads them."""
+
+    names: frozenset[str] = frozenset()
+    load: Callable[[], Any] = dict
 
 
 def record_hint(arch: object = "") -> str:
-    """Say how what a run has used is built before the next run needs it."""
+    """Advise to record a run and to build its kernels before the next one."""
     choice = f" --arch {arch}" if arch else ""
     return (
         "record a run with JITKERN_RECORD=FILE and build it beforehand with: "
@@ -54,20 +64,17 @@ def record_hint(arch: object = "") -> str:
 
 
 def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
-    """Say how the kernels of an op are built before they are needed."""
+    """Advise the command that builds the kernels of an op beforehand."""
     option = sized_by.replace("_", "-")
     return f"build it beforehand with: jitkern warm --op {op} --{option} {size} --arch {arch}"
 
 
 def rows_hint(arch: object) -> str:
-    """Say how kernels that ops share are built beforehand: with rows of any size."""
+    """Advise the command that builds kernels that ops share: any row size does."""
     return f"build it beforehand with: jitkern warm --element-size 16 --arch {arch}"
 
 
-# -- modules ---------------------------------------------------------------------------------------
-
-
-class DeviceModule(Launches):
+class DeviceModule:
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
     Made by ``load_jit`` with ``device_files``. Nothing is compiled before an image is
@@ -87,26 +94,21 @@ class DeviceModule(Launches):
         self.op: str = used.args[0]
         self.args: tuple[str, ...] = tuple(used.args[1:])
         self.name: str = slug("_".join(used.args))
-        self.wrappers: tuple[Wrapper, ...] = tuple(
-            (export, kernel) for export, kernel, *_ in options["device_wrappers"]
-        )
+        self.wrappers = tuple((name, kernel) for name, kernel, *_ in options["device_wrappers"])
         self.exports = tuple(export for export, _ in self.wrappers)
         self.files: tuple[Path, ...] = tuple(map(Path, options["device_files"]))
         self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
         self._cuda_dirs = list(filter(is_cuda_headers, include_dirs))  # not read here
-        self.closure: Closure = include_closure(
-            render(
-                [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files],
-                self.wrappers,
-                params,
-            ),
-            include_dirs=[d for d in include_dirs if d not in self._cuda_dirs] + [*INCLUDE_DIRS],
-        )
+        searched = [folder for folder in include_dirs if folder not in self._cuda_dirs]
+        includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
+        unit = render(includes, self.wrappers, params)
+        self.closure: Closure = include_closure(unit, include_dirs=[*searched, *INCLUDE_DIRS])
         self.launch_config: tuple[int, ...] = ()
         self._images: dict[Arch, Lookup[bytes]] = {}
-        self._params, self._cpu, self._launchers = params, cpu, {}
+        self._params, self._cpu = params, cpu
+        self._launchers: dict[str, Callable[..., Any]] = {}
 
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`, from memory, cache or compiler.
@@ -116,6 +118,106 @@ class DeviceModule(Launches):
         is missing and there is no compiler.
         """
         return self.lookup(arch).loaded
+
+    def launch(
+        self,
+        export: str,
+        *args: Any,
+        grid: int | Sequence[int],
+        block: int | Sequence[int] | None = None,
+        shared_bytes: int = 0,
+        use_pdl: bool = False,
+        cluster: int | Sequence[int] | None = None,
+        cooperative: bool = False,
+    ) -> None:
+        """Launch a kernel on the current torch stream; returns at once.
+
+        If all tensors are on the CPU, the C++ function of the kernel's name is called with the same
+        arguments; grid, block and the like are only checked. The first call on a device loads the
+        code, also while a stream is captured. The kernels of a module share ``__device__``
+        variables.
+
+        Parameters
+        ----------
+        export
+            The kernel's name in ``device_wrappers``.
+        *args
+            Members of the kernel's ``Params``, in order. If these are known (see
+            ``load_jit``), a number is converted to its member's type, and a tensor must
+            be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
+            bool ``bool``, and a driver for CUDA 12.4 or newer checks the bytes of all. A ctypes
+            value keeps its type. An object with ``__dlpack__``, ``data_ptr()`` or
+            ``__cuda_array_interface__`` is passed as its pointer.
+        grid, block
+            Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
+            ``kNumThreads`` has that many threads, also by default; any other requires `block`.
+        shared_bytes
+            Dynamic shared memory of a block, bytes, up to the GPU's limit (227 KiB on an H200).
+        use_pdl
+            Let the kernel start while the one before it drains (programmatic dependent launch, from
+            compute capability 9.0 on; elsewhere without effect). It must call
+            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it touches what earlier
+            kernels write.
+        cluster
+            Blocks of a thread block cluster, one to three sizes that divide the grid's.
+        cooperative
+            Have all blocks resident at once, so that they may wait for each other.
+
+        Raises
+        ------
+        ValueError, TypeError
+            An unknown kernel, an argument that does not fit its member, memory that this GPU cannot
+            reach, sizes that no GPU has.
+        UnsupportedError
+            There is no GPU.
+        CompileError, ToolchainError
+            The first call on a device, or on the CPU, has to compile, and cannot.
+
+        Examples
+        --------
+        >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
+        """
+        if export not in self.exports:
+            known = ", ".join(self.exports)
+            raise ValueError(f"launch: export: {export!r}, expected one of {known}")
+        launch = self._launchers.get("") or self._make_launcher()
+        kinds = set(map(type, args))
+        members = args if _PLAIN.issuperset(kinds) else tuple(map(_readable, args))
+        number = self.exports.index(export)
+        how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
+        # tvm-ffi passes the stream of a torch tensor to C++; asking torch for it takes 5 us.
+        is_told = not _TENSORS.isdisjoint(kinds)
+        try:
+            wanted = launch(*how, -1, is_told, *members)
+        except RuntimeError as error:
+            names = [param.name for param in self._params.get(export, ())]
+            names += [f"args[{i}]" for i in range(len(names), len(args))]
+            name_unreadable(error, export, **dict(zip(names, args, strict=False)))
+        if wanted is None:
+            return
+        if wanted == _ON_CPU:
+            self._cpu.load()[export](*map(_for_cpu, args, members))
+        else:
+            launch(*how, *device_and_stream(wanted), *members)
+
+    def _make_launcher(self) -> Callable[..., Any]:
+        from jitkern.host import module as host
+
+        # Weak, because C++ keeps the function: the module would hold itself.
+        this = weakref.proxy(self)
+
+        @host.through_cpp()
+        def resolve(_op: str, _names: Any, _values: Any, arch: int) -> tuple[Any, ...]:
+            return this.image(Arch(*divmod(arch, 10))), this.exports, ()
+
+        # The name of each kernel, whether C++ does the same on the CPU, and its members.
+        signatures = []
+        for export in self.exports:
+            members = [param.for_cpp() for param in self._params.get(export, ())]
+            signatures.append((export, export in self._cpu.names, members))
+        made = host.module()["make_launch"](resolve, signatures)
+        # Of two threads one is first, and both launch from what it loads.
+        return self._launchers.setdefault("", made)
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch`, or build it, and tell where it came from."""
@@ -134,26 +236,24 @@ class DeviceModule(Launches):
 
     def _memo(self, arch: Arch) -> Lookup[bytes] | None:
         found = self._images.get(arch)
-        if found is not None:
-            stats.count("memo")
-            found = replace(found, source="memo", ms=0.0)
-        return found
+        if found is None:
+            return None
+        stats.count("memo")
+        return replace(found, source="memo", ms=0.0)
 
     def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
         self._images[arch] = found
-        if settings().record is not None:  # a kernel found passes few files
+        if settings().record is not None:  # asked here too: a look-up runs one file less
             record(self._used._replace(arch=str(arch)), self.closure)
         return found
 
     def launched_with(
         self, *configs: KernelConfig, in_flight: int, splits: int = 1
     ) -> DeviceModule:
-        """Tell C++ how these kernels, which are jitkern's own, are launched; return the module.
+        """Tell C++ how to launch these kernels of jitkern's own; return the module.
 
-        Each has a config. A lane has `in_flight` vectors in flight, and a row `splits` parts.
+        Each kernel has a config. A lane has `in_flight` vectors in flight, a row `splits` parts.
         """
-        if len(configs) != len(self.wrappers):
-            raise ValueError(f"launched_with: {len(configs)} configs, expected {self.exports}")
         flat = [int(value) for config in configs for value in (config.num_threads, config.use_pdl)]
         self.launch_config = (*flat, in_flight, splits)
         return self
@@ -196,10 +296,7 @@ def load_own(
     device_wrappers: Sequence[Wrapper],
     sized_by: str = "element_size",
 ) -> DeviceModule:
-    """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`.
-
-    Its FrozenError names the ``jitkern warm`` that was missing.
-    """
+    """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`."""
     options = {
         "device_files": [str(CSRC / file) for file in device_files],
         "device_wrappers": list(map(list, device_wrappers)),
@@ -210,45 +307,71 @@ def load_own(
     )
 
 
-def render(
-    includes: Sequence[str],
-    wrappers: Sequence[Wrapper],
-    params: ParamsOf = MappingProxyType({}),
-) -> str:
+def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:
     """Return the translation unit: an entry point for each kernel class, and checks of `params`.
 
     The size of an array tells C++ the kernel's ``kNumThreads``, plus 1: drivers mix launch bounds
     with what registers allow.
-
-    Examples
-    --------
-    >>> print(render(["ops/copy.cu"], [("copy", "Copy<4>")]))
-    #include <jitkern/wrapper.cuh>
-    #include "ops/copy.cu"
-    extern "C" { __device__ char jitkern_threads_copy[jitkern::num_threads<Copy<4>>(0) + 1]; }
-    extern "C" __global__ void
-    __launch_bounds__(jitkern::num_threads<Copy<4>>(0), jitkern::min_blocks<Copy<4>>(0))
-    copy(const __grid_constant__ Copy<4>::Params params) {
-      Copy<4>::run(params);
-    }
-    <BLANKLINE>
     """
-    lines = ["#include <jitkern/wrapper.cuh>"]
-    lines += [f'#include "{name}"' for name in includes]
+    unit = "#include <jitkern/wrapper.cuh>\n"
+    unit += "".join(f'#include "{name}"\n' for name in includes)
     for export, kernel in wrappers:
         threads = f"jitkern::num_threads<{kernel}>(0)"
-        lines.append(f'extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}')
-        lines.append('extern "C" __global__ void')
-        lines.append(f"__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))")
-        lines.append(f"{export}(const __grid_constant__ {kernel}::Params params) {{")
-        if params.get(export):
-            lines.append(f"  using Params = {kernel}::Params;")
-            lines += [f"  {check}" for check in checks(export, params[export])]
-        lines += [f"  {kernel}::run(params);", "}"]
-    return "\n".join(lines) + "\n"
+        checked = checks(export, kernel, params[export]) if params.get(export) else ""
+        unit += f"""\
+extern "C" {{ __device__ char jitkern_threads_{export}[{threads} + 1]; }}
+extern "C" __global__ void
+__launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))
+{export}(const __grid_constant__ {kernel}::Params params) {{
+{checked}  {kernel}::run(params);
+}}
+"""
+    return unit
 
 
-# -- the code for one arch -------------------------------------------------------------------------
+# What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
+_PLAIN: set[type] = {int, float, bool}
+_TENSORS: set[type] = set()
+_ON_CPU = -2
+"""What C++ answers, having checked all, if all tensors are on the CPU."""
+
+
+def _readable(arg: Any) -> Any:
+    """Return an argument as C++ reads it: a tensor, a number, bytes or a pointer."""
+    if type(arg) in _PLAIN:
+        return arg
+    import torch
+    import tvm_ffi
+
+    if isinstance(arg, torch.Tensor):
+        _PLAIN.add(type(arg))
+        _TENSORS.add(type(arg))
+        return arg
+    if isinstance(arg, (ctypes._SimpleCData, ctypes.Structure)):
+        return bytes([ctypes.alignment(arg)]) + bytes(arg)
+    if hasattr(arg, "__dlpack__"):
+        return tvm_ffi.from_dlpack(arg)
+    if hasattr(arg, "data_ptr"):
+        return ctypes.c_void_p(arg.data_ptr())
+    if hasattr(arg, "__cuda_array_interface__"):
+        return ctypes.c_void_p(arg.__cuda_array_interface__["data"][0])
+    return arg  # C++ names it in a TypeError
+
+
+def _for_cpu(arg: Any, member: Any) -> Any:
+    """Return an argument for a C++ function: numbers of ctypes become plain ones."""
+    is_number = isinstance(arg, ctypes._SimpleCData) and not isinstance(arg, ctypes.c_void_p)
+    return arg.value if is_number else member
+
+
+def device_and_stream(device: int) -> tuple[int, int]:
+    """Return a device, the current one for -1, and torch's current stream on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("launch: there is no CUDA device")
+    number = torch.cuda.current_device() if device < 0 else device
+    return number, torch.cuda.current_stream(number).cuda_stream
 
 
 class DeviceImage(Buildable[bytes]):
@@ -262,11 +385,10 @@ class DeviceImage(Buildable[bytes]):
         self._module = module
         self._arch = arch
         self.key: Key = module.key(arch)
-        try:
+        self.variant = ""
+        with suppress(ToolchainError):
             headers = module.cuda_headers()
-            self.variant: str = _variant(headers) if headers is None or headers.complete else ""
-        except ToolchainError:
-            self.variant = ""
+            self.variant = _variant(headers) if headers is None or headers.complete else ""
         self.has_compiler: bool = bool(self.variant)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
@@ -303,7 +425,7 @@ class DeviceImage(Buildable[bytes]):
         if settings().compiler == "nvrtc":
             from jitkern.compilers import nvrtc
 
-            # The sources of the package have no need of what -minimal leaves out.
+            # The sources of the package do not need what -minimal leaves out.
             own = all(file.is_relative_to(CSRC) for file in module.files)
             compile_ = partial(nvrtc.compile, minimal=own)
         else:
@@ -323,25 +445,21 @@ class DeviceImage(Buildable[bytes]):
         return new_entry(self.key, variant, files, {"kind": image.kind, "log": image.log})
 
 
-_NO_VERSION = (0, 0)
-
-
 def _cuda_version(variant: str) -> tuple[int, int]:
     """(13, 5) of nvrtc-13.5+... and of nvcc-13.5.12; (0, 0) of anything else."""
     match = re.match(r"nv(?:rtc|cc)-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
-    return (int(match[1]), int(match[2])) if match else _NO_VERSION
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def _driver_version() -> tuple[int, int]:
     """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
-    # Imported here: nobody asks if there is a compiler.
-    from jitkern.host import module as host
+    from jitkern.host import module as host  # here, since it is needed only without a compiler
 
     try:
         found = host.find_built()
-        version = 0 if found is None else int(found.loaded["driver_version"]())
+        version = int(found.loaded["driver_version"]()) if found else 0
     except (ImportError, RuntimeError, JitkernError):
-        return _NO_VERSION  # a launch says why
+        return 0, 0  # a launch says why
     return version // 1000, version % 1000 // 10
 
 

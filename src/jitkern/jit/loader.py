@@ -17,17 +17,15 @@ from typing import Any
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
-from jitkern.jit.device import DeviceModule, Wrapper
-from jitkern.jit.launch import CpuForm
+from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
-from jitkern.jit.record import FILES, FOLDERS, Specialisation
+from jitkern.jit.record import FILES, FLAGS, FOLDERS, Specialisation
 
 File = str | PathLike[str]
 Files = Sequence[File]
 # Name and template class of a kernel, and the members of its Params.
 DeclaredWrapper = tuple[str, str, str]
 
-_FLAGS = frozenset(("extra_cflags", "extra_cuda_cflags", "extra_ldflags"))
 # By the number of strings that one of them may have.
 _WRAPPERS = {
     "cpp_wrappers": {2: "(name, expression)"},
@@ -154,9 +152,8 @@ def load_library(used: Specialisation) -> Lookup[Any]:
 def load_device(used: Specialisation) -> DeviceModule:
     """Return the module of device code that load_jit was asked for."""
     options = used.options
-    # The compiler is asked about what is read, in C++17: a kernel of older C++ is left alone.
-    can_ask = is_cpp17(options.get("extra_cuda_cflags", ()))
-    files = options["device_files"] if can_ask else ()
+    # The compiler checks what is read here, for which it needs C++17.
+    files = options["device_files"] if is_cpp17(options.get("extra_cuda_cflags", ())) else ()
     texts = [Path(file).read_text(errors="replace") for file in files]
     # Device code and C++ are recorded and built separately, the C++ when it is first called.
     on_gpu = {name: value for name, value in options.items() if name not in _OF_CPP}
@@ -176,10 +173,7 @@ def load_device(used: Specialisation) -> DeviceModule:
 
 
 def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Specialisation:
-    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute.
-
-    Raises TypeError, ValueError or FileNotFoundError, which names the argument.
-    """
+    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute."""
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):
@@ -199,9 +193,8 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
         raise ValueError("load_jit: device_wrappers: given without device_files")
     elif not any(map(options.get, (*FILES, *_WRAPPERS))):
         more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
-        raise ValueError(
-            f"{function}: cpp_files, cuda_files{more}: all empty, expected one of them"
-        )
+        names = f"cpp_files, cuda_files{more}"
+        raise ValueError(f"{function}: {names}: all empty, expected one of them")
     return Specialisation(function, tuple(args), options, "")
 
 
@@ -211,7 +204,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
         if not isinstance(value, (str, PathLike)):
             raise TypeError(f"{argument}: {_shown(value)}, expected a path")
         return os.path.abspath(value)
-    if name not in FILES | FOLDERS | _FLAGS | _WRAPPERS.keys():  # of a record
+    if name not in {*FILES, *FOLDERS, *FLAGS, *_WRAPPERS}:  # of a record
         raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
         one = ("scale", "Scale<256>") if name in _WRAPPERS else value
@@ -223,7 +216,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
                 expected = " or ".join(_WRAPPERS[name].values())
                 raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
         elif not isinstance(item, (str, PathLike)):
-            expected = "a str" if name in _FLAGS else "a path"
+            expected = "a str" if name in FLAGS else "a path"
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
     if name in _WRAPPERS:
         return list(map(list, value))
@@ -251,10 +244,8 @@ def _check_device(options: Mapping[str, Any]) -> None:
             "with cpp_files or flags for them"
         )
     for name in set(functions) - set(kernels):
-        known = ", ".join(kernels)
-        raise ValueError(
-            f"load_jit: cpp_wrappers: {name!r}, expected the name of a kernel: {known}"
-        )
+        expected = f"the name of a kernel: {', '.join(kernels)}"
+        raise ValueError(f"load_jit: cpp_wrappers: {name!r}, expected {expected}")
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,21 +28,17 @@ from jitkern.env import compiler_environment, settings
 from jitkern.errors import JitkernError
 from jitkern.fs import digest, sha256, slug, write_whole
 from jitkern.jit.device import record_hint
-from jitkern.jit.record import Specialisation, record
+from jitkern.jit.record import FLAGS, Specialisation, record
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
 NATIVE_ABI = 3
-FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
 
 # What tvm_ffi.cpp.load_inline puts before a source, which mini-sglang's kernels rely on.
 PRELUDE = (
-    "tvm/ffi/container/tensor.h",
-    "tvm/ffi/dtype.h",
-    "tvm/ffi/error.h",
-    "tvm/ffi/extra/c_env_api.h",
-    "tvm/ffi/function.h",
+    *("tvm/ffi/container/tensor.h", "tvm/ffi/dtype.h", "tvm/ffi/error.h"),
+    *("tvm/ffi/extra/c_env_api.h", "tvm/ffi/function.h"),
 )
 
 
@@ -78,7 +75,8 @@ class NativeLibrary(Buildable["Module | None"]):
             [*paths.get("-include", ()), *self._files("cpp_files", "cuda_files")]
         )
         searched = [folder for name in _SEARCHED for folder in paths.get(name, ())]
-        self._searched = list(map(Path, [*options["extra_include_paths"], *searched]))
+        searched = [*options["extra_include_paths"], *searched]
+        self._searched = [folder for folder in map(Path, searched) if not is_toolchain(folder)]
         self._closure = self._read()
         self.key: Key = self._key(self._closure)
         self.variant: str = cxx.toolchain_id(cuda=has_cuda(used))
@@ -87,9 +85,8 @@ class NativeLibrary(Buildable["Module | None"]):
         return [file for name in names for file in self._used.options.get(name, ())]
 
     def _read(self) -> Closure:
-        """Read the sources and the headers that they may include, but for the compilers' own."""
-        folders = [folder for folder in self._searched if not is_toolchain(folder)]
-        folders += INCLUDE_DIRS
+        """Read the sources and the headers that they may include, except the toolchain's."""
+        folders = [*self._searched, *INCLUDE_DIRS]
         return include_closure(self._includes, include_dirs=folders, computed=True)
 
     def _key(self, closure: Closure) -> Key:
@@ -110,7 +107,8 @@ class NativeLibrary(Buildable["Module | None"]):
             describe["environment"] = environment
         abi = [NATIVE_ABI, f"tvm-ffi {tvm_ffi.__version__}", *platform_abi()]
         if any(map(is_toolchain, map(Path, options["extra_include_paths"]))):
-            abi.append(_torch_version())
+            with suppress(PackageNotFoundError):
+                abi.append(f"torch {version('torch')}")
         flags_in_cxx = [word for word in (settings().cxx or "").split() if word.startswith("-")]
         content = {
             "route": route,
@@ -149,22 +147,19 @@ class NativeLibrary(Buildable["Module | None"]):
         return f"load it before freezing, or {record_hint()}"
 
     def build(self) -> Entry:
-        given = self._used.options.get("build_directory")
-        with build_folder(None if given is None else Path(given)) as folder:
-            return self._build_in(folder)
-
-    def _build_in(self, folder: Path) -> Entry:
         options = self._used.options
-        library = cxx.build(
-            slug(self._name),
-            sources=self._translation_units(folder),
-            directory=folder,
-            cflags=options["extra_cflags"],
-            cuda_cflags=options["extra_cuda_cflags"],
-            ldflags=options["extra_ldflags"],
-            include_paths=[*map(Path, options["extra_include_paths"]), *INCLUDE_DIRS],
-            arch=self._arch,
-        ).read_bytes()
+        given = options.get("build_directory")
+        with build_folder(None if given is None else Path(given)) as folder:
+            library = cxx.build(
+                slug(self._name),
+                sources=self._translation_units(folder),
+                directory=folder,
+                cflags=options["extra_cflags"],
+                cuda_cflags=options["extra_cuda_cflags"],
+                ldflags=options["extra_ldflags"],
+                include_paths=[*map(Path, options["extra_include_paths"]), *INCLUDE_DIRS],
+                arch=self._arch,
+            ).read_bytes()
         # What is published is what was compiled: an editor may have saved a file meanwhile.
         if self._key(self._read()).digest != self.key.digest:
             raise JitkernError(f"{self._name}: a source changed while it was built; load it again")
@@ -195,13 +190,6 @@ def is_toolchain(folder: Path) -> bool:
     """Tell whether a directory holds headers of CUDA or of torch: versions stand for these."""
     torch = ("ATen/ATen.h", "torch/torch.h")
     return is_cuda_headers(folder) or any(os.path.isfile(folder / mark) for mark in torch)
-
-
-def _torch_version() -> str:
-    try:
-        return f"torch {version('torch')}"
-    except PackageNotFoundError:
-        return ""
 
 
 def _includes(files: Iterable[str]) -> str:

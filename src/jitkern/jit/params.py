@@ -19,8 +19,7 @@ _DTYPES = {
     **{f"uint{bits}": (_UINT, bits) for bits in (8, 16, 32, 64)},
     **{f"float{bits}": (_FLOAT, bits) for bits in (16, 32, 64)},
     "bfloat16": (4, 16),
-    "complex64": (5, 64),
-    "complex128": (5, 128),
+    **{f"complex{bits}": (5, bits) for bits in (64, 128)},
     "float8_e4m3fn": (10, 8),
     "float8_e4m3fnuz": (11, 8),
     "float8_e5m2": (12, 8),
@@ -29,25 +28,16 @@ _DTYPES = {
 }
 _TYPES = "a dtype of torch (float32, bfloat16, ...), a number of C (float, long long, ...) or void"
 _C_NAMES = {
-    "half": "float16",
-    "__half": "float16",
+    **dict.fromkeys(("half", "__half"), "float16"),
     "__nv_bfloat16": "bfloat16",
     "float": "float32",
     "double": "float64",
     "short": "int16",
-    "int": "int32",
-    "unsigned": "uint32",
-    "unsigned int": "uint32",
-    "long": "int64",
-    "long long": "int64",
-    "unsigned long": "uint64",
-    "unsigned long long": "uint64",
-    "size_t": "uint64",
+    **dict.fromkeys(("int", "i32"), "int32"),  # i32 and the like are of jitkern/types.h
+    **dict.fromkeys(("long", "long long", "i64"), "int64"),
+    **dict.fromkeys(("unsigned", "unsigned int", "u32"), "uint32"),
+    **dict.fromkeys(("unsigned long", "unsigned long long", "size_t", "u64"), "uint64"),
     **{f"{name}_t": name for name in _DTYPES if "int" in name},
-    "i32": "int32",
-    "i64": "int64",
-    "u32": "uint32",
-    "u64": "uint64",  # of jitkern/types.h
 }
 _DECLARATION = re.compile(
     r"(?P<strided>strided\s+)?(?:const\s+)?"
@@ -75,15 +65,7 @@ class Param:
 
 
 def parse_params(kernel: str, text: str) -> tuple[Param, ...]:
-    """Parse a declaration of a kernel's ``Params``; see ``load_jit``.
-
-    Raises ValueError, which quotes the part that makes no sense.
-
-    Examples
-    --------
-    >>> [param.dtype for param in parse_params("scale", "float* data, double factor")]
-    ['float32', 'float64']
-    """
+    """Parse a declaration of a kernel's ``Params``; ValueError quotes what makes no sense."""
     params: list[Param] = []
     for part in map(str.strip, text.split(",")):
         try:
@@ -123,11 +105,7 @@ _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "boo
 def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     """Return the members of a class's ``Params`` if one of the C++ sources lists them plainly.
 
-    Examples
-    --------
-    >>> text = "struct Scale { struct Params { float* data; double factor; }; };"
-    >>> [str(param) for param in read_params("mine::Scale<256>", [text])]
-    ['float32* data', 'float64 factor']
+    Such as ``struct Scale { struct Params { float* data; double factor; }; };``.
     """
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
@@ -168,22 +146,18 @@ def _body(text: str, start: int) -> str:
 # -- checked by the compiler -----------------------------------------------------------------------
 
 
-def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
-    """Return C++ lines that compare `params` with the struct ``Params`` when it is compiled.
-
-    They need ``jitkern/wrapper.cuh``.
-    """
-    advice = "; declare the parameters as the third item of device_wrappers"
-    if all(param.is_declared for param in params):
-        advice = ""
-    differs = f", but Params has another type or order{advice}"
-    lines = []
+def checks(export: str, kernel: str, params: tuple[Param, ...]) -> str:
+    """Return lines of C++ that compare `params` with a kernel's ``Params``."""
+    differs = ", but Params has another type or order"
+    if not all(param.is_declared for param in params):
+        differs += "; declare the parameters as the third item of device_wrappers"
+    lines = [f"using Params = {kernel}::Params;"]
     for param in params:
         code, bits = _DTYPES[param.dtype]
         kind = {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(code, "?")
         fits = "points_to" if param.is_pointer else "is_number"
         asked = f"decltype(Params::{param.name}){{}}, '{kind}', {bits // 8}"
-        taken = f"{kernel}: taken as {param}{differs}"
+        taken = f"{export}: taken as {param}{differs}"
         lines.append(f'static_assert(jitkern::{fits}({asked}), "{taken}");')
     # As many members, in this order: by addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
     names = [f"member{number}" for number in range(len(params))]
@@ -192,9 +166,6 @@ def checks(kernel: str, params: tuple[Param, ...]) -> list[str]:
         for name, param in zip(names, params, strict=True)
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
-    taken = f"{kernel}: taken as {', '.join(map(str, params))}{differs}"
-    return [
-        *lines,
-        f"constexpr auto is_so = {is_so};",
-        f'static_assert(is_so(Params{{}}), "{taken}");',
-    ]
+    taken = f"{export}: taken as {', '.join(map(str, params))}{differs}"
+    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{taken}");']
+    return "".join(f"  {line}\n" for line in lines)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jitkern import fs
+from jitkern.cache.trust import written_by_others
 from jitkern.compilers.sources import CSRC, OWN_PREFIX, Closure, source_path
 from jitkern.env import settings
 from jitkern.fs import digest, sha256
@@ -29,6 +30,7 @@ FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
 """Options that are lists of sources."""
 FOLDERS = frozenset(("extra_include_paths",))
 """Options that are lists of directories."""
+FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
 MAX_BYTES = 64 << 20
 """Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
@@ -62,10 +64,7 @@ class Specialisation(NamedTuple):
 
 
 def record(used: Specialisation, closure: Closure) -> None:
-    """Append `used` and its sources to JITKERN_RECORD, once; many processes may do so at a time.
-
-    A record that cannot be written is a warning: it must not stop a server.
-    """
+    """Append `used` and its sources to JITKERN_RECORD, unless it has them; failing is a warning."""
     file = settings().record
     if file is None:
         return
@@ -121,16 +120,12 @@ def _lines(used: Specialisation, texts: Mapping[str, bytes]) -> list[bytes]:
     places = _places(list(texts), folders)
     for name in (FILES | FOLDERS).intersection(options):
         options[name] = [places[path] for path in options[name]]
-    others = {
-        places[path]: text
-        for path, text in texts.items()
-        if not places[path].startswith(OWN_PREFIX)
-    }
-    lines = [
-        json.dumps({"record": FORMAT, "text": text.decode("utf-8", "surrogateescape")}).encode()
-        for text in others.values()
-    ]
-    digests = {place: sha256(text) for place, text in others.items()}
+    lines, digests = [], {}
+    for path, data in texts.items():
+        if not places[path].startswith(OWN_PREFIX):
+            text = data.decode("utf-8", "surrogateescape")
+            lines.append(json.dumps({"record": FORMAT, "text": text}).encode())
+            digests[places[path]] = sha256(data)
     return [*lines, used._replace(options=options).to_json(files=digests).encode()]
 
 
@@ -152,17 +147,14 @@ def _places(files: list[str], folders: list[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """One specialisation of a record, with its sources but for those of this package.
-
-    `files` has the digest of each source's text by its place, `texts` the text by its digest.
-    """
+    """One specialisation of a record, with its sources except those of this package."""
 
     used: Specialisation
-    files: Mapping[str, str]
-    texts: Mapping[str, bytes]
+    files: Mapping[str, str]  # the digest of each source's text, by its place
+    texts: Mapping[str, bytes]  # each text, by its digest
 
     def to_json(self, arch: str) -> str:
-        """Return a text that is equal for what is equal when it is built for `arch`."""
+        """Return a text, equal for jobs that are equal when built for `arch`."""
         return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
@@ -193,8 +185,6 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     Raises ValueError if it is no record, and, without `trust`, if other users could have written
     it; OSError if it cannot be read, or is no regular file.
     """
-    from jitkern.cache.trust import written_by_others
-
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
         reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
         if reason:
@@ -221,9 +211,8 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
             reason = f"not a recorded specialisation: {ascii(str(error))[1:-1][:200]}"
             raise ValueError(f"{file}:{number}: {reason}") from error
     if not found:
-        raise ValueError(
-            f"{file}: nothing is recorded in it; record a run with JITKERN_RECORD=FILE"
-        )
+        advice = "record a run with JITKERN_RECORD=FILE"
+        raise ValueError(f"{file}: nothing is recorded in it; {advice}")
     return list(found.values())
 
 

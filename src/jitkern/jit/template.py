@@ -24,8 +24,6 @@ _DTYPES = {
 class CppArgs(tuple[str, ...]):
     """C++ literals, in order; ``str()`` joins them the way a template argument list is written."""
 
-    __slots__ = ()
-
     def __str__(self) -> str:
         return ", ".join(self)
 
@@ -33,16 +31,9 @@ class CppArgs(tuple[str, ...]):
 class KernelConfig(NamedTuple):
     """The launch shape that a kernel is compiled for, in the order of the C++ template.
 
-    Unpacks to its three values: ``make_cpp_args(element_size, *config)``.
-
-    Attributes
-    ----------
-    num_threads
-        Threads per block, 1 to 1024.
-    max_occupancy
-        Blocks that one SM should hold at once: the second argument of ``__launch_bounds__``.
-    use_pdl
-        Whether the kernel uses programmatic dependent launch (9.0 or newer).
+    `num_threads`: threads per block, 1 to 1024. `max_occupancy`: blocks that one SM should hold at
+    once, the second argument of ``__launch_bounds__``. `use_pdl`: whether the kernel uses
+    programmatic dependent launch (9.0 or newer). It unpacks: ``make_cpp_args(656, *config)``.
 
     Examples
     --------
