@@ -24,12 +24,9 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE
 from typing import IO, Any
-
-Stream = IO[Any] | int | None  # the number is PIPE
 
 HERE = Path(__file__).resolve().parent
 _MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
@@ -38,11 +35,11 @@ _MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
 class Child:
     """A process, with the part of subprocess.Popen that tests use."""
 
-    def __init__(self, life: socket.socket, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
-        self._life, self.stdin, self.stdout = life, stdin, stdout
+    def __init__(self, life: socket.socket) -> None:
+        self._life = life
         self.returncode: int | None = None
-        self.pid = self._said(None)
-        assert self.pid > 0, "no process to be had"
+        self._pid = self._said(None)
+        assert self._pid > 0, "no process to be had"
 
     def _said(self, timeout: float | None) -> int:
         self._life.settimeout(timeout)
@@ -68,26 +65,17 @@ class Child:
     def _has_ended(self) -> bool:
         """Whether its status is on the way."""
         try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
+            stat = Path(f"/proc/{self._pid}/stat").read_text()
         except OSError:
             return True
         return stat.rpartition(")")[2].split()[0] in "ZX"
 
-    def send_signal(self, number: int) -> None:
+    def end(self) -> int:
+        """Kill it, if it lives; return its status."""
         if self.returncode is None and not self._has_ended():
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill it, if it lives, and close what it was spoken to by."""
-        self.kill()
-        for stream in (self.stdin, self.stdout):
-            if stream is not None:
-                stream.close()
-        self.wait()
+                os.kill(self._pid, signal.SIGKILL)
+        return self.wait()
 
 
 class Parent:
@@ -115,40 +103,22 @@ def start(
     script: Path | str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    stdin: Stream = None,
-    stdout: Stream = None,
-    stderr: IO[Any] | None = None,
-    pass_fds: Sequence[int] = (),
+    streams: Sequence[IO[str] | int] = (0, 1, 2),
 ) -> Child:
-    """Start a script, or code; streams are as those of subprocess.Popen, with bytes in pipes.
-
-    It prints no warnings.
-    """
+    """Start a script, or code, with these standard streams; it prints no warnings."""
     given = dict(os.environ if env is None else env)
+    order = {
+        "script": str(script) if isinstance(script, Path) else None,
+        "code": script if isinstance(script, str) else script.read_text(),
+        "args": args,
+        "env": given,
+        "cwd": os.getcwd(),
+    }
     life, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ExitStack() as ends:
-        ends.enter_context(its)
-        pipes: list[IO[Any] | None] = [None, None]
-        streams = [0, 1, 2]
-        for number, stream in enumerate((stdin, stdout, stderr)):
-            if stream == PIPE:
-                both = os.pipe()
-                pipes[number] = os.fdopen(both[1 - number], ("wb", "rb")[number], buffering=0)
-                streams[number] = both[number]
-                ends.callback(os.close, both[number])
-            elif stream is not None:
-                streams[number] = stream.fileno()
-        order = {
-            "script": str(script) if isinstance(script, Path) else None,
-            "code": script if isinstance(script, str) else script.read_text(),
-            "args": args,
-            "env": given,
-            "cwd": os.getcwd(),
-            "numbers": [0, 1, 2, *pass_fds],
-        }
-        parent = _parent_of(given.get("LD_LIBRARY_PATH", ""))
-        parent.order(order, [its.fileno(), *streams, *pass_fds])
-    return Child(life, *pipes)
+    with its:
+        fds = [one if isinstance(one, int) else one.fileno() for one in (its, *streams)]
+        _parent_of(given.get("LD_LIBRARY_PATH", "")).order(order, fds)
+    return Child(life)
 
 
 def run(
@@ -157,20 +127,18 @@ def run(
     """Do what subprocess.run does, with nothing to read and the output captured."""
     new = tempfile.TemporaryFile
     with open(os.devnull) as nothing, new("w+") as out, new("w+") as err:
-        child = start(script, *args, env=env, stdin=nothing, stdout=out, stderr=err)
+        child = start(script, *args, env=env, streams=(nothing, out, err))
         try:
             child.wait(timeout)
         finally:
-            child.kill()
+            status = child.end()
         for file in (out, err):
             file.seek(0)
-        status = child.wait()
         return subprocess.CompletedProcess([str(script), *args], status, out.read(), err.read())
 
 
 # -- the process that children are forked from -----------------------------------------------------
 
-_MOST_FDS = 64
 unused: list[mmap.mmap] = []
 # Where a new interpreter looks that is given no PYTHONPATH.
 _PATHS = [
@@ -181,8 +149,8 @@ _PATHS = [
 def serve(fd: int) -> None:
     """Fork children to order.
 
-    An order is JSON with descriptors: where the life of the child is told, which is its number and
-    then its exit status, and those that it gets.
+    An order is JSON with four descriptors: where the life of the child is told, which is its number
+    and then its exit status, and its standard streams.
     """
     # Not tvm-ffi: its import asks whether there is a GPU, behind which no child could use one.
     import torch.distributed  # noqa: F401
@@ -204,7 +172,7 @@ def serve(fd: int) -> None:
             tell_of_ends(lives)
         if orders not in ready:
             continue
-        text, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, _MOST_FDS)
+        text, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, 4)
         if not text:
             os._exit(0)
         life = socket.socket(fileno=fds[0])
@@ -248,16 +216,9 @@ def tell_of_ends(lives: dict[int, socket.socket]) -> None:
 
 def be(order: dict[str, Any], fds: list[int]) -> None:
     """Become the interpreter of a script."""
-    numbers = order["numbers"]
-    high = 1 + max(numbers)
-    fds = [os.dup2(fd, high + 100 + at, inheritable=False) for at, fd in enumerate(fds)]
-    for fd, number in zip(fds, numbers, strict=True):
+    for number, fd in enumerate(fds):  # which are above 2: the server has its own streams
         os.dup2(fd, number)
-    begin = 3
-    for number in sorted({*numbers} - {0, 1, 2}):
-        os.closerange(begin, number)
-        begin = number + 1
-    os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)

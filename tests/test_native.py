@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,9 @@ def test_errors_of_the_cpp_route(folder: Path) -> None:
 @needs_nvcc
 @needs_cxx
 def test_a_single_source_cu_loads_as_in_mini_sglang(
-    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, empty_cache: Path, use: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("JITKERN_ARCH", "9.0")
-    settings.cache_clear()
+    use(ARCH="9.0")
     wrappers = [("launch", "AddKernel<2>::run")]
     before = compiles()
     for _ in range(2):
@@ -132,11 +132,7 @@ def test_which_variables_are_part_of_the_key(
 
     def keys() -> dict[str, str]:
         linked = key("scale.cc", extra_ldflags=["-lz"])
-        return {
-            "c++": key("scale.cc"),
-            "linked": linked,
-            "cuda": key("single.cu", Arch(9, 0)),
-        }
+        return {"c++": key("scale.cc"), "linked": linked, "cuda": key("single.cu", Arch(9, 0))}
 
     monkeypatch.delenv(variable, raising=False)
     unset = keys()
@@ -288,12 +284,11 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
 
 @needs_cxx
 def test_a_record_brings_headers_and_names_archives_by_their_whole_path(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, use: Callable[..., None]
 ) -> None:
     """An archive lies where it lies: a record brings sources. Replay may run in any directory."""
     record = tmp_path / "run.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(record))
-    settings.cache_clear()
+    use(RECORD=record)
     put("own.cc", f'#include "x.h"\n{OWN_CC}long own() {{ return 3; }}\n')
     put("x.h", "")
     put("exports.map", "{ global: __tvm_ffi_*; };\n")

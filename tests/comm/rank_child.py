@@ -52,7 +52,8 @@ from jitkern.comm import (
 )
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
-from jitkern.offload import PinnedPool, Share
+from jitkern.offload import PinnedPool, PoolHandle, Share  # noqa: F401
+from jitkern.offload.memory import PinnedMemory
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
@@ -398,6 +399,22 @@ def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:
     memory = (ctypes.c_ubyte * on_gpu.numel()).from_address(on_gpu.data_ptr())
     memory.owner = on_gpu  # as long as a tensor of it lives
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# -- pools that ranks share ------------------------------------------------------------------------
+
+
+def words(pool: PinnedPool) -> torch.Tensor:
+    return pool.tensor([pool.stats.num_bytes // 8], torch.int64)
+
+
+def fail() -> None:
+    raise RuntimeError("no more of this")
+
+
+def instead_of(step: str, then: Callable[[], object]) -> None:
+    """Do something else at a step of pinned memory."""
+    setattr(PinnedMemory, step, lambda *_, **__: then())
 
 
 # -- one line after the other ----------------------------------------------------------------------

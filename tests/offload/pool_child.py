@@ -8,13 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from fake_gpu import report_checks
-from launch_fake import cuda, driver, log
+from launch_fake import cuda, driver, log, raises
+from rings import is_mapped
 
 import jitkern
 from jitkern.jit import launch
@@ -26,21 +24,6 @@ MIB = 1 << 20
 SIZE = 8 * MIB
 REGISTERED = f"register {SIZE}, flags 3, on 0\n"
 FREED = f"synchronize 0\nunregister {SIZE}\n"
-
-
-def raises(kind: type[Exception], text: str, call: Callable[..., Any], *args: Any) -> None:
-    try:
-        call(*args)
-    except kind as error:
-        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
-    else:
-        raise AssertionError(f"no {kind.__name__}: {text}")
-
-
-def is_mapped(address: int) -> bool:
-    with open("/proc/self/maps") as lines:
-        ranges = (line.split()[0].split("-") for line in lines)
-        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
 
 
 def give_next(begin: int, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""A ring's memory as both/ring.h lays it out, to look at and to spoil; producers in C++."""
+"""Pinned memory, a ring's as both/ring.h lays it out, to look at and to spoil; producers in C++."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ EXAMPLE = ROOT / "examples" / "ring_producer.cc"
 MESSAGE_BYTES = 4096  # of the example
 LINE = 128
 SEALS_AT = (24, 56)  # in a descriptor
-MAGIC = b"jitkring"
 
 
 class Memory:
@@ -29,12 +28,11 @@ class Memory:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._at = memory.data_ptr()
-        header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
-        assert header[0] == MAGIC
-        assert header[1] == 2
-        self.num_slots, self.max_descriptors, self.descriptor_bytes = header[2:5]
-        self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = header[5:10]
-        self.num_bytes = header[10]
+        magic, version, *header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
+        assert (magic, version) == (b"jitkring", 2)
+        self.num_slots, self.max_descriptors, self.descriptor_bytes, *places = header
+        self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = places[:5]
+        self.num_bytes = places[5]
 
     def _word(self, at: int) -> ctypes.c_uint64:
         return ctypes.c_uint64.from_address(self._at + at)
@@ -59,6 +57,12 @@ class Memory:
 
     def seals(self, slot: int, i: int) -> list[ctypes.c_uint64]:
         return [self._word(self.descriptor_at(slot, i) + at) for at in SEALS_AT]
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = (line.split()[0].split("-") for line in lines)
+        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
 
 
 def rows(*given: tuple[int, ...]) -> torch.Tensor:

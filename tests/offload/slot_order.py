@@ -201,10 +201,7 @@ def scenario(seed: int) -> str:
     machine.is_timed = rng.random() < 0.5
     driver.fake_trace()
     pipeline = SlotPipeline(
-        num_slots=rng.choice((1, 2, 3, 5)),
-        slot_shape=[8],
-        dtype=torch.uint8,
-        device="cuda",
+        num_slots=rng.choice((1, 2, 3, 5)), slot_shape=[8], dtype=torch.uint8, device="cuda"
     )
     for _ in range(rng.randrange(1, 6)):
         is_captured = rng.random() < 0.25

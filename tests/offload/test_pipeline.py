@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -129,12 +130,10 @@ class WrongError(Exception):
 
 def copies_until(number: int, copy: Any) -> Any:
     """A copy that raises at its call `number`."""
-    calls = 0
+    calls = itertools.count()
 
     def wrong(tensor: Tensor, block: Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number + 1:
+        if next(calls) == number:
             raise WrongError(number)
         copy(tensor, block)
 
@@ -232,54 +231,40 @@ OTHER_THREAD = "SlotPipeline: in use by another thread; make a pipeline for each
 
 
 def test_two_runs_at_once(device: torch.device) -> None:
+    def refused(text: str, *uses: Callable[[], object]) -> None:
+        for use in uses:
+            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+                use()
+
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(10, device)
     both = zip(pipeline.load(blocks, copy=bring), pipeline.store(blocks, copy=take), strict=True)
-    with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-        next(both)
+    refused(NOT_OVER, both.__next__)
     del both
     check_is_ready(pipeline, device, before)
     for _ in pipeline.load(blocks, copy=bring):
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-            next(iter(pipeline.load(blocks, copy=bring)))
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"), pipeline:
-            pass
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-            pipeline.close()
+        again = iter(pipeline.load(blocks, copy=bring))
+        refused(NOT_OVER, again.__next__, pipeline.__enter__, pipeline.close)
     check_is_ready(pipeline, device, before)
     with pipeline:
         text = "SlotPipeline: inside `with pipeline:` already; leave it first"
-        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"), pipeline:
-            pass
-        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-            pipeline.close()
+        refused(text, pipeline.__enter__, pipeline.close)
         for _ in pipeline.load(blocks, copy=bring):
-            with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-                next(iter(pipeline.store(blocks, copy=take)))
+            refused(NOT_OVER, lambda: next(iter(pipeline.store(blocks, copy=take))))
     check_is_ready(pipeline, device, before)
 
 
 def in_thread(call: Callable[[], object]) -> BaseException | None:
-    found: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0] if found else None
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).exception()
 
 
 def test_another_thread(device: torch.device) -> None:
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(5, device)
 
-    def run() -> int:
-        return sum(1 for _ in pipeline.load(blocks, copy=bring))
+    def run() -> object:
+        return list(pipeline.load(blocks, copy=bring))
 
     slots = iter(pipeline.load(blocks, copy=bring))
     seen = [next(slots).block]

@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from rings import is_mapped
 
 import jitkern
 from jitkern.host import module as host
 from jitkern.offload import PinnedPool, memory
 
 MIB = 1 << 20
-
-
-def is_mapped(address: int) -> bool:
-    with open("/proc/self/maps") as lines:
-        ranges = (line.split()[0].split("-") for line in lines)
-        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 3 * MIB + 5, 64 * MIB])
@@ -60,27 +55,6 @@ def test_made_in_inference_mode_and_written_outside_of_it() -> None:
     second.fill_(1)
     assert not first.is_inference() and not second.is_inference()
     pool.close()
-
-
-def test_lives_as_long_as_a_tensor() -> None:
-    pool = PinnedPool(5 * MIB)
-    part = pool.tensor([1000], torch.int64)[10:20]
-    address = part.data_ptr()
-    pool.close()
-    del pool
-    gc.collect()
-    part.fill_(3)
-    assert part.sum() == 30
-    del part
-    assert not is_mapped(address)
-
-
-def test_a_closed_one_gives_nothing() -> None:
-    pool = PinnedPool(4096)
-    pool.close()
-    pool.close()
-    with pytest.raises(RuntimeError, match=r"^PinnedPool\.tensor: the pool is closed$"):
-        pool.tensor()
 
 
 def test_says_what_it_is() -> None:
@@ -147,9 +121,9 @@ def test_a_rank_binds_what_it_touches(noted: Noted, monkeypatch: pytest.MonkeyPa
     num_bytes = 5 * MIB + 24
     for ranks in ([(0, num_bytes)], [(0, 2 * MIB), (2 * MIB, 2 * MIB), (4 * MIB, MIB + 24)]):
         for rank, part in enumerate(ranks):
+            noted.calls.clear()
             memory.PinnedMemory(num_bytes, -1, rank, len(ranks))
             assert noted.calls == [("bind", *part), ("touch", *part)]
-            noted.calls.clear()
 
 
 def test_memory_that_linux_refuses_leaves_nothing(
