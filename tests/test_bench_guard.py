@@ -17,7 +17,6 @@ from jitkern.bench import Context, Row, baseline, case, ci, counts, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
 from jitkern.bench.case import CaseError, cases_of
 from jitkern.cli import main
-from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Context("cpu")
@@ -305,7 +304,7 @@ def test_a_broken_case_fails_and_the_others_run(
 
 @pytest.mark.usefixtures("valgrind")
 def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
     counted = {"good: copy": 10_000.0}
@@ -315,11 +314,10 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
     status, out, _ = bench(*guard, "--update")
     assert (status, ": 1 figures" in out) == (0, True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    settings.cache_clear()
+    use()
     for counted["good: copy"], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
         assert bench(*guard, "--require-counts")[0] == status
     assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", summary.read_text())
-    settings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,16 +39,12 @@ FIGURES = {"reach_bytes": 1 << 30, "both_threads": 4}
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache, after one of the image."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("JITKERN_CACHE_DIR", str(folder))
     monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
     monkeypatch.setattr(calibration, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
     settings.cache_clear()
-    yield folder
-    monkeypatch.undo()
-    settings.cache_clear()
+    return empty_cache
 
 
 def test_figures_of_an_h200() -> None:

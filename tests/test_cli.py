@@ -145,17 +145,10 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
         ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
+@pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_variable_is_one_line(
-    capsys: Capture,
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    use: Callable[..., None],
-    name: str,
-    value: str,
-    status: int,
-    message: str,
+    *, capsys: Capture, use: Callable[..., None], name: str, value: str, status: int, message: str
 ) -> None:
-    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
     use(**{"ARCH": "9.0", name: value})
     # A row size of this test's own: nothing is in this process's memory.
     got, text = one_line(capsys, "warm", "--op", "store", "--element-size", "52429")
@@ -183,13 +176,9 @@ FILES: dict[str, bytes | None] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("reader", ["cache import", "warm --replay"])
+@pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_file_is_one_line_that_names_it(
-    capsys: Capture,
-    empty_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    reader: str,
-    name: str,
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     content = FILES[name]
@@ -261,8 +250,7 @@ def test_kernels_go_there_and_back(
     assert run(capsys, "cache", "import", file)[0] == 0
     listed = run(capsys, "cache", "list")[1]
     assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
-    info = run(capsys, "cache", "info")[1]
-    assert str(empty_cache) in info
+    assert str(empty_cache) in run(capsys, "cache", "info")[1]
     store.kernel.cache_clear()
     assert sorted(sources_of(run(capsys, *warm)[1])) == [*["cached"] * 2, *["compiled"] * 2]
     store.kernel.cache_clear()

@@ -5,14 +5,12 @@ The rest of `make release-check` builds, and runs by itself: tools/release_check
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from built_wheel import wheel  # noqa: F401
@@ -21,20 +19,13 @@ from proved import unproved
 import jitkern
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import release_check as check  # noqa: E402
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
 INIT = "src/jitkern/__init__.py"
-
-
-def _release_check() -> Any:
-    spec = importlib.util.spec_from_file_location("release_check", ROOT / "tools/release_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = _release_check()
 
 
 # -- one version -----------------------------------------------------------------------------------
