@@ -190,8 +190,6 @@ def test_results_of_earlier_runs_can_be_read() -> None:
         assert report.rows_of(report.read(file))
 
 
-# -- several ranks ---------------------------------------------------------------------------------
-
 MODULE = """
 import os
 import time

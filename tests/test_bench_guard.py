@@ -58,9 +58,6 @@ def baseline_of(instructions: float | None = 20_680, kind: str = KIND) -> Baseli
     return Baseline(kind, {"store: call": Figure("no-op", 2.0, instructions)}, IDENTITY)
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
 def test_cases_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "bench_mine.py"
     file.write_text(GOOD + "\n@case('second')\ndef second(ctx):\n    return len, len\n")
@@ -88,9 +85,6 @@ def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, messa
     with pytest.raises(CaseError) as raised:
         cases_of(file, CPU)
     assert message in str(raised.value) and str(file) in str(raised.value)
-
-
-# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,9 +126,6 @@ def test_counts_of_another_compiler_are_not_compared() -> None:
     other_python = result_of(slow, identity={**IDENTITY, "python": "3.13.0"})
     (verdict,) = baseline.compare(baseline_of(), other_python)
     assert verdict.outcome == "not compared"
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_baseline_comes_back_and_none_is_made_of_unmeasured_figures(tmp_path: Path) -> None:
@@ -193,8 +184,6 @@ def test_the_kept_baselines_would_notice_nine_percent_more(file: Path) -> None:
     counted = [figure.instructions for figure in found.figures.values() if figure.instructions]
     assert all(baseline.most_instructions(one) < 1.09 * one for one in counted)
 
-
-# -- counts ----------------------------------------------------------------------------------------
 
 CHECKED = """\
 import torch
@@ -263,9 +252,6 @@ def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", "")
     assert "apt install valgrind" in counts.why_not("cpu")
     assert "CUDA driver" in counts.why_not("cuda")
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 Bench = Callable[..., tuple[int, str, str]]

@@ -74,9 +74,6 @@ def test_a_way_that_always_or_never_wins(
     assert calibration.figures_of({**CURVES, name: curve})[figure] == expected
 
 
-# -- the file --------------------------------------------------------------------------------------
-
-
 def test_what_is_saved_is_found(cache: Path) -> None:
     assert calibration.find("Fake GPU", 13000) is None
     assert host._measured("Fake GPU", 13000) == {}
@@ -121,9 +118,6 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     damage(file)
     with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
         assert calibration.find("Fake GPU", 13000) is None
-
-
-# -- who asks for it -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

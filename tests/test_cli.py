@@ -53,9 +53,6 @@ def one_line(capsys: Capture, *argv: object) -> tuple[int, str]:
     return status, err.removeprefix("jitkern: error: ")
 
 
-# -- help ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "command", ["", *_COMMANDS, *(f"cache {name}" for name in ("list", "export", "import"))]
 )
@@ -95,9 +92,6 @@ except SystemExit:
 """
     loaded = {name.partition(".")[0] for name in fresh_python(code).stdout.split()}
     assert not loaded & {"torch", "tvm_ffi", "rich", "ninja", "filelock", "ctypes", "subprocess"}
-
-
-# -- mistakes of the user --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -192,9 +186,6 @@ def test_a_wrong_file_is_one_line_that_names_it(
     )
 
 
-# -- what becomes of output and errors -------------------------------------------------------------
-
-
 def shell(*argv: str, through: str = '"$@"', **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command in bash, where `through` says what becomes of its output."""
     command = ["bash", "-c", through, "bash", sys.executable, "-m", "jitkern", *argv]
@@ -220,9 +211,6 @@ def test_ctrl_c_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cache_cmd, "_user_cache", stop)
     assert run(capsys, "cache", "list") == (130, "", "jitkern: error: interrupted\n")
-
-
-# -- warm, bundles and records ---------------------------------------------------------------------
 
 
 def sources_of(out: str) -> list[str]:
@@ -259,8 +247,6 @@ def test_kernels_go_there_and_back(
     assert (status, err, sources_of(out)) == (0, "", ["cached"] * 2)
     assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
 
-
-# -- demo ------------------------------------------------------------------------------------------
 
 _OPS = ("store_cache", "indexing", "h2d_gather")
 

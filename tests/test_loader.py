@@ -205,9 +205,6 @@ def test_launch_with_much_shared_memory(folder: Path) -> None:
         module.launch("backwards", out, 1, grid=1, shared_bytes=most_bytes + 4)
 
 
-# -- wrong arguments -------------------------------------------------------------------------------
-
-
 def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
     with pytest.raises(FileNotFoundError) as error:
         load_jit("x", device_files=["nope.cu"], device_wrappers=[("x", "X")])

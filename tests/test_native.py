@@ -106,9 +106,6 @@ def test_a_single_source_cu_runs(folder: Path) -> None:
     assert torch.equal(x, torch.arange(1000, device="cuda", dtype=torch.float32) + 2)
 
 
-# -- the key ---------------------------------------------------------------------------------------
-
-
 def key(file: str = "own.cc", arch: Arch | None = None, **options: Any) -> str:
     kind = "cuda_files" if arch else "cpp_files"
     return str(NativeLibrary(checked("load_aot", ["v"], {kind: [file], **options}), arch).key)

@@ -96,9 +96,6 @@ def test_a_struct_that_is_not_as_declared_does_not_compile(
     assert message in str(caught.value)
 
 
-# -- read in the source ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
@@ -173,9 +170,6 @@ def test_what_was_read_wrongly_says_to_declare_it(folder: Path) -> None:
         "kernel: taken as int32 count, but Params has another type or order; "
         "declare the parameters as the third item of device_wrappers"
     ) in caught.value.log
-
-
-# -- launched with it ------------------------------------------------------------------------------
 
 
 SIZES = """

@@ -49,9 +49,6 @@ def test_frozen_misses_name_what_to_warm(folder: Path, use: Callable[..., None])
     assert tiny(6).image(SM_90)
 
 
-# -- JITKERN_RECORD --------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 def test_what_is_recorded_is_what_was_compiled(
     folder: Path, tmp_path: Path, use: Callable[..., None], caplog: pytest.LogCaptureFixture
@@ -171,9 +168,6 @@ def test_what_cannot_be_recorded_is_a_warning(
     assert re.search(r"used.jsonl: 7 of \d+ bytes written, the disk is full$", full)
     file.chmod(0o600)
     assert [one.used.args[0] for one in replay(file)] == ["fits", "last"]
-
-
-# -- JITKERN_LOG -----------------------------------------------------------------------------------
 
 
 @needs_nvrtc

@@ -28,9 +28,6 @@ PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml"
 INIT = "src/jitkern/__init__.py"
 
 
-# -- one version -----------------------------------------------------------------------------------
-
-
 def test_the_version_is_in_one_place() -> None:
     assert check.check_versions(ROOT).startswith(f"{jitkern.__version__}, ")
 
@@ -78,9 +75,6 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
         check.check_versions(undated, tag)
 
 
-# -- what is built ---------------------------------------------------------------------------------
-
-
 @unproved("sdist", "pyproject.toml", "hatch_build.py", ".gitignore", "tools/release_check.py")
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
 def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
@@ -101,9 +95,6 @@ def test_what_the_host_module_links(
     monkeypatch.setattr(check, "MAY_LINK", {"libc.so.6"})
     with pytest.raises(check.UnfitError, match=r"\.so: links .*libtvm_ffi\.so"):
         check.check_links(wheel, tmp_path / "2")
-
-
-# -- workflows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -225,8 +225,6 @@ def test_the_build_directory_is_not_written_again(
     assert not (app.root / "build").exists()
 
 
-# -- failures --------------------------------------------------------------------------------------
-
 GOOD = """\
 struct Good {
   struct Params { int* out; };

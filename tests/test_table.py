@@ -55,8 +55,6 @@ def test_few_files_name_an_op(stem: str) -> None:
     assert len(named) <= 8, named
 
 
-# -- an op more ------------------------------------------------------------------------------------
-
 # file: the line behind which the new one goes
 LINES = {
     "src/jitkern/ops/_ops.py": ("OPS = (", '    Op("twice", "write_twice"),'),

@@ -81,9 +81,6 @@ def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-# -- from Python -----------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
     told: list[tuple[str, int, int]] = []
@@ -163,9 +160,6 @@ def test_a_failure_carries_the_outcomes_of_all(
     assert "tiny" in {entry.key.op for entry in Cache(tmp_path / "out").entries()}
 
 
-# -- sizes -----------------------------------------------------------------------------------------
-
-
 def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
     how: dict[str, Any] = {"archs": ["9.0"], "check": True}
     by_rows = sized(jitkern.warm(element_sizes=[60488], **how))
@@ -199,9 +193,6 @@ def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
     dim, elems, in_type, out_type, *rest = spec
     for other in ((dim, elems // 2, in_type, out_type, *rest), (dim, elems, in_type, 3, *rest)):
         assert merge.kernel(*other).hint(SM_90) == device.record_hint(SM_90)
-
-
-# -- looking only ----------------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -248,9 +239,6 @@ def test_json(capsys: Capture, empty_cache: Path) -> None:
         assert job["bytes"] > 1000
     built = {(job["name"], job["parameters"].partition(",")[0]) for job in value["jobs"][1:]}
     assert built == {("store", "60456"), ("merge", "44"), ("merge", "52")}
-
-
-# -- what is written -------------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -349,9 +337,6 @@ def test_replay_refuses_a_file_that_others_could_have_written(
         f"jitkern: error: --replay: {recording}: its mode, 0666, lets others write it; if you "
         f"trust them, replay it with: jitkern warm --trust --replay {recording}\n"
     )
-
-
-# -- for which GPU ---------------------------------------------------------------------------------
 
 
 def test_a_gpu_that_is_there_goes_before_the_variable(

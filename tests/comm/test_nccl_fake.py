@@ -32,9 +32,6 @@ def late(rank: Rank, code: str, *texts: str) -> None:
         assert text in answer["error"], answer
 
 
-# -- at the set-up ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [f"{CLASS}, '_connect'", "nccl, 'as_torch'"])
 def test_killed_while_nccl_is_set_up(fake_gpus: Pool, at: str) -> None:
     """The ranks have met, and the other one never comes to NCCL, or to register its memory."""
@@ -70,9 +67,6 @@ def test_no_usable_nccl(fake_gpus: Pool) -> None:
         answer = rank.refuses("nccl.settings.cache_clear() or nccl.load()")
         assert answer.startswith("UnsupportedError: init_pynccl: no usable NCCL: ")
         assert text in answer and "JITKERN_NCCL names it; unset that" in answer
-
-
-# -- at a call -------------------------------------------------------------------------------------
 
 
 def test_the_last_calls_of_a_burst(fake_gpus: Pool) -> None:
@@ -193,9 +187,6 @@ def test_no_rank_has_ended(fake_gpus: Pool) -> None:
     assert text.startswith(f"CommError: all_reduce: {CLOSED}")
     assert text.endswith("no rank has ended")
     two[1].ask("[comm.abort(), lib.fake_release(point)] and None")
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:

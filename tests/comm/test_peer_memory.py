@@ -27,9 +27,6 @@ def pair() -> list[PeerMemory]:
     return memories(1024, [CPU] * 2)
 
 
-# -- tensors ---------------------------------------------------------------------------------------
-
-
 def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
     mine, other = pair
     for dtype in (torch.bool, torch.float8_e4m3fn, torch.int64, torch.complex128):
@@ -99,9 +96,6 @@ def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], text: str
         PeerMemory(**{**usual, **given})
 
 
-# -- lifetime --------------------------------------------------------------------------------------
-
-
 def mappings() -> int:
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:jitkern-peers")
@@ -146,9 +140,6 @@ def test_nothing_is_left_of_processes(hosts: Pool) -> None:
     assert counts[1] == counts[-1]
     for one in counts[-1]:
         assert all(count == 0 for name, count in one.items() if name != "descriptors")
-
-
-# -- between processes -----------------------------------------------------------------------------
 
 
 def test_the_memory_of_all_is_one_table_of_zeros(hosts: Pool) -> None:

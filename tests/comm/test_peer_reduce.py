@@ -77,9 +77,6 @@ def test_in_step(failed: dict[str, str], name: str) -> None:
     assert failed[name] == "", failed[name]
 
 
-# -- one rank --------------------------------------------------------------------------------------
-
-
 class Alone:
     """Rank 1 of some, whose others never come."""
 

@@ -67,9 +67,6 @@ def meet(ranks: list[Rank], pool: Pool, kind: str, args: str = "") -> str:
     return use
 
 
-# -- together --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_processes_meet_and_exchange(pool: Pool, kind: str) -> None:
     ranks = pool.start(3)
@@ -123,9 +120,6 @@ def test_ranks_that_do_not_fit_together() -> None:
     # Both say so, and do not wait for the rank that is missing then.
     for error in on_threads(2, lambda met: None, number=lambda _: 0):
         assert str(error).startswith("init: two processes are rank 0: rank 0 (process "), error
-
-
-# -- ranks that are missing ------------------------------------------------------------------------
 
 
 def test_the_process_of_the_store_ends_of_its_error(pool: Pool) -> None:

@@ -44,9 +44,6 @@ def test_pages_are_matched_inserted_and_evicted_oldest_first(
     assert torch.equal(tree.match_prefix(second)[0], expected[: 2 * page_size])
 
 
-# -- the day ---------------------------------------------------------------------------------------
-
-
 def test_a_day_is_served(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,9 +82,6 @@ def test_a_mistake_of_the_tree_is_found(
     except (RuntimeError, ValueError):  # one slot too many for all, or an error of the tree
         status = 1
     assert status == 1
-
-
-# -- by hand ---------------------------------------------------------------------------------------
 
 
 def tensor(*values: int) -> Tensor:

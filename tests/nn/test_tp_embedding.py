@@ -30,8 +30,6 @@ def any_bits(rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 256, (rows, hidden * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
-# -- look-ups --------------------------------------------------------------------------------------
-
 # dtype, hidden size, vocabulary, added. Wide rows are few to a page: 8, 16, 16; then 16384; and
 # rows of 6 bytes, of which one rank has all.
 TABLES = [
@@ -128,9 +126,6 @@ def test_the_sum_is_made_over_any_fault_of_an_earlier_call(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="out of memory"):
         module(torch.arange(10))
     assert len(comm.sent) == 1
-
-
-# -- parameters and layout -------------------------------------------------------------------------
 
 
 def test_ranks_of_one_seed_draw_different_rows() -> None:
@@ -242,8 +237,6 @@ def test_as_torch_has_it() -> None:
         "TPEmbedding(10, 2, num_added=5, padding_idx=14, method='all_reduce', rank=3, size=4)"
     )
 
-
-# -- loading ---------------------------------------------------------------------------------------
 
 VOCAB, ADDED, HIDDEN = 11, 3, 5
 FULL = (VOCAB + ADDED, HIDDEN)

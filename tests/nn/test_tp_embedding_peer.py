@@ -77,8 +77,6 @@ def test_it_is_in_a_full_graph(way: Way) -> None:
     assert ranks.num_sums() == 0
 
 
-# -- loading ---------------------------------------------------------------------------------------
-
 WAYS: dict[str, Callable[[TPEmbedding, float], Any]] = {
     "load_full": lambda m, value: m.load_full(filled(m, value)),
     "load_state_dict": lambda m, value: m.load_state_dict({"weight": filled(m, value)}),
@@ -141,9 +139,6 @@ def test_a_rank_that_fails_to_write(way: Way, monkeypatch: pytest.MonkeyPatch) -
     error = calls[0].exception()
     assert isinstance(error, CommTimeoutError) and error.missing == (1,)
     assert isinstance(calls[1].exception(), OSError)
-
-
-# -- what it is ------------------------------------------------------------------------------------
 
 
 def test_it_stays_where_it_is(way: Way) -> None:

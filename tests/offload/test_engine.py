@@ -265,8 +265,6 @@ def test_close(device: torch.device) -> None:
             getattr(engine, name)(*args)
 
 
-# -- used wrongly ----------------------------------------------------------------------------------
-
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_layers": 0}, ValueError, "num_layers: 0, expected at least 1"),
     ({"num_cpu_blocks": -1}, ValueError, "num_cpu_blocks: -1, expected at least 1"),
@@ -375,9 +373,6 @@ def test_numbers_that_another_thread_changes() -> None:
             over.set()
             thread.join()
     assert num_loads > 0 and num_errors > 0
-
-
-# -- on a GPU --------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda

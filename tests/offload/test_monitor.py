@@ -242,8 +242,6 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
         OverlapMonitor(**how)
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
-
 WORDS = 1 << 18  # of int32: 1 MiB a slot
 SLOW_CYCLES = 1_000_000  # about 0.6 ms
 NEAR_MS = 2e-3  # a float of ms, and the clock of events

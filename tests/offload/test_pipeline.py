@@ -100,9 +100,6 @@ def test_loads_run_ahead_as_far_as_there_are_slots() -> None:
     ]
 
 
-# -- the caller's stream ---------------------------------------------------------------------------
-
-
 def test_under_with_runs_follow_each_other(device: torch.device) -> None:
     pipeline = pipeline_of(device)
     blocks = host_blocks(8, device)
@@ -119,9 +116,6 @@ def test_under_with_runs_follow_each_other(device: torch.device) -> None:
     assert total.item() == 4 * 15 * 36 + 6
     with pytest.raises(RuntimeError, match=r"^SlotPipeline\.fork: not inside `with pipeline:`"):
         pipeline.fork()
-
-
-# -- runs that end early ---------------------------------------------------------------------------
 
 
 class WrongError(Exception):
@@ -220,8 +214,6 @@ def test_an_interrupt_in_a_copy_is_raised_at_once(device: torch.device) -> None:
     assert bodies == 0
     check_is_ready(pipeline, device, before)
 
-
-# -- wrong use -------------------------------------------------------------------------------------
 
 NOT_OVER = (
     "SlotPipeline: a run of it is not over; end it first, or use update() for both directions at "

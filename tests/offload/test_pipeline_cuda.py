@@ -121,9 +121,6 @@ def test_nothing_is_synchronised(monitored: bool) -> None:
         assert monitor.snapshot().iterations == 120
 
 
-# -- graphs ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("depth", [1, 2, 8])
 def test_in_a_graph(depth: int, mode: str) -> None:
@@ -175,9 +172,6 @@ def test_a_capture_inside_a_session_is_refused() -> None:
         for _ in p.load(blocks, copy=bring):
             pass
     torch.cuda.synchronize()
-
-
-# -- threads, depth, devices -----------------------------------------------------------------------
 
 
 def test_slots_come_and_go_in_a_run() -> None:

@@ -152,9 +152,6 @@ def test_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
-
-
 @pytest.mark.cuda
 def test_is_pinned_and_of_use_to_the_ops() -> None:
     pool = PinnedPool([5000, 41], torch.int32)

@@ -210,8 +210,6 @@ def test_a_forked_child_has_no_part_of_it() -> None:
     ring.close()
 
 
-# -- used wrongly ----------------------------------------------------------------------------------
-
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 65536"),
     ({"num_slots": 65_537}, ValueError, "num_slots: 65537, expected 1 to 65536"),

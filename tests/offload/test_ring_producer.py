@@ -133,9 +133,6 @@ OF_THE_PROTOCOL = [
 ]  # fmt: skip
 
 
-# -- rings that are wrong --------------------------------------------------------------------------
-
-
 def race(folder: Path, csrc: Path) -> subprocess.CompletedProcess[str]:
     program = compiled(HERE / "ring_race.cc", folder / "race", TSAN, csrc / "include")
     env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}

@@ -198,9 +198,6 @@ def test_many_threads_consume() -> None:
     assert found.sum(0).tolist() == [1] * rounds
 
 
-# -- nothing torn or stale, nothing out of range --------------------------------------------------
-
-
 def test_never_torn_or_stale() -> None:
     """Words and seals that a producer cannot have written, put there by hand."""
     src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
