@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,6 +86,17 @@ WAYS: dict[str, Callable[[TPEmbedding, float], Any]] = {
 }
 
 
+def before_a_write(patch: pytest.MonkeyPatch, of: TPEmbedding, do: Callable[[], object]) -> None:
+    at, real = of.weight.data_ptr(), tp_embedding._write
+
+    def write(to: Tensor, parts: list[Tensor]) -> None:
+        if to.data_ptr() == at:
+            do()
+        real(to, parts)
+
+    patch.setattr(tp_embedding, "_write", write)
+
+
 @pytest.mark.parametrize("method", WAYS)
 def test_nobody_writes_while_another_reads(
     way: Way, method: str, monkeypatch: pytest.MonkeyPatch
@@ -93,13 +105,7 @@ def test_nobody_writes_while_another_reads(
     ranks = way.ranks(2, *SMALL)
     ranks.each(lambda module: by_hand(module, 1))
     monkeypatch.setattr(Tensor, "normal_", lambda self: self.fill_(2))
-    slow, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
-
-    def write(to: Tensor, parts: list[Tensor]) -> None:
-        time.sleep(0.1 if to.data_ptr() == slow else 0)
-        real(to, parts)
-
-    monkeypatch.setattr(tp_embedding, "_write", write)
+    before_a_write(monkeypatch, ranks.modules[1], lambda: time.sleep(0.1))
 
     def load(module: TPEmbedding) -> None:
         until = time.monotonic() + 0.1 * module.comm.rank  # the second reads until then
@@ -126,14 +132,7 @@ def test_a_rank_that_does_not_come_to_load_is_named(way: Way) -> None:
 def test_a_rank_that_fails_to_write(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not go on with a table of which a part is lacking."""
     ranks = way.ranks(2, *SMALL, timeout_s=1)
-    broken, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
-
-    def write(to: Tensor, parts: list[Tensor]) -> None:
-        if to.data_ptr() == broken:
-            raise OSError("no rows")
-        real(to, parts)
-
-    monkeypatch.setattr(tp_embedding, "_write", write)
+    before_a_write(monkeypatch, ranks.modules[1], Mock(side_effect=OSError("no rows")))
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(one.load_full, filled(one, 2)) for one in ranks.modules]
     error = calls[0].exception()
