@@ -66,12 +66,13 @@ def params(line: str) -> bytes:
 
 
 def raises(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):
+    """Return the error that a call raises, whose whole text is as given."""
     try:
         call(*args, **how)
     except kind as error:
-        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
-    else:
-        raise AssertionError(f"no {kind.__name__}: {text}")
+        assert re.fullmatch(text, str(error), re.DOTALL), f"{error!r} is not {text!r}"
+        return error
+    raise AssertionError(f"no {kind.__name__}: {text}")
 
 
 def refused(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):

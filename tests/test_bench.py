@@ -130,13 +130,6 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         assert set(report.read(path)["benchmarks"]) == kept
 
 
-def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        harness.main(["stoer"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'stoer' (choose from" in capsys.readouterr().err
-
-
 @unproved(
     "plots", "bench/plots.py", "bench/results/nvidia-h200.json", "src/jitkern/bench/report.py"
 )

@@ -74,7 +74,9 @@ def test_a_way_that_always_or_never_wins(
     assert calibration.figures_of({**CURVES, name: curve})[figure] == expected
 
 
-def test_what_is_saved_is_found(cache: Path) -> None:
+def test_what_is_saved_is_found_for_this_machine_only(cache: Path) -> None:
+    for changed in ({"gpu": "Other"}, {"driver": "580.2"}, {"cpu": "Another"}, {"num_cores": 8}):
+        assert replace(MACHINE, **changed).file_name != MACHINE.file_name
     assert calibration.find("Fake GPU", 13000) is None
     assert host._measured("Fake GPU", 13000) == {}
     before = os.umask(0o002)  # under which the group's members could write a cache
@@ -88,11 +90,6 @@ def test_what_is_saved_is_found(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert calibration.find("Other GPU", 13000) is None
-
-
-def test_another_machine_has_another_file() -> None:
-    for changed in ({"gpu": "Other"}, {"driver": "580.2"}, {"cpu": "Another"}, {"num_cores": 8}):
-        assert replace(MACHINE, **changed).file_name != MACHINE.file_name
 
 
 def _with(name: str, value: object) -> Callable[[Path], None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, Fault, cuda, driver, log, params
+from launch_fake import STREAM, Fault, cuda, driver, log, params, raises
 
 from jitkern.comm import PeerReducer
 from jitkern.errors import CommTimeoutError
@@ -67,20 +67,11 @@ def num_launches() -> int:
     return log().count("grid")
 
 
-def raised(call: Any, *args: Any) -> Exception | None:
-    try:
-        call(*args)
-    except Exception as error:
-        return error
-    return None
-
-
 def check_a_sum_is_made_and_then_the_fault_raised() -> None:
     one = Failing()
     for call in (one.all_reduce, lambda: one.barrier(cuda(1))):
         one.fault.be(2, 0, 7, 900, 900)
-        error = raised(call)
-        assert isinstance(error, IndexError) and "index 900 at position 7" in str(error), error
+        raises(IndexError, ".*index 900 at position 7.*", call)
         assert num_launches() == 1 and one.fault.state == 0
         call()
         assert num_launches() == 1
@@ -93,8 +84,8 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     one.failure.be(*late)
     one.fault.be(*late)
     for _ in range(2):
-        error = raised(one.all_reduce)
-        assert isinstance(error, CommTimeoutError) and error.missing == (1,), error
+        error = raises(CommTimeoutError, ".*", one.all_reduce)
+        assert error.missing == (1,), error
         assert num_launches() == 0 and one.fault.state == 0
     one.fault.be(*late)
     one.reset()
@@ -105,7 +96,8 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     assert one.failure.state == 0 and one.fault.state == 2
     one.barrier(None)  # inside of another call it raises none
     assert num_launches() == 1 and one.fault.state == 2
-    assert isinstance(raised(one.all_reduce), IndexError) and num_launches() == 1
+    raises(IndexError, ".*", one.all_reduce)
+    assert num_launches() == 1
 
 
 def check_another_stream_waits_for_the_last_one() -> None:

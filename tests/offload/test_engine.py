@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -94,21 +95,12 @@ def test_shapes(device: torch.device, kind: str, layout: str) -> None:
             assert engine.gpu_k.shape == engine.gpu_v.shape == tail
 
 
-class Scalar:
-    """As NumPy's ints are: an array that has no length."""
-
-    ndim = 0
-
-    def __index__(self) -> int:
-        return 6
-
-
 @pytest.mark.parametrize("layer", [None, 1])
 def test_the_names_of_other_engines(model: Model, layer: int | None) -> None:
     engine = model.engine
     engine.load_to_slot_all_layers(SLOTS - 1, BLOCKS - 1)
     model.load(SLOTS - 1, BLOCKS - 1)
-    engine.offload_slot_to_cpu(0, Scalar(), layer=layer)  # type: ignore[arg-type]
+    engine.offload_slot_to_cpu(0, numpy.int64(6), layer=layer)  # an array that has no length
     model.store(0, 6, layer)
     engine.offload_decode_slot(2, 5, 7, layer=layer)
     model.store(2, 5, layer, 7)

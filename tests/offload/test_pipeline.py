@@ -287,25 +287,19 @@ def test_a_closed_one(device: torch.device) -> None:
     assert tensor.eq(4).all()
 
 
-class InterruptingStreams:
-    """The streams of a pipeline, of which one call is interrupted."""
-
-    def __init__(self, streams: Any, name: str) -> None:
-        self._streams, self._name = streams, name
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._name:
-            self._name = ""
-            raise KeyboardInterrupt
-        return getattr(self._streams, name)
-
-
 @pytest.mark.parametrize("where", ["enter", "start", "leave"])
 def test_an_interrupt_inside_leaves_it_broken_at_worst(device: torch.device, where: str) -> None:
     """The next use says so, from any thread, and it can be closed."""
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(5, device)
-    pipeline._streams = InterruptingStreams(pipeline._streams, where)  # type: ignore[assignment]
+    streams = pipeline._streams
+    real = getattr(streams, where)
+
+    def interrupted_once(*_: object) -> None:
+        setattr(streams, where, real)
+        raise KeyboardInterrupt
+
+    setattr(streams, where, interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         for _ in pipeline.load(blocks, copy=bring):
             pass
