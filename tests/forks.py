@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -39,7 +38,6 @@ class Child:
         self._life = life
         self.returncode: int | None = None
         self._pid = self._said(None)
-        assert self._pid > 0, "no process to be had"
 
     def _said(self, timeout: float | None) -> int:
         self._life.settimeout(timeout)
@@ -57,22 +55,13 @@ class Child:
 
     def poll(self) -> int | None:
         """Return what `wait` does, or None if it lives."""
-        try:
+        with suppress(BlockingIOError):
             return self.wait(0)
-        except BlockingIOError:
-            return self.wait() if self._has_ended() else None
-
-    def _has_ended(self) -> bool:
-        """Whether its status is on the way."""
-        try:
-            stat = Path(f"/proc/{self._pid}/stat").read_text()
-        except OSError:
-            return True
-        return stat.rpartition(")")[2].split()[0] in "ZX"
+        return None
 
     def end(self) -> int:
         """Kill it, if it lives; return its status."""
-        if self.returncode is None and not self._has_ended():
+        if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
         return self.wait()
@@ -156,62 +145,28 @@ def serve(fd: int) -> None:
     import torch.distributed  # noqa: F401
 
     orders = socket.socket(fileno=fd)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the children's, and the tests'
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch a child
     gc.collect()
     gc.freeze()  # a child that ends walks over its own objects: 0.2 s in the place of 0.5
-    lives: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([orders, woken], [], [])
-        if woken in ready:
-            os.read(woken, 1 << 12)
-            tell_of_ends(lives)
-        if orders not in ready:
-            continue
         text, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, 4)
         if not text:
             os._exit(0)
-        life = socket.socket(fileno=fds[0])
-        pid = fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
+        if os.fork() == 0:
+            orders.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, on_interrupt)
-            for other in (orders, life, *lives.values()):
-                other.detach()  # closed below: their numbers become those of others
-            be(json.loads(text), fds[1:])
-            return
-        for one in fds[1:]:
+            life = socket.socket(fileno=fds[0])
+            if (pid := os.fork()) == 0:
+                life.detach()  # closed below: its number becomes that of another
+                signal.signal(signal.SIGINT, on_interrupt)
+                return be(json.loads(text), fds[1:])
+            with suppress(OSError):  # who asked for it may be gone
+                life.send(b"%d" % pid)
+                life.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os._exit(0)
+        for one in fds:
             os.close(one)
-        with suppress(OSError):  # who asked for it may be gone
-            life.send(b"%d" % pid)
-        if pid > 0:
-            lives[pid] = life
-        else:
-            life.close()
-
-
-def fork() -> int:
-    """Return what os.fork does, or -1 where there is no process to be had."""
-    try:
-        return os.fork()
-    except OSError:
-        return -1
-
-
-def tell_of_ends(lives: dict[int, socket.socket]) -> None:
-    while lives:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        life = lives.pop(pid)
-        with suppress(OSError):  # nobody may wait for it any more
-            life.send(b"%d" % os.waitstatus_to_exitcode(status))
-        life.close()
 
 
 def be(order: dict[str, Any], fds: list[int]) -> None:
