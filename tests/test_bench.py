@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +14,7 @@ import pytest
 import torch
 from needs import needs_nvcc
 from proved import unproved
+from tiny import Use
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -146,7 +146,7 @@ def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
 @needs_nvcc
 @unproved("nvcc peers", "bench/peers/*.*")
 @pytest.mark.parametrize("peer", ["rows", "link"])
-def test_nvcc_peers_compile(peer: str, use: Callable[..., None]) -> None:
+def test_nvcc_peers_compile(peer: str, use: Use) -> None:
     if not torch.cuda.is_available():
         use(ARCH="9.0")
     assert getattr(peers, peer)() is not None

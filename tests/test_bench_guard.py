@@ -12,6 +12,7 @@ from unittest.mock import ANY, Mock
 import pytest
 import torch
 from proved import unproved
+from tiny import Use
 
 from jitkern.bench import Context, Row, baseline, case, ci, counts, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
@@ -290,7 +291,7 @@ def test_a_broken_case_fails_and_the_others_run(
 
 @pytest.mark.usefixtures("valgrind")
 def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
-    bench: Bench, tmp_path: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
     counted = {"good: copy": 10_000.0}

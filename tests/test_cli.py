@@ -17,6 +17,7 @@ import pytest
 import torch
 from needs import needs_cxx, needs_nvrtc
 from paths import python_path
+from tiny import Use
 
 import jitkern
 from jitkern.cache.store import Cache
@@ -141,7 +142,7 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
 )
 @pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_variable_is_one_line(
-    *, capsys: Capture, use: Callable[..., None], name: str, value: str, status: int, message: str
+    *, capsys: Capture, use: Use, name: str, value: str, status: int, message: str
 ) -> None:
     use(**{"ARCH": "9.0", name: value})
     # A row size of this test's own: nothing is in this process's memory.
@@ -220,7 +221,7 @@ def sources_of(out: str) -> list[str]:
 
 @needs_nvrtc
 def test_kernels_go_there_and_back(
-    capsys: Capture, empty_cache: Path, tmp_path: Path, use: Callable[..., None]
+    capsys: Capture, empty_cache: Path, tmp_path: Path, use: Use
 ) -> None:
     """Compiled, listed, exported, cleared, imported, found in the cache, and replayed."""
     record, file = tmp_path / "run.jsonl", tmp_path / "kernels.jkb"

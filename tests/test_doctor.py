@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import Use
 
 from jitkern.arch import Arch
 from jitkern.cli import doctor, main
@@ -50,7 +50,7 @@ def test_a_report_has_it_all_and_a_fix_for_each_problem(capsys: Capture, empty_c
     assert str(empty_cache) in out and out.endswith("the ops run on this machine\n")
 
 
-def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch, use: Callable[..., None]) -> None:
+def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch, use: Use) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     use(NVRTC="/nowhere/libnvrtc.so", CACHE_DIR="/proc/version/cache")
     found = checks(capsys, 0)

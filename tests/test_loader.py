@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from needs import needs_nvcc, needs_nvrtc
-from tiny import SM_90, compiles, tiny
+from tiny import SM_90, Use, compiles, tiny
 
 from jitkern.arch import Arch
 from jitkern.cache import get
@@ -68,9 +68,7 @@ def test_another_compiler_is_another_variant(folder: Path, monkeypatch: pytest.M
 
 @needs_nvrtc
 @pytest.mark.parametrize("compiler", ["nvrtc", pytest.param("nvcc", marks=needs_nvcc)])
-def test_a_kernel_may_have_the_name_of_its_file(
-    folder: Path, use: Callable[..., None], compiler: str
-) -> None:
+def test_a_kernel_may_have_the_name_of_its_file(folder: Path, use: Use, compiler: str) -> None:
     use(COMPILER=compiler)
     (folder / "tiny.cu").rename("scale.cu")
     wrappers = [("scale", "Tiny<8>")]
@@ -90,7 +88,7 @@ def test_a_kernel_may_have_the_name_of_its_file(
 def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    use: Callable[..., None],
+    use: Use,
     variable: str,
     value: str,
 ) -> None:
@@ -108,7 +106,7 @@ def test_places_in_order(
     folder: Path,
     empty_cache: Path,
     tmp_path: Path,
-    use: Callable[..., None],
+    use: Use,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     image = tiny().image(SM_90)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from headers import put
 from needs import needs_cxx, needs_nvcc
-from tiny import compiles
+from tiny import Use, compiles
 
 from jitkern.arch import Arch
 from jitkern.cache.get import freeze
@@ -80,7 +79,7 @@ def test_errors_of_the_cpp_route(folder: Path) -> None:
 @needs_nvcc
 @needs_cxx
 def test_a_single_source_cu_loads_as_in_mini_sglang(
-    folder: Path, empty_cache: Path, use: Callable[..., None]
+    folder: Path, empty_cache: Path, use: Use
 ) -> None:
     use(ARCH="9.0")
     wrappers = [("launch", "AddKernel<2>::run")]
@@ -281,7 +280,7 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
 
 @needs_cxx
 def test_a_record_brings_headers_and_names_archives_by_their_whole_path(
-    folder: Path, tmp_path: Path, use: Callable[..., None]
+    folder: Path, tmp_path: Path, use: Use
 ) -> None:
     """An archive lies where it lies: a record brings sources. Replay may run in any directory."""
     record = tmp_path / "run.jsonl"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from needs import needs_nvrtc
 from paths import TESTS, python_path
-from tiny import SM_90, put, tiny
+from tiny import SM_90, Use, put, tiny
 
 import jitkern.ops.store
 from jitkern.cache import get
@@ -30,7 +30,7 @@ Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @needs_nvrtc
-def test_frozen_misses_name_what_to_warm(folder: Path, use: Callable[..., None]) -> None:
+def test_frozen_misses_name_what_to_warm(folder: Path, use: Use) -> None:
     kept = tiny().image(SM_90)
     freeze()
     assert tiny().image(SM_90) == kept
@@ -51,7 +51,7 @@ def test_frozen_misses_name_what_to_warm(folder: Path, use: Callable[..., None])
 
 @needs_nvrtc
 def test_what_is_recorded_is_what_was_compiled(
-    folder: Path, tmp_path: Path, use: Callable[..., None], caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sources were read when the record was written: another text, or none any more."""
     file = tmp_path / "used.jsonl"
@@ -172,7 +172,7 @@ def test_what_cannot_be_recorded_is_a_warning(
 
 @needs_nvrtc
 def test_log_has_one_line_per_lookup(
-    folder: Path, use: Callable[..., None], caplog: pytest.LogCaptureFixture
+    folder: Path, use: Use, caplog: pytest.LogCaptureFixture
 ) -> None:
     use(LOG="1")
     with caplog.at_level(logging.INFO, logger="jitkern"):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
-from tiny import SM_90, compiles
+from tiny import SM_90, Use, compiles
 
 import jitkern.ops.store
 from jitkern.cache.store import Cache
@@ -123,7 +122,7 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     *,
     capsys: Capture,
     tmp_path: Path,
-    use: Callable[..., None],
+    use: Use,
     app: App,
     fake_nvcc: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,7 +167,7 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
 
 @needs_cxx
 def test_the_build_directory_is_not_written_again(
-    capsys: Capture, tmp_path: Path, use: Callable[..., None], app: App
+    capsys: Capture, tmp_path: Path, use: Use, app: App
 ) -> None:
     record = tmp_path / "run.jsonl"
     use(CACHE_DIR=tmp_path / "cache", RECORD=record)
@@ -210,7 +209,7 @@ def record_of(file: Path, *groups: list[dict[str, Any]]) -> Path:
 @needs_nvrtc
 @needs_cxx
 def test_failures_are_listed_and_the_rest_is_built(
-    capsys: Capture, tmp_path: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that failed ended the command; some of the others gave tracebacks."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no toolkit

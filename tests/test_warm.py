@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
 from stems import ON_GPU
-from tiny import SM_90, compiles, tiny
+from tiny import SM_90, Use, compiles, tiny
 
 import jitkern
 from jitkern.arch import Arch, target_archs
@@ -54,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("host_module")
 
 
 @pytest.fixture
-def record(folder: Path, tmp_path: Path, use: Callable[..., None]) -> Path:
+def record(folder: Path, tmp_path: Path, use: Use) -> Path:
     """A kernel and a library, recorded; the cache is empty again, and none of it in memory."""
     file = tmp_path / "run.jsonl"
     (folder / "twice.cc").write_text(TWICE)
@@ -197,9 +196,7 @@ def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
 
 @needs_nvrtc
 @needs_cxx
-def test_check_compiles_nothing(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
-) -> None:
+def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, use: Use) -> None:
     before = compiles()
     status, out, err = run(capsys, "--replay", record, "--check")
     assert status == 1
@@ -243,9 +240,7 @@ def test_json(capsys: Capture, empty_cache: Path) -> None:
 
 @needs_nvrtc
 @needs_cxx
-def test_out_has_the_libraries_too(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
-) -> None:
+def test_out_has_the_libraries_too(capsys: Capture, record: Path, tmp_path: Path, use: Use) -> None:
     """Only kernels were copied: a server with that directory compiled its libraries."""
     status, out, err = run(capsys, "--replay", record, "--out", tmp_path / "out")
     assert (status, err) == (0, "")
@@ -262,7 +257,7 @@ def test_out_has_the_libraries_too(
 @needs_nvrtc
 @needs_cxx
 def test_a_hit_needs_no_cache_that_can_be_written(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
+    capsys: Capture, record: Path, tmp_path: Path, use: Use
 ) -> None:
     """With everything there, the status was 1: "cannot be written"."""
     jitkern.warm(files=[record])
@@ -274,7 +269,7 @@ def test_a_hit_needs_no_cache_that_can_be_written(
 
 @needs_nvrtc
 @needs_cxx
-def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[..., None]) -> None:
+def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Use) -> None:
     """It advised the very command that was run."""
     use(FREEZE="1")
     status, out, err = run(capsys, "--replay", record)
@@ -340,7 +335,7 @@ def test_replay_refuses_a_file_that_others_could_have_written(
 
 
 def test_a_gpu_that_is_there_goes_before_the_variable(
-    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library for another GPU would not run on it."""
     use(ARCH="9.0, 10.0, sm_90")
@@ -354,7 +349,7 @@ def test_a_gpu_that_is_there_goes_before_the_variable(
 def test_cuda_files_are_built_for_each_of_the_variable(
     folder: Path,
     empty_cache: Path,
-    use: Callable[..., None],
+    use: Use,
     fake_nvcc: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -73,7 +73,6 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"size": [4, 0], "dtype": torch.int8}, ValueError, "size: [4, 0], expected sizes of at lea"),
     ({"size": [4]}, TypeError, "dtype: None, expected a torch.dtype for a shape"),
     ({"size": 4.5}, TypeError, "size: float, expected an int"),
-    ({"size": True}, TypeError, "size: bool, expected an int"),
     ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
     ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),

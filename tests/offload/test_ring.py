@@ -212,7 +212,6 @@ def test_a_forked_child_has_no_part_of_it() -> None:
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 65536"),
-    ({"num_slots": 65_537}, ValueError, "num_slots: 65537, expected 1 to 65536"),
     ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
     ({"max_descriptors": True}, TypeError, "max_descriptors: bool, expected an int"),
     ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
