@@ -13,7 +13,7 @@ import launch_users
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, refused
+from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, pinned, refused
 
 import jitkern
 from jitkern.host import module as host
@@ -21,15 +21,6 @@ from jitkern.jit import launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import index, pairs, store
-
-# -- built-in ops ----------------------------------------------------------------------------------
-
-
-def pinned(tensor: torch.Tensor, memory_type: int = 1) -> torch.Tensor:
-    """Return the tensor, whose memory the driver knows: pinned, or of another type."""
-    begin, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
-    driver.fake_memory(begin, num_bytes, memory_type, 0)
-    return tensor
 
 
 def store_call(row_items: int) -> str:

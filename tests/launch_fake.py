@@ -30,6 +30,13 @@ def cuda(*shape: int, dtype: torch.dtype = torch.float32, number: int = 0) -> An
     return tvm_ffi.from_dlpack(OnCuda(torch.zeros(*shape, dtype=dtype), number))
 
 
+def pinned(tensor: torch.Tensor, memory_type: int = 1) -> torch.Tensor:
+    """Return the tensor, whose memory the driver knows: pinned, or of another type."""
+    begin, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+    driver.fake_memory(begin, num_bytes, memory_type, 0)
+    return tensor
+
+
 class Fault(ctypes.Structure):
     """FaultRecord of types.h: what kernels write to, at an address."""
 

@@ -142,22 +142,17 @@ def test_which_variables_are_part_of_the_key(
         assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
 
 
-def test_every_flag_and_wrapper_is_part_of_the_key(folder: Path) -> None:
-    """No test failed when flags were left out of it."""
+def test_every_flag_is_part_of_the_key(folder: Path, use: Use, monkeypatch: Any) -> None:
+    """Also those in CXX. No test failed when flags were left out of it."""
     put("own.cc", OWN_CC)
     options: list[dict[str, Any]] = [{}, {"extra_cflags": ["-DX"]}, {"extra_ldflags": ["-lm"]}]
     options += [{"extra_cuda_cflags": ["-DX"]}, {"extra_cflags": ["-DX", "-DY"]}]
-    assert len({key(**one) for one in options}) == len(options)
-
-
-def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was built with others was loaded."""
-    seen = set()
+    keys = {key(**one) for one in options}
     for value in (3, 5):
         monkeypatch.setenv("CXX", f"c++ -DVALUE={value}")
-        settings.cache_clear()
-        seen.add(key("scale.cc"))
-    assert len(seen) == 2
+        use()
+        keys.add(key())
+    assert len(keys) == len(options) + 2
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log
+from launch_fake import OnCuda, log, pinned
 
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import OffloadEngine
@@ -19,7 +18,7 @@ PIECE = TOKENS * TOKEN_BYTES
 PITCHES = f"pitches {SLOTS * PIECE} {BLOCKS * PIECE}, types 2 1, on 0"
 
 PINNED, DEVICE = (torch.zeros(1 << 19, dtype=torch.uint8) for _ in range(2))
-driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(len(PINNED)), 1, 0)
+pinned(PINNED)
 
 copy_blocks = module.copy_blocks
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import Fault, OnCuda, driver, log, params, raises, refused
+from launch_fake import Fault, OnCuda, driver, log, params, pinned, raises, refused
 from rings import LINE, memory_of, rows
 
 from jitkern import unpack
@@ -63,9 +63,7 @@ class OwnStream(Stream):
         return Event()
 
 
-WORDS = torch.zeros(64, dtype=torch.int32)
-driver.fake_memory(ctypes.c_uint64(WORDS.data_ptr()), ctypes.c_uint64(256), 1, 0)
-words = iter(WORDS.split(1))
+words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
 
 
 def check_registered_with_the_gpu_and_given_back() -> None:
@@ -95,15 +93,14 @@ def on_gpu(tensor: torch.Tensor) -> Any:
 
 def sides() -> tuple[Any, Any, torch.Tensor]:
     """A source and a destination on the GPU, and pinned memory."""
-    src, dst, pinned = torch.zeros(3, 1 << 20, dtype=torch.uint8)
-    driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
-    return on_gpu(src), on_gpu(dst), pinned
+    src, dst, host = torch.zeros(3, 1 << 20, dtype=torch.uint8)
+    return on_gpu(src), on_gpu(dst), pinned(host)
 
 
 def check_a_call_is_one_launch() -> None:
     """Also of no pushes, while a graph is captured, and for pinned host memory."""
-    src, dst, pinned = sides()
-    on_host = tvm_ffi.from_dlpack(pinned)
+    src, dst, host = sides()
+    on_host = tvm_ffi.from_dlpack(host)
     with DescriptorRing(3, 5) as made:
         unpack(src, dst, made)  # loads the kernel
         log()
@@ -122,24 +119,24 @@ def check_a_call_is_one_launch() -> None:
 
 def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
     """A call that launched nothing would leave its push to the next one, and so on for ever."""
-    src, dst, pinned = sides()
+    src, dst, host = sides()
     with DescriptorRing(3, 5) as made:
         unpack(src, dst, made)
         (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
         fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
         assert fault.state == 0
-        for target in (dst, pinned):
+        for target in (dst, host):
             fault.be(2, 0, 7, 900, 900)
-            version = pinned._version
+            version = host._version
             raises(IndexError, ".*index 900 at position 7.*", unpack, src, target, made)
             assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
-            assert pinned._version == version + (target is pinned)
+            assert host._version == version + (target is host)
             unpack(src, target, made)
             assert log().count("jitkern_unpack_ring of") == 1
         # What is refused is not made, and leaves the fault to the next call.
-        fault.state, version = 2, pinned._version
-        refused(ValueError, "unpack: dst: overlaps .*", unpack, pinned, pinned, made)
-        assert fault.state == 2 and pinned._version == version
+        fault.state, version = 2, host._version
+        refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, made)
+        assert fault.state == 2 and host._version == version
         fault.state = 0
 
 

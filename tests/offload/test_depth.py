@@ -152,14 +152,8 @@ def test_no_more_than_the_most() -> None:
     assert max(simulated.depths) == 3
 
 
-def test_the_time_of_some_iterations() -> None:
-    def of(*iterations: tuple[float, float, float]) -> list[Iteration]:
-        return [Iteration(*one, 0.0, True) for one in iterations]
-
-    loads = of(*[(2.0, 3.0, 0.0)] * 4)
-    assert [total_ms(loads, depth) for depth in (1, 2, 4)] == [20.0, 14.0, 14.0]
-    both = of(*[(2.0, 3.0, 4.0)] * 3)
-    assert [total_ms(both, depth) for depth in (1, 2, 3)] == [27.0, 18.0, 17.0]
-    apart = [one._replace(follows=False) for one in loads]
+def test_the_time_of_iterations_that_do_not_follow_each_other() -> None:
+    """Of those that do slot_times_child.py has the times."""
+    apart = [Iteration(2.0, 3.0, 0.0, 0.0, False)] * 4
     assert total_ms(apart, 4) == 20.0
     assert total_ms([], 3) == 0.0
