@@ -73,10 +73,8 @@ class App:
 
     def kernel(self) -> None:
         how = {"device_wrappers": [("tiny", "Tiny<4>")], "extra_cuda_cflags": ["-lineinfo"]}
-        dirs = ["more", "most"]
-        load_jit("tiny", "4", device_files=["src/tiny.cu"], extra_include_paths=dirs, **how).image(
-            SM_90
-        )
+        where = {"device_files": ["src/tiny.cu"], "extra_include_paths": ["more", "most"]}
+        load_jit("tiny", "4", **where, **how).image(SM_90)
 
     def own(self) -> None:
         jitkern.ops.store.kernel.cache_clear()

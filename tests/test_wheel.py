@@ -77,9 +77,7 @@ def test_contents(wheel: Path) -> None:
     assert "jitkern/csrc/ops/store.cu" in names
     assert "jitkern/csrc/include/jitkern/both/descriptor.h" in names
     assert any(name.startswith("jitkern/_prebuilt/") and name.endswith(".so") for name in names)
-    assert not [
-        name for name in names if "__pycache__" in name or name.startswith(("tests", "src"))
-    ]
+    assert not [one for one in names if "__pycache__" in one or one.startswith(("tests", "src"))]
 
 
 def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fresh) -> None:

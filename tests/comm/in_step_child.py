@@ -21,9 +21,8 @@ from jitkern.jit.device import DeviceModule
 
 kept: list[Any] = []
 PARAMS = "=QQq4I2I2I8QQIIQQ"  # of PeerReduceParams
-driver.fake_kernel(
-    b"jitkern_peer_one_shot_v16_r2_n1_f32", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
-)
+PARAMS_BYTES = ctypes.c_uint64(struct.calcsize(PARAMS))
+driver.fake_kernel(b"jitkern_peer_one_shot_v16_r2_n1_f32", PARAMS_BYTES, 1024)
 driver.fake_trace.restype = ctypes.c_char_p
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import math  # noqa: F401
 import mmap
 import os
 import pickle
@@ -21,7 +20,6 @@ import random
 import signal
 import socket
 import sys
-import tempfile  # noqa: F401
 import threading  # noqa: F401
 import time
 import traceback
@@ -46,7 +44,6 @@ from jitkern.comm import (
     nccl,
     peer_gather,
     peer_memory,
-    peer_reduce,  # noqa: F401
     peer_scatter,
     rendezvous,
 )
@@ -77,10 +74,8 @@ def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     globals().update(path=path)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout
-    )
+    how: Any = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("gloo", init_method=f"file://{path}", **how)
 
 
 def body(name: str, repeat_s: float = 0.0) -> None:

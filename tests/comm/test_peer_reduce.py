@@ -83,10 +83,7 @@ class Alone:
     def __init__(self, size: int = 2, **options: Any) -> None:
         self.num_bytes = PeerReducer.workspace_bytes_for(size, 1000)
         self.memory = torch.full((size, self.num_bytes + 16), 0xFF, dtype=torch.uint8)
-        begin = self.memory.data_ptr()
-        self.addresses = [
-            -(-(begin + rank * (self.num_bytes + 16)) // 16) * 16 for rank in range(size)
-        ]
+        self.addresses = [(one.data_ptr() + 15) // 16 * 16 for one in self.memory]
         self.reducer = PeerReducer(
             self.addresses, 1, size, self.num_bytes, device="cpu", owner=self.memory, **options
         )

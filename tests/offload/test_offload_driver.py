@@ -14,9 +14,7 @@ from jitkern.host.module import module
 
 HERE = Path(__file__).resolve().parent
 NAMES = ("pool", "engine", "ring", "slot_times")
-CHECKS = [
-    (name, check) for name in NAMES for check in checks_of([HERE / f"{name}_child.py"], "check_")
-]
+CHECKS = [(one, check) for one in NAMES for check in checks_of([HERE / f"{one}_child.py"], "check")]
 
 pytestmark = needs_fake_gpu
 
