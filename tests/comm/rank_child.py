@@ -191,8 +191,7 @@ def make_peer(on_gpus: bool = False, **config: Any) -> None:
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:
-    made = torch.ones(shape, dtype=dtype)
-    return taken(made) if on is None else made.to(on)
+    return torch.ones(shape, dtype=dtype, device=device if on is None else on)
 
 
 def wait_for_gpu() -> None:
