@@ -126,8 +126,6 @@ def run(
         return subprocess.CompletedProcess([str(script), *args], status, out.read(), err.read())
 
 
-# -- the process that children are forked from -----------------------------------------------------
-
 unused: list[mmap.mmap] = []
 # Where a new interpreter looks that is given no PYTHONPATH.
 _PATHS = [

@@ -137,9 +137,6 @@ def check_wrong_facts_are_errors() -> None:
         bad(not_compiled, 11)
 
 
-# -- elsewhere than on an H200 ---------------------------------------------------------------------
-
-
 def old_pdl_is_for_gpus_that_know_it() -> None:
     """Before 9.0 nothing waits for it, and nothing is launched with it."""
     assert " 6=" not in store_call(2)
@@ -157,11 +154,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
     assert "grid 1,1,1" in log()
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     launch.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
     report_checks({**globals(), **vars(launch_users)}, log)
-
-
-if __name__ == "__main__":
-    main()

@@ -114,10 +114,6 @@ def check_another_stream_waits_for_the_last_one() -> None:
         assert one.all_reduce(8) == [["record", "0"], ["wait", "8"]], empty_ones
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

@@ -34,8 +34,6 @@ is_capturing = False
 stream: int
 kept: list[torch.Tensor] = []  # what the GPU knows stays
 
-# -- what PyTorch would do -------------------------------------------------------------------------
-
 
 def set_device(device: torch.device) -> None:
     global number
@@ -68,8 +66,6 @@ torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
 nccl._zeros, nccl.as_torch = zeros, of_memory
-
-# -- what tests ask for ----------------------------------------------------------------------------
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:

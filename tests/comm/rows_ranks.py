@@ -103,8 +103,6 @@ class Ranks:
         return self.each(caught, ranks, wait=wait)
 
 
-# -- rows of a host pool ---------------------------------------------------------------------------
-
 UNTOUCHED = 0xA5
 
 
@@ -154,8 +152,6 @@ def any_case(rng: random.Random, *, repeats: bool) -> Case:
     stride_bytes = row_bytes + rng.choice([0, 16, 5])
     return Case(row_bytes, num_host_rows, num_rows, stride_bytes, pairs)
 
-
-# -- calls of a PeerReducer, and what they come to -------------------------------------------------
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALGORITHMS = ("auto", "one_shot", "two_shot")

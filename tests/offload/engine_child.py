@@ -101,11 +101,7 @@ def check_all_slots_are_one_copy_a_step() -> None:
     assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
     module.copy_blocks = copy_on_gpu
     report_checks(dict(globals()), clean)
-
-
-if __name__ == "__main__":
-    main()

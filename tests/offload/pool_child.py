@@ -134,14 +134,10 @@ def check_a_forked_child_leaves_it_alone() -> None:
     pool.close()
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
     launch.device_and_stream = lambda number: (max(number, 0), 1)
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     memory._node_of_gpu = lambda: None
     report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

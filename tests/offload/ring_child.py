@@ -216,13 +216,9 @@ def end_while_a_server_runs() -> None:
     assert server.is_running and server._stop.item() == 0
 
 
-def main() -> None:
+if __name__ == "__main__":
     pretend()
     if sys.argv[1] == "exit":
         end_while_a_server_runs()
     else:
         report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

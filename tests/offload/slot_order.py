@@ -96,9 +96,6 @@ class FakeStreams(Streams):
         return FakeTensor(index)
 
 
-# -- the order -------------------------------------------------------------------------------------
-
-
 def disorder(trace: str) -> list[str]:
     """Say what is not before what it has to be before."""
     clocks: dict[Lane, Counter[Lane]] = {}
@@ -149,9 +146,6 @@ def disorder(trace: str) -> list[str]:
             if number != "0":
                 session.append(here)
     return found
-
-
-# -- random runs -----------------------------------------------------------------------------------
 
 
 class StopError(Exception):
