@@ -1,4 +1,4 @@
-"""Calls that several launches make, on the driver of fake_driver.c; run by test_launch.py.
+"""Calls that several launches make, on the driver of fake_driver.c; run by test_fake_driver.py.
 
 What an earlier call has left is raised in front of all of them or behind, and once; what they want
 memory for they have by then. PyTorch has no GPU here: tensors only say that they are on one.

@@ -1,4 +1,4 @@
-"""The way to a launch, on the driver of fake_driver.c; run by test_launch.py.
+"""The way to a launch, on the driver of fake_driver.c; run by test_fake_driver.py.
 
 Prints which of its checks failed, as JSON. PyTorch has no GPU here: tensors only say that they are
 on one.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
 from jitkern.calibration import Machine
@@ -19,8 +18,6 @@ from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import module as host
-
-CHILD = Path(__file__).with_name("calibration_child.py")
 
 # As an H200 with 16 cores had them on 2026-11-22, shortened.
 CURVES: dict[str, list[tuple[float, float]]] = {
@@ -115,19 +112,6 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     damage(file)
     with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
         assert calibration.find("Fake GPU", 13000) is None
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("fake")
-    return run_checks(CHILD, folder, "check_", JITKERN_CACHE_DIR=str(folder / "cache"))
-
-
-@needs_fake_gpu[0]
-@needs_fake_gpu[1]
-@pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
-def test_on_a_fake_gpu(failed: dict[str, str], name: str) -> None:
-    assert failed[name] == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

@@ -1,4 +1,4 @@
-"""DeviceModule.launch on a GPU: what users' kernels get of it. Without one see test_launch.py."""
+"""DeviceModule.launch on a GPU: what users' kernels get of it. Without one: test_fake_driver.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a PeerReducer's calls launch over faults and streams, on the driver of ../fake_driver.c.
 
-Run by test_peer_reduce.py. PyTorch has no GPU here: tensors only say that they are on one.
+Run by ../test_fake_driver.py. PyTorch has no GPU here: tensors only say that they are on one.
 """
 
 from __future__ import annotations

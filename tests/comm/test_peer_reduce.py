@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from needs import needs_cxx
 from rows_ranks import Ranks, any_call
 from torch._subclasses import FakeTensorMode
@@ -23,7 +22,6 @@ from torch._subclasses import FakeTensorMode
 from jitkern.comm.peer_reduce import PeerReducer
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.errors import CommTimeoutError
-from jitkern.host import module as host
 
 pytestmark = needs_cxx
 
@@ -57,24 +55,6 @@ def test_no_races(tmp_path: Path) -> None:
     for command in ([*cxx, *flags, *includes, *sources], [str(program)]):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
-
-
-# -- on a fake driver: ranks make all of each call, also if only some hear of an earlier fault -----
-
-CHILD = Path(__file__).with_name("in_step_child.py")
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    host.module()  # the child has not the time to build it
-    return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=needs_fake_gpu) for one in checks_of([CHILD], "check_")]
-)
-def test_in_step(failed: dict[str, str], name: str) -> None:
-    assert failed[name] == "", failed[name]
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""What an OffloadEngine has the driver do, on fake_driver.c; see test_offload_driver.py."""
+"""What an OffloadEngine has the driver do, on fake_driver.c; see ../test_fake_driver.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PinnedPool on the driver of fake_driver.c; see test_offload_driver.py.
+"""PinnedPool on the driver of fake_driver.c; see ../test_fake_driver.py.
 
 PyTorch has no GPU here, and is told that it has one.
 """

@@ -1,4 +1,4 @@
-"""DescriptorRing on the driver of fake_driver.c; see test_offload_driver.py.
+"""DescriptorRing on the driver of fake_driver.c; see ../test_fake_driver.py.
 
 PyTorch has no GPU here, and is told that it has one, whose memory is the CPU's.
 """

@@ -1,4 +1,4 @@
-"""Times of a SlotPipeline on the clocks of fake_driver.c; see test_offload_driver.py."""
+"""Times of a SlotPipeline on the clocks of fake_driver.c; see ../test_fake_driver.py."""
 
 from __future__ import annotations
 
