@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import re
-import shlex
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
+from offload.rings import race
 from rows_ranks import Ranks, any_call
 from torch._subclasses import FakeTensorMode
 
@@ -46,15 +44,9 @@ def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
 
 def test_no_races(tmp_path: Path) -> None:
     """Ranks that are threads, under ThreadSanitizer."""
-    program = tmp_path / "race"
-    flags = ("-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-o", str(program))
-    cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    sources = [str(Path(__file__).with_name("peer_race.cc")), f"{CSRC}/comm/peer_reduce_by_cpu.cc"]
-    includes = [f"-I{path}" for path in include_dirs(CSRC)]
-    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
-    for command in ([*cxx, *flags, *includes, *sources], [str(program)]):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
+    sources = Path(__file__).with_name("peer_race.cc"), CSRC / "comm" / "peer_reduce_by_cpu.cc"
+    done = race(*sources, target=tmp_path / "race", folders=include_dirs(CSRC))
+    assert done.returncode == 0, done.stderr
 
 
 class Alone:

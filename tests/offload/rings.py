@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import subprocess
 import time
@@ -16,6 +17,7 @@ import jitkern
 from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
+PUBLIC = (CSRC / "include",)
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ring_producer.cc"
 MESSAGE_BYTES = 4096  # of the example
@@ -78,16 +80,24 @@ def ring_word(generation: int, count: int) -> int:
 
 
 def compiled(
-    source: Path, target: Path, flags: Sequence[str] = ("-O2",), include: Path | None = None
+    *sources: Path, target: Path, flags: Sequence[str], folders: Sequence[Path] = PUBLIC
 ) -> Path:
-    """A library or a program of a source that includes public headers only."""
-    folder = CSRC / "include" if include is None else include
+    """A library or a program of sources that include headers of these folders, or public ones."""
     command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    done = subprocess.run(
-        [*command, f"-I{folder}", str(source), "-o", str(target)], capture_output=True, text=True
-    )
+    command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
+
+
+def race(
+    *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of these sources under ThreadSanitizer."""
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    program = str(compiled(*sources, target=target, flags=flags, folders=folders))
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
+    return subprocess.run([program], env=env, capture_output=True, text=True, timeout=100)
 
 
 def message(ticket: int) -> torch.Tensor:

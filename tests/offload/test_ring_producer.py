@@ -16,23 +16,21 @@ import pytest
 import torch
 from needs import needs_cxx
 from proved import HOST, unproved
-from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, take_next
+from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, race, take_next
 from slot_mutants import Mutant
 
 from jitkern import unpack
-from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
 pytestmark = needs_cxx
 
-HERE = Path(__file__).resolve().parent
-TSAN = ("-O1", "-g1", "-fsanitize=thread")
+RACE = Path(__file__).with_name("ring_race.cc")
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("producer") / "libproducer.so"
-    return compiled(EXAMPLE, target, ("-O2", "-shared", "-fPIC"))
+    return compiled(EXAMPLE, target=target, flags=("-O2", "-shared", "-fPIC"))
 
 
 def test_in_a_thread(example: Path) -> None:
@@ -133,14 +131,8 @@ OF_THE_PROTOCOL = [
 ]  # fmt: skip
 
 
-def race(folder: Path, csrc: Path) -> subprocess.CompletedProcess[str]:
-    program = compiled(HERE / "ring_race.cc", folder / "race", TSAN, csrc / "include")
-    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
-    return subprocess.run([str(program)], env=env, capture_output=True, text=True, timeout=60)
-
-
 def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
-    done = race(tmp_path, CSRC)
+    done = race(RACE, target=tmp_path / "race")
     assert done.returncode == 0, done.stderr
 
 
@@ -151,6 +143,7 @@ def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=lambda one: one.mistake.replace(" ", "-"))
 def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    done = race(tmp_path, mutant.apply(tmp_path / "csrc"))
+    csrc = mutant.apply(tmp_path / "csrc")
+    done = race(RACE, target=tmp_path / "race", folders=[csrc / "include"])
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
     assert "FAILED:" in done.stderr or "ThreadSanitizer" in done.stderr, done.stderr
