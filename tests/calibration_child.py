@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fake_gpu import report_checks
+from launch_fake import raises
 
 from jitkern import calibration
 from jitkern.host.module import module
@@ -40,12 +41,7 @@ def check_3_a_figure_can_be_set() -> None:
         (64, "both_threads", 3, "figure both_threads: 3 on device 64"),
         (0, "both_threads", 0, "figure both_threads: 0 on device 0, expected at least 1"),
     ):
-        try:
-            module()["set_figure"](ordinal, name, value)
-        except ValueError as error:
-            assert text in str(error), error
-        else:
-            raise AssertionError(f"accepted: {text}")
+        raises(ValueError, f".*{text}.*", module()["set_figure"], ordinal, name, value)
 
 
 if __name__ == "__main__":

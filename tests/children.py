@@ -126,14 +126,8 @@ class Children:
     ) -> subprocess.Popen[str]:
         config |= {"file": str(file), "ready": str(self._ready)}
         command = [sys.executable, str(CHILD), json.dumps(config)]
-        process = subprocess.Popen(
-            command,
-            env={**self.env, **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-        )
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env={**self.env, **(env or {})}, cwd="/", **pipes)
         self._started.append(process)
         return process
 

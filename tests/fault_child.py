@@ -1,4 +1,4 @@
-"""Calls of several launches, on the driver of fake_driver.c; run by test_launch.py.
+"""Calls of several launches, on the driver of fake_driver.c; run by test_fake_driver.py.
 
 The fault of an earlier call is raised once, before or after all launches; their memory is allocated
 before them. PyTorch has no GPU here: tensors only say that they are on one.

@@ -15,7 +15,6 @@ import json
 import mmap
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
@@ -24,12 +23,9 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from subprocess import PIPE
 from typing import IO, Any
-
-Stream = IO[Any] | int | None  # the number is PIPE
 
 HERE = Path(__file__).resolve().parent
 _MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
@@ -38,11 +34,10 @@ _MOST_BYTES = 1 << 17  # of a request: an environment takes some thousand
 class Child:
     """A process, with the part of subprocess.Popen that tests use."""
 
-    def __init__(self, life: socket.socket, stdin: IO[Any] | None, stdout: IO[Any] | None) -> None:
-        self._life, self.stdin, self.stdout = life, stdin, stdout
+    def __init__(self, life: socket.socket) -> None:
+        self._life = life
         self.returncode: int | None = None
-        self.pid = self._said(None)
-        assert self.pid > 0, "no process to be had"
+        self._pid = self._said(None)
 
     def _said(self, timeout: float | None) -> int:
         self._life.settimeout(timeout)
@@ -60,34 +55,16 @@ class Child:
 
     def poll(self) -> int | None:
         """Return what `wait` does, or None if it lives."""
-        try:
+        with suppress(BlockingIOError):
             return self.wait(0)
-        except BlockingIOError:
-            return self.wait() if self._has_ended() else None
+        return None
 
-    def _has_ended(self) -> bool:
-        """Whether its status is on the way."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
-            return True
-        return stat.rpartition(")")[2].split()[0] in "ZX"
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None and not self._has_ended():
+    def end(self) -> int:
+        """Kill it, if it lives; return its status."""
+        if self.poll() is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill it, if it lives, and close what it was spoken to by."""
-        self.kill()
-        for stream in (self.stdin, self.stdout):
-            if stream is not None:
-                stream.close()
-        self.wait()
+                os.kill(self._pid, signal.SIGKILL)
+        return self.wait()
 
 
 class Parent:
@@ -115,40 +92,22 @@ def start(
     script: Path | str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    stdin: Stream = None,
-    stdout: Stream = None,
-    stderr: IO[Any] | None = None,
-    pass_fds: Sequence[int] = (),
+    streams: Sequence[IO[str] | int] = (0, 1, 2),
 ) -> Child:
-    """Start a script, or code; streams are as those of subprocess.Popen, with bytes in pipes.
-
-    It prints no warnings.
-    """
+    """Start a script, or code, with these standard streams; it prints no warnings."""
     given = dict(os.environ if env is None else env)
+    order = {
+        "script": str(script) if isinstance(script, Path) else None,
+        "code": script if isinstance(script, str) else script.read_text(),
+        "args": args,
+        "env": given,
+        "cwd": os.getcwd(),
+    }
     life, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ExitStack() as ends:
-        ends.enter_context(its)
-        pipes: list[IO[Any] | None] = [None, None]
-        streams = [0, 1, 2]
-        for number, stream in enumerate((stdin, stdout, stderr)):
-            if stream == PIPE:
-                both = os.pipe()
-                pipes[number] = os.fdopen(both[1 - number], ("wb", "rb")[number], buffering=0)
-                streams[number] = both[number]
-                ends.callback(os.close, both[number])
-            elif stream is not None:
-                streams[number] = stream.fileno()
-        order = {
-            "script": str(script) if isinstance(script, Path) else None,
-            "code": script if isinstance(script, str) else script.read_text(),
-            "args": args,
-            "env": given,
-            "cwd": os.getcwd(),
-            "numbers": [0, 1, 2, *pass_fds],
-        }
-        parent = _parent_of(given.get("LD_LIBRARY_PATH", ""))
-        parent.order(order, [its.fileno(), *streams, *pass_fds])
-    return Child(life, *pipes)
+    with its:
+        fds = [one if isinstance(one, int) else one.fileno() for one in (its, *streams)]
+        _parent_of(given.get("LD_LIBRARY_PATH", "")).order(order, fds)
+    return Child(life)
 
 
 def run(
@@ -157,20 +116,16 @@ def run(
     """Do what subprocess.run does, with nothing to read and the output captured."""
     new = tempfile.TemporaryFile
     with open(os.devnull) as nothing, new("w+") as out, new("w+") as err:
-        child = start(script, *args, env=env, stdin=nothing, stdout=out, stderr=err)
+        child = start(script, *args, env=env, streams=(nothing, out, err))
         try:
             child.wait(timeout)
         finally:
-            child.kill()
+            status = child.end()
         for file in (out, err):
             file.seek(0)
-        status = child.wait()
         return subprocess.CompletedProcess([str(script), *args], status, out.read(), err.read())
 
 
-# -- the process that children are forked from -----------------------------------------------------
-
-_MOST_FDS = 64
 unused: list[mmap.mmap] = []
 # Where a new interpreter looks that is given no PYTHONPATH.
 _PATHS = [
@@ -181,83 +136,42 @@ _PATHS = [
 def serve(fd: int) -> None:
     """Fork children to order.
 
-    An order is JSON with descriptors: where the life of the child is told, which is its number and
-    then its exit status, and those that it gets.
+    An order is JSON with four descriptors: where the life of the child is told, which is its number
+    and then its exit status, and its standard streams.
     """
     # Not tvm-ffi: its import asks whether there is a GPU, behind which no child could use one.
     import torch.distributed  # noqa: F401
 
     orders = socket.socket(fileno=fd)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the children's, and the tests'
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch a child
     gc.collect()
     gc.freeze()  # a child that ends walks over its own objects: 0.2 s in the place of 0.5
-    lives: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([orders, woken], [], [])
-        if woken in ready:
-            os.read(woken, 1 << 12)
-            tell_of_ends(lives)
-        if orders not in ready:
-            continue
-        text, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, _MOST_FDS)
+        text, fds, _, _ = socket.recv_fds(orders, _MOST_BYTES, 4)
         if not text:
             os._exit(0)
-        life = socket.socket(fileno=fds[0])
-        pid = fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
+        if os.fork() == 0:
+            orders.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, on_interrupt)
-            for other in (orders, life, *lives.values()):
-                other.detach()  # closed below: their numbers become those of others
-            be(json.loads(text), fds[1:])
-            return
-        for one in fds[1:]:
+            life = socket.socket(fileno=fds[0])
+            if (pid := os.fork()) == 0:
+                life.detach()  # closed below: its number becomes that of another
+                signal.signal(signal.SIGINT, on_interrupt)
+                return be(json.loads(text), fds[1:])
+            with suppress(OSError):  # who asked for it may be gone
+                life.send(b"%d" % pid)
+                life.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            os._exit(0)
+        for one in fds:
             os.close(one)
-        with suppress(OSError):  # who asked for it may be gone
-            life.send(b"%d" % pid)
-        if pid > 0:
-            lives[pid] = life
-        else:
-            life.close()
-
-
-def fork() -> int:
-    """Return what os.fork does, or -1 where there is no process to be had."""
-    try:
-        return os.fork()
-    except OSError:
-        return -1
-
-
-def tell_of_ends(lives: dict[int, socket.socket]) -> None:
-    while lives:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        life = lives.pop(pid)
-        with suppress(OSError):  # nobody may wait for it any more
-            life.send(b"%d" % os.waitstatus_to_exitcode(status))
-        life.close()
 
 
 def be(order: dict[str, Any], fds: list[int]) -> None:
     """Become the interpreter of a script."""
-    numbers = order["numbers"]
-    high = 1 + max(numbers)
-    fds = [os.dup2(fd, high + 100 + at, inheritable=False) for at, fd in enumerate(fds)]
-    for fd, number in zip(fds, numbers, strict=True):
+    for number, fd in enumerate(fds):  # which are above 2: the server has its own streams
         os.dup2(fd, number)
-    begin = 3
-    for number in sorted({*numbers} - {0, 1, 2}):
-        os.closerange(begin, number)
-        begin = number + 1
-    os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)

@@ -1,4 +1,4 @@
-"""The way to a launch, on the driver of fake_driver.c; run by test_launch.py.
+"""The way to a launch, on the driver of fake_driver.c; run by test_fake_driver.py.
 
 Prints which of its checks failed, as JSON. PyTorch has no GPU here: tensors only say that they are
 on one.
@@ -13,7 +13,7 @@ import launch_users
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, refused
+from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, pinned, refused
 
 import jitkern
 from jitkern.host import module as host
@@ -21,15 +21,6 @@ from jitkern.jit import device as launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import index, pairs, store
-
-# -- built-in ops ----------------------------------------------------------------------------------
-
-
-def pinned(tensor: torch.Tensor, memory_type: int = 1) -> torch.Tensor:
-    """Return the tensor, whose memory the driver knows: pinned, or of another type."""
-    begin, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
-    driver.fake_memory(begin, num_bytes, memory_type, 0)
-    return tensor
 
 
 def store_call(row_items: int) -> str:
@@ -146,9 +137,6 @@ def check_wrong_facts_are_errors() -> None:
         bad(not_compiled, 11)
 
 
-# -- elsewhere than on an H200 ---------------------------------------------------------------------
-
-
 def old_pdl_is_for_gpus_that_know_it() -> None:
     """Before 9.0 nothing waits for it, and nothing is launched with it."""
     assert " 6=" not in store_call(2)
@@ -166,11 +154,7 @@ def old_without_parameter_sizes_all_is_launched() -> None:
     assert "grid 1,1,1" in log()
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     launch.device_and_stream = lambda number: (1 if number < 0 else number, STREAM)
     report_checks({**globals(), **vars(launch_users)}, log)
-
-
-if __name__ == "__main__":
-    main()

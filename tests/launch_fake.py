@@ -29,6 +29,13 @@ def cuda(*shape: int, dtype: torch.dtype = torch.float32, number: int = 0) -> An
     return tvm_ffi.from_dlpack(OnCuda(torch.zeros(*shape, dtype=dtype), number))
 
 
+def pinned(tensor: torch.Tensor, memory_type: int = 1) -> torch.Tensor:
+    """Return the tensor, whose memory the driver knows: pinned, or of another type."""
+    begin, num_bytes = ctypes.c_uint64(tensor.data_ptr()), ctypes.c_uint64(tensor.nbytes)
+    driver.fake_memory(begin, num_bytes, memory_type, 0)
+    return tensor
+
+
 class Fault(ctypes.Structure):
     """FaultRecord of types.h: what kernels write to, at an address."""
 
@@ -64,13 +71,18 @@ def params(line: str) -> bytes:
     return bytes.fromhex(line.split(" ")[-1])
 
 
-def refused(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):
+def raises(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):
+    """Return the error that a call raises, whose whole text is as given."""
     try:
         call(*args, **how)
     except kind as error:
-        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
-    else:
-        raise AssertionError(f"no {kind.__name__}: {text}")
+        assert re.fullmatch(text, str(error), re.DOTALL), f"{error!r} is not {text!r}"
+        return error
+    raise AssertionError(f"no {kind.__name__}: {text}")
+
+
+def refused(kind: type[Exception], text: str, call: Callable[..., object], *args: Any, **how: Any):
+    raises(kind, text, call, *args, **how)
     assert "grid" not in log(), "launched all the same"
 
 

@@ -135,9 +135,8 @@ def check_declared_numbers_become_what_is_declared() -> None:
 
 
 def check_declared_arguments_are_refused_by_name() -> None:
-    module = declared(
-        "scale", "float* x, float a, int n, uint8 u, bool f, void* any, strided half* s"
-    )
+    text = "float* x, float a, int n, uint8 u, bool f, void* any, strided half* s"
+    module = declared("scale", text)
     names = ["x", "a", "n", "u", "f", "any", "s"]
     good = [cuda(4), 2.0, 3, 4, True, cuda(2), cuda(3, dtype=torch.float16)]
 

@@ -27,18 +27,12 @@ def main() -> None:
     from jitkern.errors import JitkernError
     from jitkern.jit.loader import load_aot, load_jit
 
-    attempts = 0
+    attempts: list[Any] = []
 
-    def count(function: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal attempts
-            attempts += 1
-            return function(*args, **kwargs)
+    def counted(function: Any) -> Any:
+        return lambda *args, **how: attempts.append(function) or function(*args, **how)
 
-        return counted
-
-    nvrtc.compile = count(nvrtc.compile)
-    cxx.build = count(cxx.build)
+    nvrtc.compile, cxx.build = counted(nvrtc.compile), counted(cxx.build)
     if "become" in config:
         become(config["become"])
     report: dict[str, Any] = {}
@@ -48,32 +42,23 @@ def main() -> None:
             time.sleep(0.005)
     start = time.perf_counter()
     try:
-        if config["file"].endswith(".cu"):
-            module = load_jit(
-                "tiny",
-                str(config.get("n", 4)),
-                device_files=[config["file"]],
-                device_wrappers=[("tiny", f"Tiny<{config.get('n', 4)}>")],
-                extra_cuda_cflags=config.get("flags"),
-            )
+        file, flags, n = config["file"], config.get("flags"), config.get("n", 4)
+        if file.endswith(".cu"):
+            how = {"device_files": [file], "device_wrappers": [("tiny", f"Tiny<{n}>")]}
+            module = load_jit("tiny", str(n), **how, extra_cuda_cflags=flags)
             image = module.image(Arch.parse(config.get("arch", "9.0")))
             report["sha256"] = hashlib.sha256(image).hexdigest()
             report["elf"] = image.startswith(b"\x7fELF")
         else:
-            module = load_aot(
-                "tiny",
-                cpp_files=[config["file"]],
-                extra_cflags=config.get("flags"),
-                extra_include_paths=config.get("include_paths"),
-            )
-            report["value"] = module["value"]()
+            how = {"cpp_files": [file], "extra_include_paths": config.get("include_paths")}
+            report["value"] = load_aot("tiny", **how, extra_cflags=flags)["value"]()
     except JitkernError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     report["seconds"] = time.perf_counter() - start
     done = stats()
     report |= {
         "compiles": done.compiles,
-        "attempts": attempts,
+        "attempts": len(attempts),
         "cached": done.cached,
         "waits": done.waits,
         "warnings": caught,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,19 +125,11 @@ def _expected(match: re.Match[str]) -> str:
     indent, statement, error, text = match.groups()
     if hasattr(errors, error):
         error = f'__import__("jitkern").{error}'
-    lines = [
-        "try:",
-        f"    {statement}",
-        f"except {error} as raised:",
-        f"    assert str(raised).startswith({text.removesuffix(' ...')!r}), raised",
-        "else:",
-        f"    raise AssertionError({statement!r})",
-    ]
-    return "\n".join(indent + line for line in lines)
-
-
-def write_files(page: str, folder: Path) -> None:
-    """Write the blocks that begin with the name of a file."""
-    for block in blocks(page):
-        if block.file:
-            (folder / block.file).write_text(block.text)
+    lines = f"""\
+try:
+    {statement}
+except {error} as raised:
+    assert str(raised).startswith({text.removesuffix(" ...")!r}), raised
+else:
+    raise AssertionError({statement!r})"""
+    return textwrap.indent(lines, indent)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from needs import needs_nvcc
 from proved import unproved
+from tiny import Use
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -47,15 +48,13 @@ def copy(buffers: Any) -> None:
 
 
 def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
-    rows = measure.measure(
-        CPU,
-        copy_case(
-            Impl("ours", "ours", lambda: copy),
-            Impl("theirs", "peer", lambda: copy),
-            Impl("returned", "peer", lambda: lambda b: b[0].clone(), returns=True),
-            Impl("limit", "ceiling", lambda: copy, check=False),
-        ),
+    case = copy_case(
+        Impl("ours", "ours", lambda: copy),
+        Impl("theirs", "peer", lambda: copy),
+        Impl("returned", "peer", lambda: lambda b: b[0].clone(), returns=True),
+        Impl("limit", "ceiling", lambda: copy, check=False),
     )
+    rows = measure.measure(CPU, case)
     assert [row.error for row in rows] == [""] * 4
     harness.compare(rows)
     ours = rows[0]
@@ -69,14 +68,12 @@ def test_measured_rows_compare_with_the_best_peer_and_the_ceiling() -> None:
 def test_a_wrong_result_is_not_timed() -> None:
     failing = Mock(side_effect=OSError("no such device\nmore lines"))
     unbuildable = Mock(side_effect=ImportError("No module named 'peer'"))
-    nothing, broken, absent = measure.measure(
-        CPU,
-        copy_case(
-            Impl("writes nothing", "ours", lambda: lambda b: None),
-            Impl("raises", "peer", lambda: failing),
-            Impl("not installed", "peer", unbuildable),
-        ),
+    case = copy_case(
+        Impl("writes nothing", "ours", lambda: lambda b: None),
+        Impl("raises", "peer", lambda: failing),
+        Impl("not installed", "peer", unbuildable),
     )
+    nothing, broken, absent = measure.measure(CPU, case)
     assert "differs from the PyTorch reference" in nothing.error
     assert nothing.median_us is None
     assert broken.error == "OSError: no such device"
@@ -85,8 +82,7 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 def test_random_rows_are_finite_and_not_constant() -> None:
     rows = random_rows(64, 656, "cpu")
-    assert rows.shape == (64, 328)
-    assert rows.dtype == torch.bfloat16
+    assert (rows.shape, rows.dtype) == ((64, 328), torch.bfloat16)
     assert torch.isfinite(rows.float()).all()
     assert len(rows.view(torch.int16).unique()) > 1000
 
@@ -134,13 +130,6 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         assert set(report.read(path)["benchmarks"]) == kept
 
 
-def test_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        harness.main(["stoer"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'stoer' (choose from" in capsys.readouterr().err
-
-
 @unproved(
     "plots", "bench/plots.py", "bench/results/nvidia-h200.json", "src/jitkern/bench/report.py"
 )
@@ -157,12 +146,9 @@ def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
 @needs_nvcc
 @unproved("nvcc peers", "bench/peers/*.*")
 @pytest.mark.parametrize("peer", ["rows", "link"])
-def test_nvcc_peers_compile(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jitkern.env import settings
-
+def test_nvcc_peers_compile(peer: str, use: Use) -> None:
     if not torch.cuda.is_available():
-        monkeypatch.setenv("JITKERN_ARCH", "9.0")
-        settings.cache_clear()
+        use(ARCH="9.0")
     assert getattr(peers, peer)() is not None
 
 
@@ -188,18 +174,14 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         assert tables.made(text) == text, f"{page.name}: python -m bench.tables makes it anew"
-        named |= {
-            one for group in re.findall(r"<!-- table: (\S+) -->", text) for one in group.split("+")
-        }
-    assert named == set(tables.MADE)
+        named.update("+".join(re.findall(r"<!-- table: (\S+) -->", text)).split("+"))
+    assert named - {""} == set(tables.MADE)
 
 
 def test_results_of_earlier_runs_can_be_read() -> None:
     for file in (ROOT / "bench" / "results").glob("*-*.json"):
         assert report.rows_of(report.read(file))
 
-
-# -- several ranks ---------------------------------------------------------------------------------
 
 MODULE = """
 import os

@@ -12,12 +12,12 @@ from unittest.mock import ANY, Mock
 import pytest
 import torch
 from proved import unproved
+from tiny import Use
 
 from jitkern.bench import Context, Row, baseline, case, ci, counts, report
 from jitkern.bench.baseline import Baseline, BaselineError, Figure
 from jitkern.bench.case import CaseError, cases_of
 from jitkern.cli import main
-from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Context("cpu")
@@ -59,9 +59,6 @@ def baseline_of(instructions: float | None = 20_680, kind: str = KIND) -> Baseli
     return Baseline(kind, {"store: call": Figure("no-op", 2.0, instructions)}, IDENTITY)
 
 
-# -- cases -----------------------------------------------------------------------------------------
-
-
 def test_cases_come_in_the_order_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "bench_mine.py"
     file.write_text(GOOD + "\n@case('second')\ndef second(ctx):\n    return len, len\n")
@@ -89,9 +86,6 @@ def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, messa
     with pytest.raises(CaseError) as raised:
         cases_of(file, CPU)
     assert message in str(raised.value) and str(file) in str(raised.value)
-
-
-# -- verdicts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,9 +127,6 @@ def test_counts_of_another_compiler_are_not_compared() -> None:
     other_python = result_of(slow, identity={**IDENTITY, "python": "3.13.0"})
     (verdict,) = baseline.compare(baseline_of(), other_python)
     assert verdict.outcome == "not compared"
-
-
-# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_baseline_comes_back_and_none_is_made_of_unmeasured_figures(tmp_path: Path) -> None:
@@ -194,8 +185,6 @@ def test_the_kept_baselines_would_notice_nine_percent_more(file: Path) -> None:
     counted = [figure.instructions for figure in found.figures.values() if figure.instructions]
     assert all(baseline.most_instructions(one) < 1.09 * one for one in counted)
 
-
-# -- counts ----------------------------------------------------------------------------------------
 
 CHECKED = """\
 import torch
@@ -266,9 +255,6 @@ def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -
     assert "CUDA driver" in counts.why_not("cuda")
 
 
-# -- the command -----------------------------------------------------------------------------------
-
-
 Bench = Callable[..., tuple[int, str, str]]
 
 
@@ -305,7 +291,7 @@ def test_a_broken_case_fails_and_the_others_run(
 
 @pytest.mark.usefixtures("valgrind")
 def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "good.py").write_text(GOOD)
     counted = {"good: copy": 10_000.0}
@@ -315,11 +301,10 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
     status, out, _ = bench(*guard, "--update")
     assert (status, ": 1 figures" in out) == (0, True)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    settings.cache_clear()
+    use()
     for counted["good: copy"], status in ((10_000.0, 0), (10_390.0, 0), (10_900.0, 1)):
         assert bench(*guard, "--require-counts")[0] == status
     assert re.search(r"good: copy +10,000 +10,900 +\+9.0%", summary.read_text())
-    settings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 
 from jitkern import calibration
 from jitkern.calibration import Machine
@@ -19,8 +18,6 @@ from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import module as host
-
-CHILD = Path(__file__).with_name("calibration_child.py")
 
 # As an H200 with 16 cores had them on 2026-11-22, shortened.
 CURVES: dict[str, list[tuple[float, float]]] = {
@@ -39,16 +36,12 @@ FIGURES = {"reach_bytes": 1 << 30, "both_threads": 4}
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache, after one of the image."""
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("JITKERN_CACHE_DIR", str(folder))
     monkeypatch.setenv("JITKERN_CACHE_PATH", str(tmp_path / "image"))
     monkeypatch.setattr(calibration, "machine_with", lambda gpu, cuda: replace(MACHINE, gpu=gpu))
     settings.cache_clear()
-    yield folder
-    monkeypatch.undo()
-    settings.cache_clear()
+    return empty_cache
 
 
 def test_figures_of_an_h200() -> None:
@@ -78,10 +71,9 @@ def test_a_way_that_always_or_never_wins(
     assert calibration.figures_of({**CURVES, name: curve})[figure] == expected
 
 
-# -- the file --------------------------------------------------------------------------------------
-
-
-def test_what_is_saved_is_found(cache: Path) -> None:
+def test_what_is_saved_is_found_for_this_machine_only(cache: Path) -> None:
+    for changed in ({"gpu": "Other"}, {"driver": "580.2"}, {"cpu": "Another"}, {"num_cores": 8}):
+        assert replace(MACHINE, **changed).file_name != MACHINE.file_name
     assert calibration.find("Fake GPU", 13000) is None
     assert host._measured("Fake GPU", 13000) == {}
     before = os.umask(0o002)  # under which the group's members could write a cache
@@ -95,11 +87,6 @@ def test_what_is_saved_is_found(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert calibration.find("Other GPU", 13000) is None
-
-
-def test_another_machine_has_another_file() -> None:
-    for changed in ({"gpu": "Other"}, {"driver": "580.2"}, {"cpu": "Another"}, {"num_cores": 8}):
-        assert replace(MACHINE, **changed).file_name != MACHINE.file_name
 
 
 def _with(name: str, value: object) -> Callable[[Path], None]:
@@ -125,22 +112,6 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     damage(file)
     with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
         assert calibration.find("Fake GPU", 13000) is None
-
-
-# -- who asks for it -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("fake")
-    return run_checks(CHILD, folder, "check_", JITKERN_CACHE_DIR=str(folder / "cache"))
-
-
-@needs_fake_gpu[0]
-@needs_fake_gpu[1]
-@pytest.mark.parametrize("name", checks_of([CHILD], "check_"))
-def test_on_a_fake_gpu(failed: dict[str, str], name: str) -> None:
-    assert failed[name] == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

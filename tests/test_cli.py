@@ -17,6 +17,7 @@ import pytest
 import torch
 from needs import needs_cxx, needs_nvrtc
 from paths import python_path
+from tiny import Use
 
 import jitkern
 from jitkern.cache.store import Cache
@@ -51,9 +52,6 @@ def one_line(capsys: Capture, *argv: object) -> tuple[int, str]:
     status, _, err = run(capsys, *argv)
     assert err.startswith("jitkern: error: ") and err.count("\n") == 1, err
     return status, err.removeprefix("jitkern: error: ")
-
-
-# -- help ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -95,9 +93,6 @@ except SystemExit:
 """
     loaded = {name.partition(".")[0] for name in fresh_python(code).stdout.split()}
     assert not loaded & {"torch", "tvm_ffi", "rich", "ninja", "filelock", "ctypes", "subprocess"}
-
-
-# -- mistakes of the user --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,17 +140,10 @@ def test_a_wrong_command_line_is_one_line_that_points_to_help(
         ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
+@pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_variable_is_one_line(
-    capsys: Capture,
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    use: Callable[..., None],
-    name: str,
-    value: str,
-    status: int,
-    message: str,
+    *, capsys: Capture, use: Use, name: str, value: str, status: int, message: str
 ) -> None:
-    monkeypatch.setattr("jitkern.warming.gpu_archs", list)
     use(**{"ARCH": "9.0", name: value})
     # A row size of this test's own: nothing is in this process's memory.
     got, text = one_line(capsys, "warm", "--op", "store", "--element-size", "52429")
@@ -183,13 +171,9 @@ FILES: dict[str, bytes | None] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("reader", ["cache import", "warm --replay"])
+@pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_file_is_one_line_that_names_it(
-    capsys: Capture,
-    empty_cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    reader: str,
-    name: str,
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     content = FILES[name]
@@ -201,9 +185,6 @@ def test_a_wrong_file_is_one_line_that_names_it(
     assert name[:20].replace("\n", " ").encode("ascii", "backslashreplace").decode() in text or (
         repr(name)[1:-1] in text
     )
-
-
-# -- what becomes of output and errors -------------------------------------------------------------
 
 
 def shell(*argv: str, through: str = '"$@"', **env: str) -> subprocess.CompletedProcess[str]:
@@ -233,9 +214,6 @@ def test_ctrl_c_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     assert run(capsys, "cache", "list") == (130, "", "jitkern: error: interrupted\n")
 
 
-# -- warm, bundles and records ---------------------------------------------------------------------
-
-
 def sources_of(out: str) -> list[str]:
     """The sources of the kernels in warm's table."""
     return re.findall(r"\d\.\d +(compiled|cached|memo) ", out)
@@ -243,7 +221,7 @@ def sources_of(out: str) -> list[str]:
 
 @needs_nvrtc
 def test_kernels_go_there_and_back(
-    capsys: Capture, empty_cache: Path, tmp_path: Path, use: Callable[..., None]
+    capsys: Capture, empty_cache: Path, tmp_path: Path, use: Use
 ) -> None:
     """Compiled, listed, exported, cleared, imported, found in the cache, and replayed."""
     record, file = tmp_path / "run.jsonl", tmp_path / "kernels.jkb"
@@ -261,8 +239,7 @@ def test_kernels_go_there_and_back(
     assert run(capsys, "cache", "import", file)[0] == 0
     listed = run(capsys, "cache", "list")[1]
     assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
-    info = run(capsys, "cache", "info")[1]
-    assert str(empty_cache) in info
+    assert str(empty_cache) in run(capsys, "cache", "info")[1]
     store.kernel.cache_clear()
     assert sorted(sources_of(run(capsys, *warm)[1])) == [*["cached"] * 2, *["compiled"] * 2]
     store.kernel.cache_clear()
@@ -271,8 +248,6 @@ def test_kernels_go_there_and_back(
     assert (status, err, sources_of(out)) == (0, "", ["cached"] * 2)
     assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
 
-
-# -- demo ------------------------------------------------------------------------------------------
 
 _OPS = ("store_cache", "indexing", "h2d_gather")
 

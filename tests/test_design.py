@@ -86,8 +86,6 @@ def test_only_env_reads_the_environment() -> None:
             assert name not in reads, f"{path}:{node.lineno}: reads the environment"
 
 
-# -- files that a call passes ----------------------------------------------------------------------
-
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Which files of the package run a function, by step. Importing one runs none of its functions, but

@@ -12,20 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import forks
+import pages
 import pytest
 from needs import needs_cxx, needs_nvrtc
-from pages import (
-    ALL,
-    NEEDS_GPU,
-    NEEDS_NVCC,
-    PAGES,
-    ROOT,
-    Block,
-    blocks,
-    program,
-    with_expected_errors,
-    write_files,
-)
+from pages import ALL, PAGES, ROOT, Block, blocks, program
 from paths import python_path
 from proved import unproved
 
@@ -35,14 +25,8 @@ from jitkern.compilers.find import find_cxx
 LANGUAGES = {"console", "cpp", "python", "text", "yaml"}
 
 # As under torchrun, for a page that starts a process group.
-RANK_0 = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
-}
-
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+RANK_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 # They compile for ten seconds.
 LONG = ("docs/writing-kernels.md", "docs/torch-ops.md")
@@ -61,7 +45,9 @@ LONG = ("docs/writing-kernels.md", "docs/torch-ops.md")
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_files(page, tmp_path)
+    for block in blocks(page):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT / "examples"))
     monkeypatch.setenv("JITKERN_ARCH", "9.0")  # for nvcc, where there is no GPU to ask
@@ -98,41 +84,42 @@ def test_every_block_says_what_it_is() -> None:
     for block in ALL:
         assert block.language in LANGUAGES, block
     for page in PAGES:
-        fences = [line for line in (ROOT / page).read_text().splitlines() if line[:3] == "```"]
-        assert len(fences) == 2 * len(blocks(page)), page
         text = (ROOT / page).read_text()
         for block in blocks(page):
             text = text.replace(block.text, "")
-        indented = [line for line in text.splitlines() if line.startswith("    ")]
+        lines = text.splitlines()
+        assert sum(line[:3] == "```" for line in lines) == 2 * len(blocks(page)), page
+        indented = [line for line in lines if line.startswith("    ")]
         assert [line for line in indented if not line.startswith("    options: {")] == [], page
 
 
 def test_what_is_left_out_is_there() -> None:
     """So that no reason outlives its block."""
-    for page, text in {*NEEDS_GPU, *NEEDS_NVCC}:
+    for page, text in {*pages.NEEDS_GPU, *pages.NEEDS_NVCC}:
         assert sum(text in block.text for block in blocks(page)) == 1, text
 
 
 def test_an_error_in_a_comment_is_expected() -> None:
     code = "if True:\n    int({})\n    # ValueError: invalid literal for ...\n"
-    exec(with_expected_errors(code.format("'x'")), {})
+    exec(pages.with_expected_errors(code.format("'x'")), {})
     with pytest.raises(AssertionError):
-        exec(with_expected_errors(code.format("'7'")), {})
+        exec(pages.with_expected_errors(code.format("'7'")), {})
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_the_page_of_the_command_line_names_all_options(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+
+    def help_of(*words: str) -> str:
+        with suppress(SystemExit):
+            main([*words, "--help"])
+        return capsys.readouterr().out
+
     _, _, section = (ROOT / "docs/cli.md").read_text().partition(f"\n## jitkern {command}\n")
     named = set(re.findall(r"--[a-z][a-z-]*", section.partition("\n## ")[0]))
-    helps = []
-    with suppress(SystemExit):
-        main([command, "--help"])
-    helps.append(capsys.readouterr().out)
-    for action in re.findall(r"^    (\w+)  ", helps[0].partition("ACTION\n")[2], re.MULTILINE):
-        with suppress(SystemExit):
-            main([command, action, "--help"])
-        helps.append(capsys.readouterr().out)
+    own = help_of(command)
+    actions = re.findall(r"^    (\w+)  ", own.partition("ACTION\n")[2], re.MULTILINE)
+    helps = [own, *(help_of(command, action) for action in actions)]
     usage = " ".join(text.partition("\n\n")[0] for text in helps)
     assert named - {"--help"} == set(re.findall(r"--[a-z][a-z-]*", usage))

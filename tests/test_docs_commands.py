@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,8 @@ class Command:
     def variables(self) -> dict[str, str]:
         """Those in front of the command, or that it exports."""
         words = self.words[1:] if self.words[0] == "export" else self.words
-        found = {}
-        for word in words:
-            name, sign, value = word.partition("=")
-            if not sign or not re.fullmatch(r"[A-Z_]+", name):
-                break
-            found[name] = value
-        return found
+        set_first = takewhile(lambda word: re.match("[A-Z_]+=", word), words)
+        return dict(word.split("=", 1) for word in set_first)
 
     @property
     def argv(self) -> list[str]:
@@ -157,16 +153,16 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
     """Return what it prints; one that the page shows failing is to fail."""
     for name, value in command.variables.items():
         patch.setenv(name, value)
-    if command.argv[0] == "jitkern":
+    program, *argv = command.argv
+    if program == "jitkern":
         settings.cache_clear()
-        status = main(command.argv[1:])
+        status = main(argv)
         printed = "".join(capsys.readouterr())
     else:
-        started = command.argv
-        if started[0] == "python":
-            started = [sys.executable, str(ROOT / started[1]), *started[2:]]
+        if program == "python":
+            program, argv[0] = sys.executable, str(ROOT / argv[0])
         env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(started, env=env, capture_output=True, text=True)
+        done = subprocess.run([program, *argv], env=env, capture_output=True, text=True)
         status, printed = done.returncode, done.stdout + done.stderr
     fails = any(": error: " in line for line in command.shown)
     assert bool(status) == fails, f"{command.line}\n{printed}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from tiny import Use
 
 from jitkern.arch import Arch
 from jitkern.cli import doctor, main
-from jitkern.env import settings
 from jitkern.errors import ToolchainError, UnsupportedError
 from jitkern.host import module as host
 
@@ -25,13 +24,6 @@ ALL |= {"huge pages", "indexing on cpu"}
 
 
 pytestmark = pytest.mark.usefixtures("host_module")
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    """No setting of one test is left to the next."""
-    yield
-    settings.cache_clear()
 
 
 def checks(capsys: Capture, status: int) -> dict[str, dict[str, str]]:
@@ -58,11 +50,9 @@ def test_a_report_has_it_all_and_a_fix_for_each_problem(capsys: Capture, empty_c
     assert str(empty_cache) in out and out.endswith("the ops run on this machine\n")
 
 
-def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("JITKERN_NVRTC", "/nowhere/libnvrtc.so")
-    monkeypatch.setenv("JITKERN_CACHE_DIR", "/proc/version/cache")
+def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch, use: Use) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    settings.cache_clear()
+    use(NVRTC="/nowhere/libnvrtc.so", CACHE_DIR="/proc/version/cache")
     found = checks(capsys, 0)
     assert found["NVRTC"]["found"].endswith(" is not a file (compiles kernels for GPUs)")
     assert found["NVRTC"]["fix"] == 'unset it, or pip install "jitkern[cuda]"'
@@ -70,7 +60,7 @@ def test_a_note_has_its_fix(capsys: Capture, monkeypatch: Patch) -> None:
     assert found["c++"]["found"].startswith("CXX: '/nowhere/c++' was not found")
     assert "install g++" in found["c++"]["fix"]
     monkeypatch.setenv("CXX", "'")  # an open quote: a line of the table, no traceback
-    settings.cache_clear()
+    use()
     assert "No closing quotation" in checks(capsys, 0)["c++"]["found"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from needs import needs_nvcc, needs_nvrtc
-from tiny import SM_90, compiles, tiny
+from tiny import SM_90, Use, compiles, tiny
 
 from jitkern.arch import Arch
 from jitkern.cache import get
@@ -19,7 +19,6 @@ from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import CSRC
-from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.jit import device
 from jitkern.jit.loader import load_aot, load_jit
@@ -34,8 +33,7 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     assert not empty_cache.exists()
     first = module.lookup(SM_90)
     assert (first.source, compiles() - before) == ("compiled", 1)
-    assert first.path is not None
-    assert first.path.is_relative_to(empty_cache)
+    assert first.path is not None and first.path.is_relative_to(empty_cache)
     assert module.lookup(SM_90).source == "memo"
     again = tiny().lookup(SM_90)
     assert (again.source, again.loaded, again.path) == ("cached", first.loaded, first.path)
@@ -47,10 +45,8 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     Cache(empty_cache).publish(foreign)
     assert tiny(5).lookup(SM_90).source == "compiled"
     meta = module.lookup(SM_90).entry.meta
-    assert meta["toolchain"] == find_nvrtc().id
-    assert meta["describe"]["args"] == ["4"]
-    assert meta["kind"] == "cubin"
-    assert module.name == "tiny_4"
+    assert (meta["toolchain"], meta["kind"]) == (find_nvrtc().id, "cubin")
+    assert (meta["describe"]["args"], module.name) == (["4"], "tiny_4")
 
 
 def test_what_makes_another_kernel(folder: Path) -> None:
@@ -73,19 +69,12 @@ def test_another_compiler_is_another_variant(folder: Path, monkeypatch: pytest.M
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    "compiler",
-    [pytest.param("nvrtc", marks=needs_nvrtc), pytest.param("nvcc", marks=needs_nvcc)],
-)
-def test_a_kernel_may_have_the_name_of_its_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
-) -> None:
-    monkeypatch.setenv("JITKERN_COMPILER", compiler)
-    settings.cache_clear()
-    (folder / "scale.cu").write_text((folder / "tiny.cu").read_text())
-    module = load_jit(
-        "scale", device_files=[str(folder / "scale.cu")], device_wrappers=[("scale", "Tiny<8>")]
-    )
+@pytest.mark.parametrize("compiler", ["nvrtc", pytest.param("nvcc", marks=needs_nvcc)])
+def test_a_kernel_may_have_the_name_of_its_file(folder: Path, use: Use, compiler: str) -> None:
+    use(COMPILER=compiler)
+    (folder / "tiny.cu").rename("scale.cu")
+    wrappers = [("scale", "Tiny<8>")]
+    module = load_jit("scale", device_files=["scale.cu"], device_wrappers=wrappers)
     assert module.image(SM_90).startswith(b"\x7fELF")
 
 
@@ -99,36 +88,40 @@ def test_a_kernel_may_have_the_name_of_its_file(
     ],
 )
 def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    use: Use,
+    variable: str,
+    value: str,
 ) -> None:
     (folder / "planted").mkdir()
     (folder / "planted" / "outside.h").write_text("#define FROM_OUTSIDE\n")
     text = "#if __has_include(<outside.h>) || defined(FROM_OUTSIDE)\n#error outside\n#endif\n"
     (folder / "half.cuh").write_text(f"{text}__device__ inline int half(int n) {{ return n; }}\n")
     monkeypatch.setenv(variable, value.replace("planted", str(folder / "planted")))
-    monkeypatch.setenv("JITKERN_COMPILER", "nvcc")
-    settings.cache_clear()
+    use(COMPILER="nvcc")
     assert tiny().image(SM_90).startswith(b"\x7fELF")
 
 
 @needs_nvrtc
 def test_places_in_order(
-    folder: Path, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    empty_cache: Path,
+    tmp_path: Path,
+    use: Use,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     image = tiny().image(SM_90)
     shared = tmp_path / "shared"
     empty_cache.rename(shared)
-    monkeypatch.setenv("JITKERN_CACHE_PATH", f"{tmp_path / 'nothing'}:{shared}")
-    settings.cache_clear()
+    use(CACHE_PATH=f"{tmp_path / 'nothing'}:{shared}")
     found = tiny().lookup(SM_90)
-    assert found.source == "cached"
-    assert found.path is not None
+    assert found.source == "cached" and found.path is not None
     assert found.path.is_relative_to(shared)
     assert not empty_cache.exists()
 
-    monkeypatch.delenv("JITKERN_CACHE_PATH")
+    use(CACHE_PATH="")
     monkeypatch.setattr(get, "SHIPPED", shared)
-    settings.cache_clear()
     get._caches.cache_clear()
     before = stats().shipped
     assert tiny().lookup(SM_90).source == "shipped"
@@ -200,30 +193,22 @@ def test_launch_with_much_shared_memory(folder: Path) -> None:
     import torch
 
     (folder / "backwards.cu").write_text(BACKWARDS)
-    module = load_jit(
-        "backwards", device_files=["backwards.cu"], device_wrappers=[("backwards", "Backwards")]
-    )
+    wrappers = [("backwards", "Backwards")]
+    module = load_jit("backwards", device_files=["backwards.cu"], device_wrappers=wrappers)
     most_bytes = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     for count in (100, most_bytes // 4):
         out = torch.zeros(count, dtype=torch.int32, device="cuda")
         module.launch("backwards", out, count, grid=1, shared_bytes=4 * count)
         assert torch.equal(out.cpu(), torch.arange(count, dtype=torch.int32).flip(0))
-    with pytest.raises(
-        ValueError,
-        match=rf"launch: shared_bytes: {most_bytes + 4}, expected at most {most_bytes} on this GPU",
-    ):
+    text = f"launch: shared_bytes: {most_bytes + 4}, expected at most {most_bytes} on this GPU"
+    with pytest.raises(ValueError, match=text):
         module.launch("backwards", out, 1, grid=1, shared_bytes=most_bytes + 4)
 
 
-# -- wrong arguments -------------------------------------------------------------------------------
-
-
 def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError) as error:
+    text = f"^load_jit: device_files: 'nope.cu' does not exist, tried {folder}/nope.cu$"
+    with pytest.raises(FileNotFoundError, match=text):
         load_jit("x", device_files=["nope.cu"], device_wrappers=[("x", "X")])
-    assert str(error.value) == (
-        f"load_jit: device_files: 'nope.cu' does not exist, tried {folder}/nope.cu"
-    )
     with pytest.raises(FileNotFoundError, match=r"'/nope\.cc' does not exist, tried /nope\.cc$"):
         load_aot("x", cpp_files=["/nope.cc"])
 
@@ -246,26 +231,15 @@ def test_a_name_means_one_file(folder: Path) -> None:
     ("call", "error", "says"),
     [
         (lambda: load_jit(), TypeError, "load_jit: args: empty, expected the module's name first"),
-        (
-            lambda: load_jit("x", 656),
-            TypeError,
-            r"load_jit: args\[1\]: int, expected str; make_cpp",
-        ),
-        (
-            lambda: load_jit("x"),
-            ValueError,
-            "load_jit: cpp_files, cuda_files, device_files, cpp_wrappers, cuda_wrappers: all empty",
-        ),
+        (lambda: load_jit("x", 6), TypeError, r"load_jit: args\[1\]: int, expected str; make_cpp"),
+        (lambda: load_jit("x"), ValueError, "load_jit: cpp_files, cuda_files, device_files, cpp_w"),
         (lambda: load_aot("x"), ValueError, "load_aot: cpp_files, cuda_files: all empty, expected"),
-        (
-            lambda: load_aot("x", cpp_files=["scale.cc"], extra_ldflags=["-g", '-DX="a']),
-            ValueError,
-            "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in",
-        ),
+        (lambda: load_aot("x", cpp_files=["scale.cc"], extra_ldflags=["-g", '-DX="a']), ValueError,
+         "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in"),
         (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected one"),
         (lambda: Arch.parse(90), TypeError, "arch: 90, expected a str"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments(
     folder: Path, call: Callable[[], object], error: type[Exception], says: str
 ) -> None:
@@ -289,24 +263,12 @@ NO_FUNCTION = (
         (TypeError, "extra_cuda_cflags[0]: int, expected a str", [3]),
         (TypeError, "extra_cuda_cflags: '-g', expected a list: ['-g']", "-g"),
         (TypeError, "build_directory: int, expected a path", 3),
-        (
-            TypeError,
-            "device_wrappers: 'scale', expected a list: [('scale', 'Scale<256>')]",
-            "scale",
-        ),
+        (TypeError, "device_wrappers: 'scale', expected a list: [('scale', 'Scale", "scale"),
         (ValueError, "device_wrappers: empty, expected (name, class) pairs", []),
         (TypeError, f"device_wrappers[0]: 'scale', {PAIR}", ("scale", "Scale<256>")),
         (TypeError, f"device_wrappers[0]: ('a', 'A', ['int x']), {PAIR}", [("a", "A", ["int x"])]),
-        (
-            TypeError,
-            "cpp_wrappers[0]: ('tiny', 'f', 'int n'), expected (name, expression)",
-            [("tiny", "f", "int n")],
-        ),
-        (
-            ValueError,
-            "cpp_wrappers: 'tny', expected the name of a kernel: tiny",
-            [("tny", "scale")],
-        ),
+        (TypeError, "cpp_wrappers[0]: ('tiny', 'f', 'i'), expected (name, e", [("tiny", "f", "i")]),
+        (ValueError, "cpp_wrappers: 'tny', expected the name of a kernel: tiny", [("tny", "scl")]),
         (ValueError, NO_FUNCTION, []),
         (ValueError, "cuda_files: given along with device_files", ["single.cu"]),
     ],
@@ -320,7 +282,7 @@ def test_mistakes_in_the_arguments_are_named(
         given["cpp_files"] = ["scale.cc"]
     with pytest.raises(error) as caught:
         load_jit("tiny", **{**given, name: wrong})
-    assert str(caught.value) == f"load_jit: {message}"
+    assert str(caught.value).startswith(f"load_jit: {message}")
 
 
 def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from headers import put
 from needs import needs_cxx, needs_nvcc
-from tiny import compiles
+from tiny import Use, compiles
 
 from jitkern.arch import Arch
 from jitkern.cache.get import freeze
@@ -79,10 +79,9 @@ def test_errors_of_the_cpp_route(folder: Path) -> None:
 @needs_nvcc
 @needs_cxx
 def test_a_single_source_cu_loads_as_in_mini_sglang(
-    folder: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, empty_cache: Path, use: Use
 ) -> None:
-    monkeypatch.setenv("JITKERN_ARCH", "9.0")
-    settings.cache_clear()
+    use(ARCH="9.0")
     wrappers = [("launch", "AddKernel<2>::run")]
     before = compiles()
     for _ in range(2):
@@ -104,9 +103,6 @@ def test_a_single_source_cu_runs(folder: Path) -> None:
     module = load_jit("add", "2", cuda_files=["single.cu"], cuda_wrappers=wrappers)
     module.launch(x)
     assert torch.equal(x, torch.arange(1000, device="cuda", dtype=torch.float32) + 2)
-
-
-# -- the key ---------------------------------------------------------------------------------------
 
 
 def key(file: str = "own.cc", arch: Arch | None = None, **options: Any) -> str:
@@ -132,11 +128,7 @@ def test_which_variables_are_part_of_the_key(
 
     def keys() -> dict[str, str]:
         linked = key("scale.cc", extra_ldflags=["-lz"])
-        return {
-            "c++": key("scale.cc"),
-            "linked": linked,
-            "cuda": key("single.cu", Arch(9, 0)),
-        }
+        return {"c++": key("scale.cc"), "linked": linked, "cuda": key("single.cu", Arch(9, 0))}
 
     monkeypatch.delenv(variable, raising=False)
     unset = keys()
@@ -150,22 +142,17 @@ def test_which_variables_are_part_of_the_key(
         assert len({one[name] for one in seen}) == (3 if name in counts_for else 1), name
 
 
-def test_every_flag_and_wrapper_is_part_of_the_key(folder: Path) -> None:
-    """No test failed when flags were left out of it."""
+def test_every_flag_is_part_of_the_key(folder: Path, use: Use, monkeypatch: Any) -> None:
+    """Also those in CXX. No test failed when flags were left out of it."""
     put("own.cc", OWN_CC)
     options: list[dict[str, Any]] = [{}, {"extra_cflags": ["-DX"]}, {"extra_ldflags": ["-lm"]}]
     options += [{"extra_cuda_cflags": ["-DX"]}, {"extra_cflags": ["-DX", "-DY"]}]
-    assert len({key(**one) for one in options}) == len(options)
-
-
-def test_flags_in_cxx_are_part_of_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that was built with others was loaded."""
-    seen = set()
+    keys = {key(**one) for one in options}
     for value in (3, 5):
         monkeypatch.setenv("CXX", f"c++ -DVALUE={value}")
-        settings.cache_clear()
-        seen.add(key("scale.cc"))
-    assert len(seen) == 2
+        use()
+        keys.add(key())
+    assert len(keys) == len(options) + 2
 
 
 @pytest.mark.parametrize(
@@ -288,12 +275,11 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
 
 @needs_cxx
 def test_a_record_brings_headers_and_names_archives_by_their_whole_path(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, use: Use
 ) -> None:
     """An archive lies where it lies: a record brings sources. Replay may run in any directory."""
     record = tmp_path / "run.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(record))
-    settings.cache_clear()
+    use(RECORD=record)
     put("own.cc", f'#include "x.h"\n{OWN_CC}long own() {{ return 3; }}\n')
     put("x.h", "")
     put("exports.map", "{ global: __tvm_ffi_*; };\n")

@@ -12,16 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from needs import needs_nvrtc
-from paths import python_path
-from tiny import SM_90, put, tiny
+from paths import TESTS, python_path
+from tiny import SM_90, Use, put, tiny
 
 import jitkern.ops.store
 from jitkern.cache import get
 from jitkern.cache.get import freeze, unfreeze
-from jitkern.env import settings
 from jitkern.errors import FrozenError
 from jitkern.jit import record
 from jitkern.jit.record import replay
@@ -30,39 +30,32 @@ Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @needs_nvrtc
-def test_frozen_misses_name_what_to_warm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_misses_name_what_to_warm(folder: Path, use: Use) -> None:
     kept = tiny().image(SM_90)
     freeze()
     assert tiny().image(SM_90) == kept
     with pytest.raises(FrozenError, match=r"tiny_5-.*jitkern warm --replay FILE --arch 9\.0"):
         tiny(5).image(SM_90)
     store = jitkern.ops.store.kernel(4304, 16, 4)  # which no other test has in this process
-    with pytest.raises(
-        FrozenError, match=r"jitkern warm --op store --element-size 4304 --arch 9\.0$"
-    ):
+    with pytest.raises(FrozenError, match=r"warm --op store --element-size 4304 --arch 9\.0$"):
         store.image(SM_90)
     unfreeze()
     assert tiny(5).image(SM_90)
     get._frozen = ""
-    monkeypatch.setenv("JITKERN_FREEZE", "1")
-    settings.cache_clear()
+    use(FREEZE="1")
     with pytest.raises(FrozenError):
         tiny(6).image(SM_90)
     unfreeze()  # goes before the environment
     assert tiny(6).image(SM_90)
 
 
-# -- JITKERN_RECORD --------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 def test_what_is_recorded_is_what_was_compiled(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sources were read when the record was written: another text, or none any more."""
     file = tmp_path / "used.jsonl"
-    monkeypatch.setenv("JITKERN_RECORD", str(file))
-    settings.cache_clear()
+    use(RECORD=file)
     module = tiny()
     compiled = (folder / "tiny.cu").read_bytes()
     (folder / "tiny.cu").write_text("// edited\n")
@@ -90,7 +83,6 @@ def kinds_of(file: Path) -> list[str]:
 RANK = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
 from tiny import put
 folder = Path(sys.argv[1])
 headers = sorted(folder.glob("*.h"))
@@ -104,21 +96,11 @@ for name in ("all", sys.argv[2]):
 def test_ranks_that_record_at_once_write_each_text_once(tmp_path: Path) -> None:
     """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
     write_headers(tmp_path, 40, lines=10_000)
+    command, env = [sys.executable, "-c", RANK, str(tmp_path)], {"PYTHONPATH": python_path(TESTS)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                RANK,
-                str(tmp_path),
-                f"rank{number}",
-                str(Path(__file__).parent),
-            ],
-            env={**os.environ, "PYTHONPATH": python_path()},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for number in range(2)
+        subprocess.Popen([*command, name], env={**os.environ, **env}, **pipes)
+        for name in ("rank0", "rank1")
     ]
     for rank in ranks:
         assert rank.stdout is not None
@@ -188,34 +170,23 @@ def test_what_cannot_be_recorded_is_a_warning(
     assert [one.used.args[0] for one in replay(file)] == ["fits", "last"]
 
 
-# -- JITKERN_LOG -----------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 def test_log_has_one_line_per_lookup(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, use: Use, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("JITKERN_LOG", "1")
-    settings.cache_clear()
+    use(LOG="1")
     with caplog.at_level(logging.INFO, logger="jitkern"):
         tiny().image(SM_90)
         tiny().image(SM_90)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    assert lines[0].startswith("jitkern: tiny_4-")
-    assert ": compiled, " in lines[0]
-    assert ": cached, " in lines[1]
-    assert " ms (" in lines[1]
+    first, second = caplog.messages
+    assert first.startswith("jitkern: tiny_4-") and ": compiled, " in first
+    assert ": cached, " in second and " ms (" in second
 
 
 @needs_nvrtc
 def test_log_goes_to_stderr_where_nobody_configured_logging(
     folder: Path, fresh_python: Fresh
 ) -> None:
-    code = """
-from jitkern.jit.loader import load_jit
-from jitkern.arch import Arch
-load_jit("tiny", "4", device_files=["tiny.cu"], device_wrappers=[("tiny", "Tiny<4>")]).image(
-    Arch(9, 0))
-"""
-    assert "compiled" in fresh_python(code, env={"JITKERN_LOG": "1"}).stderr
+    env = {"JITKERN_LOG": "1", "PYTHONPATH": python_path(TESTS)}
+    code = "from tiny import SM_90, tiny; tiny().image(SM_90)"
+    assert "compiled" in fresh_python(code, env=env).stderr

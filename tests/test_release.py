@@ -5,14 +5,12 @@ The rest of `make release-check` builds, and runs by itself: tools/release_check
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from built_wheel import wheel  # noqa: F401
@@ -21,23 +19,13 @@ from proved import unproved
 import jitkern
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import release_check as check  # noqa: E402
+
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
 INIT = "src/jitkern/__init__.py"
-
-
-def _release_check() -> Any:
-    spec = importlib.util.spec_from_file_location("release_check", ROOT / "tools/release_check.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-check = _release_check()
-
-
-# -- one version -----------------------------------------------------------------------------------
 
 
 def test_the_version_is_in_one_place() -> None:
@@ -87,9 +75,6 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
         check.check_versions(undated, tag)
 
 
-# -- what is built ---------------------------------------------------------------------------------
-
-
 @unproved("sdist", "pyproject.toml", "hatch_build.py", ".gitignore", "tools/release_check.py")
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
 def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
@@ -110,9 +95,6 @@ def test_what_the_host_module_links(
     monkeypatch.setattr(check, "MAY_LINK", {"libc.so.6"})
     with pytest.raises(check.UnfitError, match=r"\.so: links .*libtvm_ffi\.so"):
         check.check_links(wheel, tmp_path / "2")
-
-
-# -- workflows -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
-from tiny import SM_90, compiles
+from tiny import SM_90, Use, compiles
 
 import jitkern.ops.store
 from jitkern.cache.store import Cache
 from jitkern.cli import main
-from jitkern.env import settings
 from jitkern.fs import sha256
 from jitkern.jit.loader import load_aot, load_jit
 
@@ -59,7 +57,7 @@ inline int64_t arch() { return FAKE_ARCH + UP; }
 
 
 class App:
-    """A folder of sources, and a program that compiles them."""
+    """A folder of sources, some found by links, and a program that compiles them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -67,13 +65,16 @@ class App:
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="latin-1")  # not UTF-8
+        (root / "store").mkdir()
+        for name in ("more", "src/scale.cc"):
+            kept = root / "store" / Path(name).name
+            (root / name).rename(kept)
+            (root / name).symlink_to(kept)
 
     def kernel(self) -> None:
         how = {"device_wrappers": [("tiny", "Tiny<4>")], "extra_cuda_cflags": ["-lineinfo"]}
-        dirs = ["more", "most"]
-        load_jit("tiny", "4", device_files=["src/tiny.cu"], extra_include_paths=dirs, **how).image(
-            SM_90
-        )
+        where = {"device_files": ["src/tiny.cu"], "extra_include_paths": ["more", "most"]}
+        load_jit("tiny", "4", **where, **how).image(SM_90)
 
     def own(self) -> None:
         jitkern.ops.store.kernel.cache_clear()
@@ -109,29 +110,6 @@ def warm(capsys: Capture, *argv: object) -> tuple[int, list[tuple[str, str, str]
 pytestmark = pytest.mark.usefixtures("host_module")
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
-    """Goes to another machine: no app, another current directory, another cache."""
-
-    def go() -> Path:
-        folder = tmp_path / "elsewhere"
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        (tmp_path / "home").rename(tmp_path / "gone")
-        monkeypatch.delenv("JITKERN_RECORD")
-        monkeypatch.setenv("JITKERN_CACHE_DIR", str(tmp_path / "other"))
-        settings.cache_clear()
-        return folder
-
-    return go
-
-
-def back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app: App) -> None:
-    """The app again, with what the other machine has brought into its cache."""
-    (tmp_path / "gone").rename(tmp_path / "home")
-    monkeypatch.chdir(app.root)
-
-
 def entries(cache: Path) -> set[str]:
     return {path.parent.name for path in Cache(cache).root.glob("v1/*-*/*/")}
 
@@ -142,9 +120,8 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     *,
     capsys: Capture,
     tmp_path: Path,
-    use: Callable[..., None],
+    use: Use,
     app: App,
-    elsewhere: Callable[[], Path],
     fake_nvcc: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,7 +136,12 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     record.chmod(0o644)
     assert str(tmp_path) not in record.read_text()
 
-    here = elsewhere()
+    # Another machine: no app, another current directory, another cache.
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (tmp_path / "home").rename(tmp_path / "gone")
+    use(CACHE_DIR=tmp_path / "other", RECORD="")
     wanted = ["8.0", "9.0"]
     names = [("tiny", True), ("store", True), ("scale", False), ("single", True)]
     rows = [(name, arch) for name, cuda in names for arch in (wanted if cuda else [""])]
@@ -172,49 +154,18 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     assert os.listdir(here) == []
     assert recorded <= entries(tmp_path / "other")
 
-    back(tmp_path, monkeypatch, app)
+    # The app again, with what the other machine has brought into its cache.
+    (tmp_path / "gone").rename(tmp_path / "home")
+    monkeypatch.chdir(app.root)
     compiled = compiles()
     for part in run:
         part()
     assert compiles() == compiled
 
 
-@needs_nvrtc
-@needs_cxx
-def test_what_is_found_by_a_link(
-    *,
-    capsys: Capture,
-    tmp_path: Path,
-    use: Callable[..., None],
-    app: App,
-    elsewhere: Callable[[], Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An include directory, and a source."""
-    (app.root / "store").mkdir()
-    for name in ("more", "src/scale.cc"):
-        kept = app.root / "store" / Path(name).name
-        shutil.move(app.root / name, kept)
-        (app.root / name).symlink_to(kept)
-    record = tmp_path / "run.jsonl"
-    use(CACHE_DIR=tmp_path / "cache", RECORD=record)
-    app.kernel()
-    app.library()
-    record.chmod(0o644)
-    elsewhere()
-    status, found, err = warm(capsys, "--replay", record)
-    assert (status, err) == (0, "")
-    assert found == [("tiny", "9.0", "compiled"), ("scale", "", "compiled")]
-    back(tmp_path, monkeypatch, app)
-    compiled = compiles()
-    app.kernel()
-    app.library()
-    assert compiles() == compiled
-
-
 @needs_cxx
 def test_the_build_directory_is_not_written_again(
-    capsys: Capture, tmp_path: Path, use: Callable[..., None], app: App
+    capsys: Capture, tmp_path: Path, use: Use, app: App
 ) -> None:
     record = tmp_path / "run.jsonl"
     use(CACHE_DIR=tmp_path / "cache", RECORD=record)
@@ -224,8 +175,6 @@ def test_the_build_directory_is_not_written_again(
     assert warm(capsys, "--replay", record)[:2] == (0, [("scale", "", "cached")])
     assert not (app.root / "build").exists()
 
-
-# -- failures --------------------------------------------------------------------------------------
 
 GOOD = """\
 struct Good {
@@ -258,7 +207,7 @@ def record_of(file: Path, *groups: list[dict[str, Any]]) -> Path:
 @needs_nvrtc
 @needs_cxx
 def test_failures_are_listed_and_the_rest_is_built(
-    capsys: Capture, tmp_path: Path, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library that failed ended the command; some of the others gave tracebacks."""
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))  # no toolkit

@@ -1,4 +1,4 @@
-"""DeviceModule.launch on a GPU: what users' kernels get of it. Without one see test_launch.py."""
+"""DeviceModule.launch on a GPU: what users' kernels get of it. Without one: test_fake_driver.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from needs import needs_nvrtc
 
 from jitkern import load_jit, make_cpp_args
+
+pytestmark = [needs_nvrtc, pytest.mark.cuda]
 
 FILL = """
 struct Fill {
@@ -43,8 +45,6 @@ struct Read {
 """
 
 
-@pytest.mark.cuda
-@needs_nvrtc
 def test_exports_share_device_variables(tmp_path: Path) -> None:
     module = module_of(tmp_path, SHARED, add="Add", read="Read")
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -71,8 +71,6 @@ struct Ranks {
 """
 
 
-@pytest.mark.cuda
-@needs_nvrtc
 @pytest.mark.parametrize("size", [2, 8, 16])
 def test_launch_of_a_cluster(tmp_path: Path, size: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
@@ -99,8 +97,6 @@ struct Together {
 """
 
 
-@pytest.mark.cuda
-@needs_nvrtc
 def test_cooperative_launch(tmp_path: Path) -> None:
     """All blocks are there at once; too many are refused and not waited for in vain."""
     module = module_of(tmp_path, TOGETHER, together="Together")
@@ -130,8 +126,6 @@ struct Next {
 """
 
 
-@pytest.mark.cuda
-@needs_nvrtc
 @pytest.mark.parametrize("use_pdl", [False, True])
 def test_dependent_launches_of_users(tmp_path: Path, use_pdl: bool) -> None:
     module = module_of(tmp_path, DEPENDENT, next=f"Next<{make_cpp_args(use_pdl)}>")
@@ -141,8 +135,6 @@ def test_dependent_launches_of_users(tmp_path: Path, use_pdl: bool) -> None:
     assert data[:100_000].tolist() == [50] * 100_000
 
 
-@pytest.mark.cuda
-@needs_nvrtc
 def test_launch_takes_the_current_stream(tmp_path: Path) -> None:
     """Whoever says it: a tensor of torch, or nobody."""
     module = module_of(tmp_path, FILL, fill="Fill")
@@ -157,7 +149,6 @@ def test_launch_takes_the_current_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.multigpu
-@needs_nvrtc
 def test_pointers_of_another_gpu_are_refused(tmp_path: Path) -> None:
     module = module_of(tmp_path, FILL, fill="Fill")
     here, there = (torch.zeros(32, dtype=torch.int32, device=f"cuda:{i}") for i in (0, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
 from stems import ON_GPU
-from tiny import SM_90, compiles, tiny
+from tiny import SM_90, Use, compiles, tiny
 
 import jitkern
 from jitkern.arch import Arch, target_archs
@@ -54,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("host_module")
 
 
 @pytest.fixture
-def record(folder: Path, tmp_path: Path, use: Callable[..., None]) -> Path:
+def record(folder: Path, tmp_path: Path, use: Use) -> Path:
     """A kernel and a library, recorded; the cache is empty again, and none of it in memory."""
     file = tmp_path / "run.jsonl"
     (folder / "twice.cc").write_text(TWICE)
@@ -79,9 +78,6 @@ def sized(outcomes: list[Outcome]) -> set[tuple[str, str]]:
 def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
     status = main(["warm", *map(str, argv)])
     return status, *capsys.readouterr()
-
-
-# -- from Python -----------------------------------------------------------------------------------
 
 
 @needs_nvrtc
@@ -129,11 +125,7 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
         ({"element_sizes": [0]}, ValueError, "warm: element_sizes: 0, expected bytes of a row, 1 "),
         ({"head_dims": [True]}, ValueError, "warm: head_dims: True, expected elements of a head, "),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
-        (
-            {"files": ["no.jsonl"]},
-            FileNotFoundError,
-            "[Errno 2] No such file or dir",
-        ),
+        ({"files": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
         ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
         ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
@@ -142,11 +134,7 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
     ],
 )
 def test_a_wrong_argument_is_named(
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: dict[str, Any],
-    error: type,
-    says: str,
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type, says: str
 ) -> None:
     monkeypatch.setattr("jitkern.warming.gpu_archs", list)
     with pytest.raises(error, match=f"^{re.escape(says)}"):
@@ -161,21 +149,14 @@ def test_a_failure_carries_the_outcomes_of_all(
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     settings.cache_clear()
-    with pytest.raises(WarmError) as caught:
+    text = r"^1 of 3 failed: twice: CXX: '/nowhere/c\+\+' was not found; install g\+\+"
+    with pytest.raises(WarmError, match=text) as caught:
         jitkern.warm(files=[record], archs=["8.0"], out=tmp_path / "out")
-    assert str(caught.value).startswith(
-        "1 of 3 failed: twice: CXX: '/nowhere/c++' was not found; install g++"
-    )
-    assert rows(caught.value.outcomes) == [
-        ("tiny", "4", "8.0", "compiled"),
-        ("twice", "", "", "failed"),
-    ]
+    expected = [("tiny", "4", "8.0", "compiled"), ("twice", "", "", "failed")]
+    assert rows(caught.value.outcomes) == expected
     failed = caught.value.outcomes[2]
     assert (failed.ms, failed.bytes, str(failed.error)[:4]) == (None, None, "CXX:")
     assert "tiny" in {entry.key.op for entry in Cache(tmp_path / "out").entries()}
-
-
-# -- sizes -----------------------------------------------------------------------------------------
 
 
 def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
@@ -213,24 +194,17 @@ def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
         assert merge.kernel(*other).hint(SM_90) == device.record_hint(SM_90)
 
 
-# -- looking only ----------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 @needs_cxx
-def test_check_compiles_nothing(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
-) -> None:
+def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, use: Use) -> None:
     before = compiles()
     status, out, err = run(capsys, "--replay", record, "--check")
     assert status == 1
     assert re.findall(r"^(tiny|twice) .* missing ", out, re.MULTILINE) == ["tiny", "twice"]
     assert "host module" not in out  # it is there
-    assert err == ("jitkern: error: 2 of 3 missing; the same without --check compiles them\n")
-    assert rows(jitkern.warm(files=[record], check=True)) == [
-        ("tiny", "4", "9.0", "missing"),
-        ("twice", "", "", "missing"),
-    ]
+    assert err == "jitkern: error: 2 of 3 missing; the same without --check compiles them\n"
+    missing = [("tiny", "4", "9.0", "missing"), ("twice", "", "", "missing")]
+    assert rows(jitkern.warm(files=[record], check=True)) == missing
     assert compiles() == before
     assert not (tmp_path / "cache").exists()
 
@@ -264,14 +238,9 @@ def test_json(capsys: Capture, empty_cache: Path) -> None:
     assert built == {("store", "60456"), ("merge", "44"), ("merge", "52")}
 
 
-# -- what is written -------------------------------------------------------------------------------
-
-
 @needs_nvrtc
 @needs_cxx
-def test_out_has_the_libraries_too(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
-) -> None:
+def test_out_has_the_libraries_too(capsys: Capture, record: Path, tmp_path: Path, use: Use) -> None:
     """Only kernels were copied: a server with that directory compiled its libraries."""
     status, out, err = run(capsys, "--replay", record, "--out", tmp_path / "out")
     assert (status, err) == (0, "")
@@ -288,7 +257,7 @@ def test_out_has_the_libraries_too(
 @needs_nvrtc
 @needs_cxx
 def test_a_hit_needs_no_cache_that_can_be_written(
-    capsys: Capture, record: Path, tmp_path: Path, use: Callable[..., None]
+    capsys: Capture, record: Path, tmp_path: Path, use: Use
 ) -> None:
     """With everything there, the status was 1: "cannot be written"."""
     jitkern.warm(files=[record])
@@ -300,7 +269,7 @@ def test_a_hit_needs_no_cache_that_can_be_written(
 
 @needs_nvrtc
 @needs_cxx
-def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[..., None]) -> None:
+def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Use) -> None:
     """It advised the very command that was run."""
     use(FREEZE="1")
     status, out, err = run(capsys, "--replay", record)
@@ -325,14 +294,12 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Callable[.
 
 def write_record(file: Path, source: str) -> None:
     """A record of one library that somebody else has written."""
+    flags = [f"-DMARK='\"{file.parent}/mark\"'"]
     line = {
         "record": 2,
         "function": "load_aot",
         "args": ["marking"],
-        "options": {
-            "cpp_files": ["./marking.cc"],
-            "extra_cflags": [f"-DMARK='\"{file.parent}/mark\"'"],
-        },
+        "options": {"cpp_files": ["./marking.cc"], "extra_cflags": flags},
         "arch": "",
         "files": {"./marking.cc": sha256(source.encode())},
     }
@@ -367,11 +334,8 @@ def test_replay_refuses_a_file_that_others_could_have_written(
     )
 
 
-# -- for which GPU ---------------------------------------------------------------------------------
-
-
 def test_a_gpu_that_is_there_goes_before_the_variable(
-    use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A library for another GPU would not run on it."""
     use(ARCH="9.0, 10.0, sm_90")
@@ -385,7 +349,7 @@ def test_a_gpu_that_is_there_goes_before_the_variable(
 def test_cuda_files_are_built_for_each_of_the_variable(
     folder: Path,
     empty_cache: Path,
-    use: Callable[..., None],
+    use: Use,
     fake_nvcc: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from proved import unproved
+from test_bench_guard import GOOD
 
 ROOT = Path(__file__).resolve().parent.parent
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -76,9 +77,7 @@ def test_contents(wheel: Path) -> None:
     assert "jitkern/csrc/ops/store.cu" in names
     assert "jitkern/csrc/include/jitkern/both/descriptor.h" in names
     assert any(name.startswith("jitkern/_prebuilt/") and name.endswith(".so") for name in names)
-    assert not [
-        name for name in names if "__pycache__" in name or name.startswith(("tests", "src"))
-    ]
+    assert not [one for one in names if "__pycache__" in one or one.startswith(("tests", "src"))]
 
 
 def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fresh) -> None:
@@ -97,16 +96,6 @@ def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fre
     assert os.listdir(tmp_path / "bin") == []
 
 
-CASES = """
-import torch
-from jitkern.bench import case
-
-@case("copy", against="clone", bytes_moved=128)
-def copy(ctx):
-    x = torch.arange(64, device=ctx.device)
-    y = torch.empty_like(x)
-    return lambda: y.copy_(x), lambda: x.clone()
-"""
 GUARD = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -120,7 +109,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 def test_the_guard_works_in_an_installed_package(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    (tmp_path / "mine.py").write_text(CASES)
+    (tmp_path / "mine.py").write_text(GOOD)
     # An empty PATH: nothing to count instructions with, which takes half a minute.
     env = {**os.environ, "PATH": "", "JITKERN_CACHE_DIR": str(tmp_path / "cache")}
 

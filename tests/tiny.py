@@ -17,6 +17,7 @@ from jitkern.jit.loader import DeviceModule, load_jit
 from jitkern.jit.record import Specialisation, record
 
 SM_90 = Arch(9, 0)
+Use = Callable[..., None]  # of the fixture below
 
 TINY = """\
 #include "half.cuh"

@@ -86,9 +86,8 @@ def all_reduce(comm: Communicator, device: torch.device) -> None:
 
 
 def all_reduce_of_reals(comm: Communicator, device: torch.device) -> None:
-    every = [
-        torch.randn(4099, generator=torch.Generator().manual_seed(r)) for r in range(comm.size)
-    ]
+    seeds = [torch.Generator().manual_seed(rank) for rank in range(comm.size)]
+    every = [torch.randn(4099, generator=one) for one in seeds]
     x = every[comm.rank].clone().to(device)
     comm.all_reduce(x)
     expected = torch.stack(every).sum(0)

@@ -16,7 +16,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -30,13 +29,7 @@ using jitkern::u32;
 using jitkern::u64;
 using namespace fake;
 
-enum Result : int {
-  kSuccess = 0,
-  kSystemError = 2,
-  kInvalidArgument = 4,
-  kInvalidUsage = 5,
-  kRemoteError = 6,
-};
+enum Result : int { kSuccess = 0, kSystemError = 2, kInvalidUsage = 5, kRemoteError = 6 };
 
 namespace {
 
@@ -47,8 +40,7 @@ constexpr i64 kMessageBytes = i64(4) << 20;
 
 void rest() { usleep(20); }
 
-// -- what tests set and count ---------------------------------------------------------------------
-
+// What tests set and count.
 std::atomic<i64> queue_limit{i64(1) << 30};  // of operations that are not done, of all streams
 std::atomic<i64> num_unfinished{0};
 std::atomic<i64> num_graphs{0};  // that have captured a communicator
@@ -59,9 +51,7 @@ std::mutex guard;                    // of what follows
 std::string last_error;
 std::vector<std::function<void(CUstream)>> captured;
 
-// -- what ranks share -----------------------------------------------------------------------------
-
-// All zero at first. Only what is touched takes memory.
+// What ranks share: all zero at first. Only what is touched takes memory.
 struct Shared {
   struct Rank {
     std::atomic<u64> met;
@@ -72,10 +62,8 @@ struct Shared {
   };
   struct Channel {
     std::atomic<u64> sent, received;
-    i64 bytes;
     char data[kMessageBytes];
   };
-  std::atomic<int> num_left;
   Rank ranks[kMaxRanks];
   Channel channels[kMaxRanks][kMaxRanks];
 };
@@ -105,23 +93,23 @@ constexpr Item number() {
           [](char* at, double value) { *reinterpret_cast<T*>(at) = static_cast<T>(value); }};
 }
 template <jitkern::FloatType kType>
-constexpr Item half() {
-  using Bits = jitkern::Bits<kType>;
-  return {sizeof(Bits),
-          [](const char* at) {
-            return double{jitkern::float_of<kType>(*reinterpret_cast<const Bits*>(at))};
-          },
-          [](char* at, double value) {
-            *reinterpret_cast<Bits*>(at) = jitkern::bits_as<kType>(static_cast<float>(value));
-          }};
-}
+struct Half {
+  explicit Half(double value) : bits(jitkern::bits_as<kType>(static_cast<float>(value))) {}
+  explicit operator double() const { return jitkern::float_of<kType>(bits); }
+  jitkern::Bits<kType> bits;
+};
 // By NCCL's number of the dtype.
 const Item& item_of(int dtype) {
-  static constexpr Item kItems[] = {
-      number<signed char>(),     number<unsigned char>(), number<int>(),
-      {4, nullptr, nullptr},     number<i64>(),           {8, nullptr, nullptr},
-      half<jitkern::kFloat16>(), number<float>(),         number<double>(),
-      half<jitkern::kBFloat16>()};
+  static constexpr Item kItems[] = {number<signed char>(),
+                                    number<unsigned char>(),
+                                    number<int>(),
+                                    {4, nullptr, nullptr},
+                                    number<i64>(),
+                                    {8, nullptr, nullptr},
+                                    number<Half<jitkern::kFloat16>>(),
+                                    number<float>(),
+                                    number<double>(),
+                                    number<Half<jitkern::kBFloat16>>()};
   if (dtype < 0 || dtype >= 10) fail_program("is given an unknown dtype");
   return kItems[dtype];
 }
@@ -132,17 +120,14 @@ double combine(double a, double b, int op) {
 
 // What outlives the communicator, for what is queued.
 struct State {
-  State(const char* path, int rank, int size, int device)
-      : path(path), rank(rank), size(size), device(device) {
+  State(const char* path, int rank, int size, int device) : rank(rank), size(size), device(device) {
     const int file = open(path, O_RDWR);
-    if (file < 0 || size > kMaxRanks) return;
     void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (at == MAP_FAILED || size > kMaxRanks) fail_program("has no memory for these ranks");
     close(file);
-    if (at != MAP_FAILED) shared = static_cast<Shared*>(at);
+    shared = static_cast<Shared*>(at);
   }
-  ~State() {
-    if (shared != nullptr) munmap(shared, sizeof(Shared));
-  }
+  ~State() { munmap(shared, sizeof(Shared)); }
 
   // Each wait returns false once the communicator is aborted.
   bool wait(const std::function<bool()>& until) const {
@@ -203,16 +188,10 @@ struct State {
     auto& channel = is_send ? shared->channels[rank][call.peer] : shared->channels[call.peer][rank];
     if (!wait([&] { return (channel.sent == channel.received) == is_send; })) return false;
     const i64 bytes = call.count * item_of(call.dtype).bytes;
-    if (is_send) {
-      if (bytes > kMessageBytes) fail_program("is given more than tests have");
-      channel.bytes = bytes;
-      std::memcpy(channel.data, call.x, static_cast<size_t>(bytes));
-      ++channel.sent;
-      return true;
-    }
-    if (channel.bytes != bytes) return wait([] { return false; });
-    std::memcpy(call.output, channel.data, static_cast<size_t>(bytes));
-    ++channel.received;
+    if (bytes > kMessageBytes) fail_program("is given more than tests have");
+    std::memcpy(is_send ? channel.data : call.output, is_send ? call.x : channel.data,
+                static_cast<size_t>(bytes));
+    ++(is_send ? channel.sent : channel.received);
     return true;
   }
 
@@ -232,7 +211,6 @@ struct State {
     is_running = false;
   }
 
-  const std::string path;
   const int rank, size, device;
   std::atomic<bool> stop{false};
   std::atomic<i64> num_queued{0};
@@ -336,9 +314,7 @@ int submit(Comm* comm, CUstream stream, const Call& call) {
 }
 
 void free_comm(Comm* comm) {
-  const StatePtr state = comm->state;
   while (num_graphs > 0) rest();
-  if (state->shared->num_left.fetch_add(1) + 1 == state->size) unlink(state->path.c_str());
   comm->magic = 0xdead;
   --num_comms;
 }
@@ -354,11 +330,9 @@ EXPORT int ncclGetVersion(int* version) {
   return *version = given == nullptr ? 22809 : std::atoi(given), kSuccess;
 }
 EXPORT const char* ncclGetErrorString(int result) {
-  return result == kRemoteError       ? "remote process exited or there was a network error"
-         : result == kInvalidArgument ? "invalid argument"
-         : result == kInvalidUsage    ? "invalid usage"
-         : result == kSystemError     ? "unhandled system error"
-                                      : "unknown result code";
+  return result == kRemoteError   ? "remote process exited or there was a network error"
+         : result == kSystemError ? "unhandled system error"
+                                  : "invalid usage";
 }
 EXPORT const char* ncclGetLastError(Comm* comm) {
   if (comm != nullptr) require(comm, "ncclGetLastError");
@@ -368,13 +342,11 @@ EXPORT const char* ncclGetLastError(Comm* comm) {
 }
 EXPORT int ncclGetUniqueId(UniqueId* id) {
   const char* folder = std::getenv("FAKE_NCCL_FOLDER");
-  std::random_device random;
-  std::snprintf(id->path, sizeof(id->path), "%s/fake-nccl-%d-%u",
-                folder == nullptr ? "/dev/shm" : folder, getpid(), random());
-  const int file = open(id->path, O_RDWR | O_CREAT | O_EXCL, 0600);
+  std::snprintf(id->path, sizeof(id->path), "%s/fake-nccl-XXXXXX",
+                folder == nullptr ? "/dev/shm" : folder);
+  const int file = mkstemp(id->path);
   if (file < 0 || ftruncate(file, sizeof(Shared)) != 0) fail_program("has no folder");
-  close(file);
-  return kSuccess;
+  return close(file), kSuccess;
 }
 
 // ncclConfig_t of 2.18, whose users say its size and its version.
@@ -389,14 +361,13 @@ EXPORT int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, 
       config->blocking != 1) {
     fail_program("is given a wrong configuration");
   }
-  if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
-  if (rank < 0 || rank >= size) return kInvalidArgument;
-  auto* made = new Comm();
-  made->state = std::make_shared<State>(id.path, rank, size, current_device());
-  if (made->state->shared == nullptr) return kSystemError;
+  *comm = new Comm();
+  const StatePtr state = std::make_shared<State>(id.path, rank, size, current_device());
+  (*comm)->state = state;
   ++num_comms;
-  *comm = made;
-  return made->state->meet() ? kSuccess : kInvalidUsage;
+  if (!state->meet()) return kInvalidUsage;
+  if (rank == 0) unlink(id.path);  // all have mapped it
+  return kSuccess;
 }
 EXPORT int ncclCommGetAsyncError(Comm* comm, int* result) {
   const Use use(comm, "ncclCommGetAsyncError");
@@ -471,8 +442,7 @@ EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {
   return kSuccess;
 }
 
-// -- what tests in Python ask for -----------------------------------------------------------------
-
+// What tests in Python ask for.
 EXPORT void fake_nccl_queue_limit(i64 limit) { queue_limit = limit; }
 EXPORT void fake_nccl_graphs(i64 count) { num_graphs = count; }
 // The next call returns this.

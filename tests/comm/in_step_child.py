@@ -1,6 +1,6 @@
 """What a PeerReducer's calls launch over faults and streams, on the driver of ../fake_driver.c.
 
-Run by test_peer_reduce.py. PyTorch has no GPU here: tensors only say that they are on one.
+Run by ../test_fake_driver.py. PyTorch has no GPU here: tensors only say that they are on one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, Fault, cuda, driver, log, params
+from launch_fake import STREAM, Fault, cuda, driver, log, params, raises
 
 from jitkern.comm import PeerReducer
 from jitkern.errors import CommTimeoutError
@@ -21,9 +21,8 @@ from jitkern.jit.device import DeviceModule
 
 kept: list[Any] = []
 PARAMS = "=QQq4I2I2I8QQIIQQ"  # of PeerReduceParams
-driver.fake_kernel(
-    b"jitkern_peer_one_shot_v16_r2_n1_f32", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024
-)
+PARAMS_BYTES = ctypes.c_uint64(struct.calcsize(PARAMS))
+driver.fake_kernel(b"jitkern_peer_one_shot_v16_r2_n1_f32", PARAMS_BYTES, 1024)
 driver.fake_trace.restype = ctypes.c_char_p
 
 
@@ -67,20 +66,11 @@ def num_launches() -> int:
     return log().count("grid")
 
 
-def raised(call: Any, *args: Any) -> Exception | None:
-    try:
-        call(*args)
-    except Exception as error:
-        return error
-    return None
-
-
 def check_a_sum_is_made_and_then_the_fault_raised() -> None:
     one = Failing()
     for call in (one.all_reduce, lambda: one.barrier(cuda(1))):
         one.fault.be(2, 0, 7, 900, 900)
-        error = raised(call)
-        assert isinstance(error, IndexError) and "index 900 at position 7" in str(error), error
+        raises(IndexError, ".*index 900 at position 7.*", call)
         assert num_launches() == 1 and one.fault.state == 0
         call()
         assert num_launches() == 1
@@ -93,8 +83,8 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     one.failure.be(*late)
     one.fault.be(*late)
     for _ in range(2):
-        error = raised(one.all_reduce)
-        assert isinstance(error, CommTimeoutError) and error.missing == (1,), error
+        error = raises(CommTimeoutError, ".*", one.all_reduce)
+        assert error.missing == (1,), error
         assert num_launches() == 0 and one.fault.state == 0
     one.fault.be(*late)
     one.reset()
@@ -105,7 +95,8 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     assert one.failure.state == 0 and one.fault.state == 2
     one.barrier(None)  # inside of another call it raises none
     assert num_launches() == 1 and one.fault.state == 2
-    assert isinstance(raised(one.all_reduce), IndexError) and num_launches() == 1
+    raises(IndexError, ".*", one.all_reduce)
+    assert num_launches() == 1
 
 
 def check_another_stream_waits_for_the_last_one() -> None:
@@ -123,10 +114,6 @@ def check_another_stream_waits_for_the_last_one() -> None:
         assert one.all_reduce(8) == [["record", "0"], ["wait", "8"]], empty_ones
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
     report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

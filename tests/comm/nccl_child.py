@@ -6,9 +6,9 @@ PyTorch has no GPU here: tensors of the CPU only say that they are on one.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +34,6 @@ is_capturing = False
 stream: int
 kept: list[torch.Tensor] = []  # what the GPU knows stays
 
-# -- what PyTorch would do -------------------------------------------------------------------------
-
 
 def set_device(device: torch.device) -> None:
     global number
@@ -46,7 +44,7 @@ def on_gpu(tensor: torch.Tensor, on: int | None = None) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor, number if on is None else on))
 
 
-def known(tensor: torch.Tensor) -> Any:
+def taken(tensor: torch.Tensor) -> Any:
     kept.append(tensor)
     lib.fake_know(tensor.data_ptr(), tensor.nbytes, number)
     return on_gpu(tensor)
@@ -60,7 +58,7 @@ def of_memory(memory: Any) -> torch.Tensor:
 
 def zeros(count: int, dtype: str, _: torch.device) -> Any:
     made = torch.zeros(count, dtype=getattr(torch, dtype))
-    return known(made) if count else made
+    return taken(made) if count else made
 
 
 torch.cuda.set_device = set_device
@@ -69,18 +67,12 @@ torch.cuda.is_current_stream_capturing = lambda: is_capturing
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
 nccl._zeros, nccl.as_torch = zeros, of_memory
 
-# -- what tests ask for ----------------------------------------------------------------------------
 
-
-def ones(
-    *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
-) -> Any:
+def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:
     made = torch.ones(shape, dtype=dtype)
-    if turned:
-        return on_gpu(made.t()[1:])
     if on == "cpu":
         return made
-    return known(made) if on is None else on_gpu(made, torch.device(on).index)
+    return taken(made) if on is None else on_gpu(made, torch.device(on).index)
 
 
 class OverCpu:
@@ -117,14 +109,13 @@ def make_nccl(**config: Any) -> None:
     of_all_kinds(**config)
 
 
-def synchronize() -> float:
-    start = time.monotonic()
+def wait_for_gpu() -> None:
     lib.fake_synchronize(stream)
-    return time.monotonic() - start
 
 
 def lives() -> bool:
-    return math.isfinite(synchronize())
+    wait_for_gpu()
+    return True
 
 
 def capture(is_on: bool) -> None:
@@ -133,27 +124,17 @@ def capture(is_on: bool) -> None:
     lib.fake_capturing(is_on)
 
 
-def replay(count: int) -> list[float]:
-    x = torch.ones(1000)
-    on_it = known(x)
+def captured(work: Callable[[], None]) -> Callable[[], None]:
     lib.fake_nccl_forget_graph()
     capture(True)
-    for _ in range(3):
-        rank_child.comm.all_reduce(on_it)
+    work()
     capture(False)
-    values = []
-    for _ in range(count):
-        x.fill_(1)
-        lib.fake_nccl_replay(stream)
-        rank_child.comm.watch()
-        rank_child.comm.barrier()
-        values.append(float(x[0]))
-    return values
+    return lambda: lib.fake_nccl_replay(stream)
 
 
 def two_streams() -> list[float]:
     x = torch.ones(1000)
-    on_it, other = known(x), lib.fake_stream(number)
+    on_it, other = taken(x), lib.fake_stream(number)
     point = lib.fake_hold(stream)
     rank_child.comm.all_reduce(on_it)
     with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", number), other):
@@ -164,23 +145,12 @@ def two_streams() -> list[float]:
     return x.unique().tolist()
 
 
-def buffer() -> list[float]:
-    comm, values = rank_child.comm, []
-    for one in range(4):
-        tensor = comm.empty((1024,), torch.bfloat16)
-        tensor.fill_(one + 1)
-        comm.all_reduce(on_gpu(tensor))
-        lib.fake_synchronize(stream)
-        values.append(float(tensor[-1]))
-    return values
-
-
 def body(name: str) -> None:
     rank_child.bodies.BODIES[name](OverCpu(rank_child.comm), torch.device("cpu"))
 
 
 of_all_kinds = rank_child.make_nccl
-MINE = (ones, make_nccl, synchronize, lives, capture, replay, two_streams, buffer, body)
+MINE = (taken, ones, make_nccl, wait_for_gpu, lives, capture, captured, two_streams, body)
 vars(rank_child).update({one.__name__: one for one in MINE}, lib=lib)
 
 if __name__ == "__main__":

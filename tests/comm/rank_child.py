@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import math  # noqa: F401
 import mmap
 import os
 import pickle
@@ -21,7 +20,6 @@ import random
 import signal
 import socket
 import sys
-import tempfile  # noqa: F401
 import threading  # noqa: F401
 import time
 import traceback
@@ -46,17 +44,17 @@ from jitkern.comm import (
     nccl,
     peer_gather,
     peer_memory,
-    peer_reduce,  # noqa: F401
     peer_scatter,
     rendezvous,
 )
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
-from jitkern.offload import PinnedPool, Share
+from jitkern.offload import PinnedPool, PoolHandle, Share  # noqa: F401
+from jitkern.offload.memory import PinnedMemory
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
-IS_FAKE = "FAKE_GPUS" in os.environ
+IS_FAKE, IS_FAKE_NCCL = "FAKE_GPUS" in os.environ, "FAKE_NCCL" in os.environ
 comm: Any = None
 peers: Any = None
 device = torch.device("cpu")
@@ -76,10 +74,8 @@ def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     globals().update(path=path)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout
-    )
+    how: Any = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("gloo", init_method=f"file://{path}", **how)
 
 
 def body(name: str, repeat_s: float = 0.0) -> None:
@@ -138,15 +134,21 @@ def meet(rank: int, size: int, **config: Any) -> None:
     comm = rendezvous.Rendezvous("init", group, rank, size, **{"timeout_s": 30, **config})
 
 
+def diagnosed(**how: Any) -> list[Any]:
+    """Who is missing in a call, and what is said of it."""
+    error = comm.diagnose("all_reduce", 7, **how)
+    return [str(error), error.missing]
+
+
+def fail() -> None:
+    raise RuntimeError("no more of this")
+
+
 def fail_and_end() -> None:
     """Fail in a step, tell so as users of a rendezvous do, and end."""
-
-    def step() -> None:
-        raise MemoryError("no more of this")
-
     try:
-        comm.all_or_none("step", step)
-    except MemoryError as error:
+        comm.all_or_none("step", fail)
+    except RuntimeError as error:
         comm.fail(error)
     os._exit(1)
 
@@ -188,19 +190,19 @@ def make_peer(on_gpus: bool = False, **config: Any) -> None:
     comm = PeerCommunicator(inner, None, device=device, timeout_s=60, **config)
 
 
-def ones(
-    *shape: int, dtype: torch.dtype = torch.float32, on: Any = None, turned: bool = False
-) -> Any:
-    """Return what a communicator of GPUs takes; tests of fake ones have their own."""
-    made = torch.ones(shape, dtype=dtype, device=device if on is None else on)
-    return made.t()[1:] if turned else made
+def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:
+    return torch.ones(shape, dtype=dtype, device=device if on is None else on)
+
+
+def wait_for_gpu() -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def synchronize() -> float:
     """Wait for the GPU; return seconds."""
     start = time.monotonic()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait_for_gpu()
     return time.monotonic() - start
 
 
@@ -224,17 +226,32 @@ def call(code: str = "all_reduce(ones(4))") -> None:
         comm.check()
 
 
-def replay(count: int) -> list[float]:
-    """Capture three reductions of ones, replay them; return what a value is each time."""
-    x = torch.ones(1000, device=device)
+def taken(tensor: torch.Tensor) -> Any:
+    """Return a tensor as communicators of GPUs take it; tests of fake ones have their own."""
+    return tensor.to(device)
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture work in a graph; return what replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def replay(count: int) -> list[float]:
+    """Capture three reductions of ones, replay them; return what a value is each time."""
+    x = torch.ones(1000, device=None if IS_FAKE_NCCL else device)
+    on_gpu = taken(x)
+
+    def reduce() -> None:
         for _ in range(3):
-            comm.all_reduce(x)
-    values = []
+            comm.all_reduce(on_gpu)
+
+    again, values = captured(reduce), []
     for _ in range(count):
         x.fill_(1)
-        graph.replay()
+        again()
         comm.watch()
         comm.barrier()
         values.append(float(x[0]))
@@ -261,7 +278,8 @@ def buffer() -> list[float]:
     for number in range(4):
         tensor = comm.empty((1024,), torch.bfloat16)
         tensor.fill_(number + 1)
-        comm.all_reduce(tensor)
+        comm.all_reduce(taken(tensor))
+        synchronize()
         values.append(float(tensor[-1]))
     return values
 
@@ -398,6 +416,18 @@ def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:
     memory = (ctypes.c_ubyte * on_gpu.numel()).from_address(on_gpu.data_ptr())
     memory.owner = on_gpu  # as long as a tensor of it lives
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# -- pools that ranks share ------------------------------------------------------------------------
+
+
+def words(pool: PinnedPool) -> torch.Tensor:
+    return pool.tensor([pool.stats.num_bytes // 8], torch.int64)
+
+
+def instead_of(step: str, then: Callable[[], object]) -> None:
+    """Do something else at a step of pinned memory."""
+    setattr(PinnedMemory, step, lambda *_, **__: then())
 
 
 # -- one line after the other ----------------------------------------------------------------------

@@ -193,7 +193,7 @@ def build(folder: Path) -> dict[str, str]:
             compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
             made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
-    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl)}
+    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl), "FAKE_NCCL": "1"}
 
 
 def compile_library(target: Path, sources: list[Path]) -> None:

@@ -44,20 +44,17 @@ class Ranks:
         self.size, self.device = size, device
         num_bytes = PeerReducer.workspace_bytes_for(size, slot_bytes)
         devices = [torch.device("cuda", rank) if has_gpus else device for rank in range(size)]
-        owner: Any
+        how: dict[str, Any] = {"deadline_s": deadline_s}
         if has_gpus:
-            owner = memories(num_bytes, devices)
-            addresses = [one.addresses for one in owner]  # of each rank as it sees them
+            how["owner"] = memories(num_bytes, devices)
+            addresses = [one.addresses for one in how["owner"]]  # of each rank as it sees them
         else:
-            owner = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8, device=device)
-            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in owner]]
+            how["owner"] = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8).to(device)
+            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in how["owner"]]]
         self.reducers = [
-            PeerReducer(
-                *(addresses[rank], rank, size, num_bytes),
-                device=devices[rank], deadline_s=deadline_s, owner=owner,
-            )
+            PeerReducer(addresses[rank], rank, size, num_bytes, device=devices[rank], **how)
             for rank in range(size)
-        ]  # fmt: skip
+        ]
         if device.type == "cuda":
             self.streams = [torch.cuda.Stream(one) for one in devices]
             self.reset()
@@ -74,12 +71,12 @@ class Ranks:
     def each(self, call: Call, ranks: list[int] | None = None, *, wait: bool = True) -> list[Any]:
         """Have `call` made of each rank's number, at the same time; return what they return.
 
-        On a GPU all calls are made in front of what the first of them finds, if they are to `wait`.
+        On a GPU all calls are made before any kernel of theirs runs, if they are to `wait`.
         """
         numbers = list(range(self.size)) if ranks is None else ranks
         if self.device.type == "cpu":
             with ThreadPoolExecutor(self.size) as threads:
-                return [one.result() for one in [threads.submit(call, rank) for rank in numbers]]
+                return list(threads.map(call, numbers))
         self.finish()
         found = []
         for rank in numbers if wait else ():
@@ -105,8 +102,6 @@ class Ranks:
 
         return self.each(caught, ranks, wait=wait)
 
-
-# -- rows of a host pool ---------------------------------------------------------------------------
 
 UNTOUCHED = 0xA5
 
@@ -157,8 +152,6 @@ def any_case(rng: random.Random, *, repeats: bool) -> Case:
     stride_bytes = row_bytes + rng.choice([0, 16, 5])
     return Case(row_bytes, num_host_rows, num_rows, stride_bytes, pairs)
 
-
-# -- calls of a PeerReducer, and what they come to -------------------------------------------------
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALGORITHMS = ("auto", "one_shot", "two_shot")

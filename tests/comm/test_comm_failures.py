@@ -29,9 +29,6 @@ def gone(number: int, rank: Rank) -> str:
     return f"rank {number} (process {rank.pid} on "
 
 
-# -- at the set-up ---------------------------------------------------------------------------------
-
-
 def test_a_rank_that_comes_too_late(pool: Pool) -> None:
     ranks = pool.join(2)
     for early in (0, 1):
@@ -43,9 +40,6 @@ def test_a_rank_that_comes_too_late(pool: Pool) -> None:
         assert (answer["op"], answer["number"]) == ("TorchCommunicator", 0)
     all_do(ranks, "make()")  # what they have left in the store is in nobody's way
     all_do(ranks, "comm.barrier()")
-
-
-# -- in a call -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -139,9 +133,6 @@ def test_no_thread_of_gloo_is_left(pool: Pool) -> None:
     for rank in ranks:
         rank.tell("leave(destroy=True)")
         assert rank.wait(60) == 0
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_after_close(some: Pool) -> None:

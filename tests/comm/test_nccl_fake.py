@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 from ranks import CALL_S, LATE_S, Pool, Rank, all_do
-
-from jitkern.comm import nccl
-from jitkern.errors import UnsupportedError
 
 CLASS = "nccl.PyNCCLCommunicator"
 SHORTLY = (  # a deadline for NCCL's set-up alone
@@ -38,9 +32,6 @@ def late(rank: Rank, code: str, *texts: str) -> None:
         assert text in answer["error"], answer
 
 
-# -- at the set-up ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [f"{CLASS}, '_connect'", "nccl, 'as_torch'"])
 def test_killed_while_nccl_is_set_up(fake_gpus: Pool, at: str) -> None:
     """The ranks have met, and the other one never comes to NCCL, or to register its memory."""
@@ -65,31 +56,17 @@ def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
     )
 
 
-def test_no_usable_nccl(fake_gpus: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = fake_gpus.start(1)
-    one.ask("os.environ.update(FAKE_NCCL_VERSION='22602')")
-    answer = one.refuses("nccl.load()")
-    assert answer.startswith("UnsupportedError: init_pynccl: no usable NCCL: ")
-    assert "NCCL 2.26.2, expected NCCL 2.27 or newer; JITKERN_NCCL names it" in answer
-    path = f"{tmp_path}/libnccl.so.2"
-    monkeypatch.setattr(nccl, "settings", lambda: SimpleNamespace(nccl=path))
-    with pytest.raises(UnsupportedError) as caught:
-        nccl.load.__wrapped__()
-    text = str(caught.value)
-    assert text.startswith("init_pynccl: no usable NCCL: ")
-    assert path in text and "JITKERN_NCCL names it; unset that" in text
-
-
-# -- at a call -------------------------------------------------------------------------------------
-
-
-def test_a_full_launch_queue(fake_gpus: Pool) -> None:
-    """The fake ends a process that aborts in front of one, which takes the context on a GPU."""
-    two = ranks_of(fake_gpus, 2)
-    two[1].kill()
-    two[0].ask("lib.fake_nccl_queue_limit(50)")
-    late(two[0], "calls(1500)", "all_reduce: call 4 ")
-    assert two[0].ask("synchronize()") < LATE_S
+def test_no_usable_nccl(fake_gpus: Pool) -> None:
+    too_old, no_file = fake_gpus.start(2)
+    too_old.ask("os.environ.update(FAKE_NCCL_VERSION='22602')")
+    no_file.ask("os.environ.update(JITKERN_NCCL='/nowhere/libnccl.so.2')")
+    for rank, text in (
+        (too_old, "NCCL 2.26.2, expected NCCL 2.27 or newer; JITKERN_NCCL names it"),
+        (no_file, "/nowhere/libnccl.so.2"),
+    ):
+        answer = rank.refuses("nccl.settings.cache_clear() or nccl.load()")
+        assert answer.startswith("UnsupportedError: init_pynccl: no usable NCCL: ")
+        assert text in answer and "JITKERN_NCCL names it; unset that" in answer
 
 
 def test_the_last_calls_of_a_burst(fake_gpus: Pool) -> None:
@@ -210,9 +187,6 @@ def test_no_rank_has_ended(fake_gpus: Pool) -> None:
     assert text.startswith(f"CommError: all_reduce: {CLOSED}")
     assert text.endswith("no rank has ended")
     two[1].ask("[comm.abort(), lib.fake_release(point)] and None")
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def pair() -> Iterator[list[PeerMemory]]:
-    made = memories(1024, [CPU] * 2)
-    yield made
-    for one in made:
-        one.close()
-
-
-# -- tensors ---------------------------------------------------------------------------------------
+def pair() -> list[PeerMemory]:
+    return memories(1024, [CPU] * 2)
 
 
 def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
@@ -63,8 +58,7 @@ def test_a_share_is_whole_pages(num_bytes: int) -> None:
 
 
 REFUSED: list[tuple[Callable[[PeerMemory], Any], type[Exception], str]] = [
-    (lambda m: m.tensor(257, torch.int32), ValueError, "tensor: shape: [257] of torch.int32 from "
-     "byte 0 on, expected at most 1024 bytes in all"),
+    (lambda m: m.tensor(257, torch.int32), ValueError, "tensor: shape: [257] of torch.int32 from"),
     (lambda m: m.remote(1, 256, torch.float32, 4), ValueError, "remote: shape: [256] of"),
     (lambda m: m.tensor(1, torch.float32, 2), ValueError, "tensor: offset: 2, expected"),
     (lambda m: m.tensor([2, -1], torch.uint8), ValueError, "tensor: shape: [2, -1] of"),
@@ -80,9 +74,8 @@ REFUSED: list[tuple[Callable[[PeerMemory], Any], type[Exception], str]] = [
 def test_wrong_calls(
     pair: list[PeerMemory], call: Callable[[PeerMemory], Any], kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=f"^PeerMemory.{re.escape(text)}"):
         call(pair[0])
-    assert str(caught.value).startswith(f"PeerMemory.{text}")
 
 
 NEW: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -99,12 +92,8 @@ NEW: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("given", "kind", "text"), NEW, ids=[text for _, _, text in NEW])
 def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], text: str) -> None:
     usual = {"num_bytes": 64, "group": HashStore(), "rank": 0, "size": 1, "device": "cpu"}
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=f"^PeerMemory: {re.escape(text)}"):
         PeerMemory(**{**usual, **given})
-    assert str(caught.value).startswith(f"PeerMemory: {text}")
-
-
-# -- lifetime --------------------------------------------------------------------------------------
 
 
 def mappings() -> int:
@@ -151,9 +140,6 @@ def test_nothing_is_left_of_processes(hosts: Pool) -> None:
     assert counts[1] == counts[-1]
     for one in counts[-1]:
         assert all(count == 0 for name, count in one.items() if name != "descriptors")
-
-
-# -- between processes -----------------------------------------------------------------------------
 
 
 def test_the_memory_of_all_is_one_table_of_zeros(hosts: Pool) -> None:

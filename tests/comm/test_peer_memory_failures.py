@@ -40,9 +40,6 @@ def fail_at(pool: Pool, *codes: str, args: str = "") -> tuple[list[Rank], list[s
     return ranks, texts
 
 
-# -- ranks that do not fit -------------------------------------------------------------------------
-
-
 def test_a_process_of_another_user_gives_nothing(pool: Pool) -> None:
     """By its uid, which the kernel knows."""
     ranks, texts = fail_at(pool, "", "setattr(descriptors, 'peer_uid', lambda end: 12345)")
@@ -72,9 +69,6 @@ def test_a_process_of_another_user_gets_nothing(pool: Pool) -> None:
     ranks[0].ask("write(1, 0, 7)")
     assert ranks[1].ask("read(1, 0)") == [7]
     assert ranks[0].ask("uids + [stranger.recvmsg(9, 99)[:2]]") == [["b''", []]]
-
-
-# -- GPUs ------------------------------------------------------------------------------------------
 
 
 def test_gpus_without_peer_access(fake_vmm: Pool) -> None:
@@ -133,9 +127,6 @@ def test_a_gpu_that_hangs(fake_vmm: Pool) -> None:
     # Its own memory is kept: the GPU may write it at any time.
     assert [one.ask("left()")["mapped"] for one in ranks] == [0, 1]
     ranks[1].kill()
-
-
-# -- ranks that go away ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["make", "connect", "take", "clear"])

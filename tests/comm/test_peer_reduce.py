@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
-import shlex
+import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_gpu import checks_of, needs_fake_gpu, run_checks
 from needs import needs_cxx
+from offload.rings import race
 from rows_ranks import Ranks, any_call
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.errors import CommTimeoutError
-from jitkern.host import module as host
 
 pytestmark = needs_cxx
 
@@ -47,36 +44,9 @@ def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
 
 def test_no_races(tmp_path: Path) -> None:
     """Ranks that are threads, under ThreadSanitizer."""
-    program = tmp_path / "race"
-    flags = ("-std=c++17", "-O1", "-g1", "-fsanitize=thread", "-pthread", "-o", str(program))
-    cxx = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-    sources = [str(Path(__file__).with_name("peer_race.cc")), f"{CSRC}/comm/peer_reduce_by_cpu.cc"]
-    includes = [f"-I{path}" for path in include_dirs(CSRC)]
-    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
-    for command in ([*cxx, *flags, *includes, *sources], [str(program)]):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0, done.stderr
-
-
-# -- on a fake driver: ranks make all of each call, also if only some hear of an earlier fault -----
-
-CHILD = Path(__file__).with_name("in_step_child.py")
-
-
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    host.module()  # the child has not the time to build it
-    return run_checks(CHILD, tmp_path_factory.mktemp("driver"), "check_")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=needs_fake_gpu) for one in checks_of([CHILD], "check_")]
-)
-def test_in_step(failed: dict[str, str], name: str) -> None:
-    assert failed[name] == "", failed[name]
-
-
-# -- one rank --------------------------------------------------------------------------------------
+    sources = Path(__file__).with_name("peer_race.cc"), CSRC / "comm" / "peer_reduce_by_cpu.cc"
+    done = race(*sources, target=tmp_path / "race", folders=include_dirs(CSRC))
+    assert done.returncode == 0, done.stderr
 
 
 class Alone:
@@ -85,10 +55,7 @@ class Alone:
     def __init__(self, size: int = 2, **options: Any) -> None:
         self.num_bytes = PeerReducer.workspace_bytes_for(size, 1000)
         self.memory = torch.full((size, self.num_bytes + 16), 0xFF, dtype=torch.uint8)
-        begin = self.memory.data_ptr()
-        self.addresses = [
-            -(-(begin + rank * (self.num_bytes + 16)) // 16) * 16 for rank in range(size)
-        ]
+        self.addresses = [(one.data_ptr() + 15) // 16 * 16 for one in self.memory]
         self.reducer = PeerReducer(
             self.addresses, 1, size, self.num_bytes, device="cpu", owner=self.memory, **options
         )
@@ -99,10 +66,9 @@ class Alone:
             call(self.peer(other))
 
     def peer(self, other: int) -> PeerReducer:
-        return PeerReducer(
-            self.addresses, other, len(self.addresses), self.num_bytes, device="cpu",
-            deadline_s=0.01,
-        )  # fmt: skip
+        size = len(self.addresses)
+        how: Any = {"device": "cpu", "deadline_s": 0.01}
+        return PeerReducer(self.addresses, other, size, self.num_bytes, **how)
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
@@ -235,12 +201,10 @@ def test_wrong_calls_send_nothing(code: str) -> None:
     ],
 )
 def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {
-        "addresses": [16, 32], "rank": 0, "size": 2, "workspace_bytes": 1 << 20, "device": "cpu",
-    }  # fmt: skip
-    with pytest.raises(ValueError) as raised:
+    given: dict[str, Any] = {"addresses": [16, 32], "rank": 0, "size": 2, "device": "cpu"}
+    given["workspace_bytes"] = 1 << 20
+    with pytest.raises(ValueError, match=re.escape(text)):
         PeerReducer(**{**given, **change})
-    assert text in str(raised.value)
 
 
 def test_sizes_of_workspaces() -> None:

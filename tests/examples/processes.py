@@ -1,18 +1,12 @@
-"""Examples as processes, as their users start them, as modules, and with a mistake in them."""
+"""Examples as processes, as their users start them, and with a mistake in them."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import forks
-import pytest
 import torch
 from paths import python_path
 
@@ -37,16 +31,3 @@ def with_mistake(name: str, folder: Path, right: str, wrong: str) -> str:
     file = folder / Path(name).name
     file.write_text(text.replace(right, wrong))
     return str(file)
-
-
-@contextmanager
-def example_module(name: str) -> Iterator[ModuleType]:
-    """Import a file of examples/."""
-    path = EXAMPLES / name
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, path.stem, module)  # where dataclasses look
-        spec.loader.exec_module(module)
-        yield module

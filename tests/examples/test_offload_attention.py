@@ -5,38 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import offload_attention as example
 import pytest
 import torch
-from processes import example_module
 
 SMALL = ["--layers", "3", "--tokens", "208", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 SMALL += ["--block-size", "8", "--unit-blocks", "2", "--depth", "3", "--repeats", "1"]
 
 
-@pytest.fixture
-def example() -> Iterator[ModuleType]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads wait for each other where others use the cores."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # which wait for each other where others use the cores
-    with example_module("offload_attention.py") as module:
-        yield module
+    torch.set_num_threads(1)
+    yield
     torch.set_num_threads(threads)
 
 
-def run(example: ModuleType, device: torch.device, tmp_path: Path, *more: str) -> tuple[int, Any]:
+def run(device: torch.device, tmp_path: Path, *more: str) -> tuple[int, Any]:
     file = tmp_path / "result.json"
     status = example.main([*SMALL, "--device", str(device), "--json", str(file), *more])
     return status, json.loads(file.read_text())
 
 
 @pytest.mark.parametrize("chunk", [8, 24, 32])
-def test_it_is_full_attention(
-    example: ModuleType, device: torch.device, tmp_path: Path, chunk: int
-) -> None:
+def test_it_is_full_attention(device: torch.device, tmp_path: Path, chunk: int) -> None:
     """Of chunks that divide the tokens and of others, with units that are full and not."""
-    status, result = run(example, device, tmp_path, "--chunk", str(chunk))
+    status, result = run(device, tmp_path, "--chunk", str(chunk))
     assert status == 0
     assert result["chunk"] == chunk
     assert 0 < result["rms_error"] < result["max_rms_error"]
@@ -45,9 +42,9 @@ def test_it_is_full_attention(
 
 
 def test_it_finds_a_chunk(
-    example: ModuleType, device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, result = run(example, device, tmp_path)
+    status, result = run(device, tmp_path)
     said = capsys.readouterr().out
     assert status == 0 and f"\nchunks of {result['chunk']} tokens: " in said
     assert said.count("chunks of") == 4  # 32 tokens is the most that the budget allows
@@ -55,7 +52,6 @@ def test_it_finds_a_chunk(
 
 @pytest.mark.parametrize("broken", ["merge", "_units", "is_causal"])
 def test_a_wrong_result_is_found(
-    example: ModuleType,
     device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -70,13 +66,13 @@ def test_a_wrong_result_is_found(
         prefill, units = example.Prefill, example.Prefill._units
         wrong = lambda *args: [unit._replace(cpu_blocks=[0]) for unit in units(*args)]  # noqa: E731
         monkeypatch.setattr(prefill, "_units", wrong)
-    status, result = run(example, device, tmp_path, "--chunk", "24")
+    status, result = run(device, tmp_path, "--chunk", "24")
     assert status == 1
     assert result["rms_error"] > result["max_rms_error"]
 
 
-def test_the_plot(example: ModuleType, device: torch.device, tmp_path: Path) -> None:
+def test_the_plot(device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     image = tmp_path / "timeline.png"
-    run(example, device, tmp_path, "--chunk", "24", "--plot", str(image))
+    run(device, tmp_path, "--chunk", "24", "--plot", str(image))
     assert image.read_bytes().startswith(b"\x89PNG")

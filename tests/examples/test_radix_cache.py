@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import radix_cache as example
 import torch
-from processes import example_module
 from torch import Tensor
 
 
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    with example_module("radix_cache.py") as module:
-        yield module
-
-
 @pytest.mark.parametrize("page_size", [1, 3])
-def test_pages_are_matched_inserted_and_evicted_oldest_first(
-    example: ModuleType, page_size: int
-) -> None:
+def test_pages_are_matched_inserted_and_evicted_oldest_first(page_size: int) -> None:
     tree = example.RadixCache(page_size)
 
     def pages(*numbers: int) -> Tensor:
@@ -44,12 +34,7 @@ def test_pages_are_matched_inserted_and_evicted_oldest_first(
     assert torch.equal(tree.match_prefix(second)[0], expected[: 2 * page_size])
 
 
-# -- the day ---------------------------------------------------------------------------------------
-
-
-def test_a_day_is_served(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_day_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a cache so small that much of it is evicted and computed again."""
     file = tmp_path / "result.json"
     args = ["--page-size", "16", "--requests", "600", "--cache-tokens", "60000"]
@@ -63,9 +48,7 @@ def test_a_day_is_served(
 
 
 @pytest.mark.parametrize("broken", ["insert", "evict", "lock", "unlock", "slices_and_nonzero"])
-def test_a_mistake_of_the_tree_is_found(
-    example: ModuleType, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_a_mistake_of_the_tree_is_found(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     tree, serve = example.RadixCache, ["--requests", "400", "--cache-tokens", "60000"]
     if broken == "slices_and_nonzero":
         # Whatever begins with the same page is the same, it says.
@@ -87,14 +70,11 @@ def test_a_mistake_of_the_tree_is_found(
     assert status == 1
 
 
-# -- by hand ---------------------------------------------------------------------------------------
-
-
 def tensor(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
-def test_both_halves_of_a_locked_node_are_locked(example: ModuleType) -> None:
+def test_both_halves_of_a_locked_node_are_locked() -> None:
     tree = example.RadixCache(3)
     tree.insert(torch.arange(9), torch.arange(10, 19))
     _, lower = tree.match_prefix(torch.arange(9))
@@ -107,14 +87,14 @@ def test_both_halves_of_a_locked_node_are_locked(example: ModuleType) -> None:
         tree.unlock(lower.parent)  # in use by what is below, but nobody has locked it
 
 
-def test_what_is_returned_may_change(example: ModuleType) -> None:
+def test_what_is_returned_may_change() -> None:
     tree = example.RadixCache(1)
     tree.insert(torch.arange(4), torch.arange(10, 14))
     tree.match_prefix(torch.arange(4))[0].zero_()
     assert tree.match_prefix(torch.arange(4))[0].tolist() == [10, 11, 12, 13]
 
 
-def test_slots_may_be_on_a_gpu(example: ModuleType, device: torch.device) -> None:
+def test_slots_may_be_on_a_gpu(device: torch.device) -> None:
     tree = example.RadixCache(2, slot_dtype=torch.int32, slot_device=device)
     assert tree.match_prefix(torch.arange(4))[0].device.type == device.type
     tree.insert(torch.arange(4), torch.arange(4, dtype=torch.int32, device=device))

@@ -102,9 +102,6 @@ def test_frozen_and_double_backward(way: Way, size: int) -> None:
     way.ranks_of(size, table).each(body)
 
 
-# -- compiled --------------------------------------------------------------------------------------
-
-
 class Model(torch.nn.Module):
     def __init__(self, embedding: TPEmbedding) -> None:
         super().__init__()

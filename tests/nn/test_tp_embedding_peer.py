@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,14 +78,23 @@ def test_it_is_in_a_full_graph(way: Way) -> None:
     assert ranks.num_sums() == 0
 
 
-# -- loading ---------------------------------------------------------------------------------------
-
 WAYS: dict[str, Callable[[TPEmbedding, float], Any]] = {
     "load_full": lambda m, value: m.load_full(filled(m, value)),
     "load_state_dict": lambda m, value: m.load_state_dict({"weight": filled(m, value)}),
     "reset_parameters": lambda m, value: m.reset_parameters(),
     "fence": by_hand,
 }
+
+
+def before_a_write(patch: pytest.MonkeyPatch, of: TPEmbedding, do: Callable[[], object]) -> None:
+    at, real = of.weight.data_ptr(), tp_embedding._write
+
+    def write(to: Tensor, parts: list[Tensor]) -> None:
+        if to.data_ptr() == at:
+            do()
+        real(to, parts)
+
+    patch.setattr(tp_embedding, "_write", write)
 
 
 @pytest.mark.parametrize("method", WAYS)
@@ -95,13 +105,7 @@ def test_nobody_writes_while_another_reads(
     ranks = way.ranks(2, *SMALL)
     ranks.each(lambda module: by_hand(module, 1))
     monkeypatch.setattr(Tensor, "normal_", lambda self: self.fill_(2))
-    slow, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
-
-    def write(to: Tensor, parts: list[Tensor]) -> None:
-        time.sleep(0.1 if to.data_ptr() == slow else 0)
-        real(to, parts)
-
-    monkeypatch.setattr(tp_embedding, "_write", write)
+    before_a_write(monkeypatch, ranks.modules[1], lambda: time.sleep(0.1))
 
     def load(module: TPEmbedding) -> None:
         until = time.monotonic() + 0.1 * module.comm.rank  # the second reads until then
@@ -128,22 +132,12 @@ def test_a_rank_that_does_not_come_to_load_is_named(way: Way) -> None:
 def test_a_rank_that_fails_to_write(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others do not go on with a table of which a part is lacking."""
     ranks = way.ranks(2, *SMALL, timeout_s=1)
-    broken, real = ranks.modules[1].weight.data_ptr(), tp_embedding._write
-
-    def write(to: Tensor, parts: list[Tensor]) -> None:
-        if to.data_ptr() == broken:
-            raise OSError("no rows")
-        real(to, parts)
-
-    monkeypatch.setattr(tp_embedding, "_write", write)
+    before_a_write(monkeypatch, ranks.modules[1], Mock(side_effect=OSError("no rows")))
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(one.load_full, filled(one, 2)) for one in ranks.modules]
     error = calls[0].exception()
     assert isinstance(error, CommTimeoutError) and error.missing == (1,)
     assert isinstance(calls[1].exception(), OSError)
-
-
-# -- what it is ------------------------------------------------------------------------------------
 
 
 def test_it_stays_where_it_is(way: Way) -> None:

@@ -1,14 +1,13 @@
-"""What an OffloadEngine has the driver do, on fake_driver.c; see test_offload_driver.py."""
+"""What an OffloadEngine has the driver do, on fake_driver.c; see ../test_fake_driver.py."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import OnCuda, driver, log
+from launch_fake import OnCuda, log, pinned
 
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import OffloadEngine
@@ -19,7 +18,7 @@ PIECE = TOKENS * TOKEN_BYTES
 PITCHES = f"pitches {SLOTS * PIECE} {BLOCKS * PIECE}, types 2 1, on 0"
 
 PINNED, DEVICE = (torch.zeros(1 << 19, dtype=torch.uint8) for _ in range(2))
-driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(len(PINNED)), 1, 0)
+pinned(PINNED)
 
 copy_blocks = module.copy_blocks
 
@@ -102,11 +101,7 @@ def check_all_slots_are_one_copy_a_step() -> None:
     assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
     module.copy_blocks = copy_on_gpu
     report_checks(dict(globals()), clean)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""PinnedPool on the driver of fake_driver.c; see test_offload_driver.py.
+"""PinnedPool on the driver of fake_driver.c; see ../test_fake_driver.py.
 
 PyTorch has no GPU here, and is told that it has one.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from fake_gpu import report_checks
-from launch_fake import cuda, driver, log
+from launch_fake import cuda, driver, log, raises
+from rings import is_mapped
 
 import jitkern
 from jitkern.jit import device as launch
@@ -26,21 +24,6 @@ MIB = 1 << 20
 SIZE = 8 * MIB
 REGISTERED = f"register {SIZE}, flags 3, on 0\n"
 FREED = f"synchronize 0\nunregister {SIZE}\n"
-
-
-def raises(kind: type[Exception], text: str, call: Callable[..., Any], *args: Any) -> None:
-    try:
-        call(*args)
-    except kind as error:
-        assert re.fullmatch(text, str(error)), f"{error!r} is not {text!r}"
-    else:
-        raise AssertionError(f"no {kind.__name__}: {text}")
-
-
-def is_mapped(address: int) -> bool:
-    with open("/proc/self/maps") as lines:
-        ranges = (line.split()[0].split("-") for line in lines)
-        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
 
 
 def give_next(begin: int, num_bytes: int) -> None:
@@ -151,14 +134,10 @@ def check_a_forked_child_leaves_it_alone() -> None:
     pool.close()
 
 
-def main() -> None:
+if __name__ == "__main__":
     DeviceModule.image = lambda self, arch: b"image"  # type: ignore[method-assign]
     launch.device_and_stream = lambda number: (max(number, 0), 1)
     torch.cuda.is_available = lambda: True  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     memory._node_of_gpu = lambda: None
     report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""DescriptorRing on the driver of fake_driver.c; see test_offload_driver.py.
+"""DescriptorRing on the driver of fake_driver.c; see ../test_fake_driver.py.
 
 PyTorch has no GPU here, and is told that it has one, whose memory is the CPU's.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import Fault, OnCuda, driver, log, params, refused
+from launch_fake import Fault, OnCuda, driver, log, params, pinned, raises, refused
 from rings import LINE, memory_of, rows
 
 from jitkern import unpack
@@ -63,9 +63,7 @@ class OwnStream(Stream):
         return Event()
 
 
-WORDS = torch.zeros(64, dtype=torch.int32)
-driver.fake_memory(ctypes.c_uint64(WORDS.data_ptr()), ctypes.c_uint64(256), 1, 0)
-words = iter(WORDS.split(1))
+words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
 
 
 def check_registered_with_the_gpu_and_given_back() -> None:
@@ -85,12 +83,7 @@ def check_registered_with_the_gpu_and_given_back() -> None:
 def check_not_registered_is_raised_and_nothing_is_left() -> None:
     before = len(os.listdir("/proc/self/fd"))
     driver.fake_refusal(0)
-    try:
-        DescriptorRing(3, 5)
-    except RuntimeError as error:
-        assert re.match("PinnedPool: .* were not registered: ", str(error)), error
-    else:
-        raise AssertionError("no error")
+    raises(RuntimeError, "PinnedPool: .* were not registered: .*", DescriptorRing, 3, 5)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -98,23 +91,26 @@ def on_gpu(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor))
 
 
+def sides() -> tuple[Any, Any, torch.Tensor]:
+    """A source and a destination on the GPU, and pinned memory."""
+    src, dst, host = torch.zeros(3, 1 << 20, dtype=torch.uint8)
+    return on_gpu(src), on_gpu(dst), pinned(host)
+
+
 def check_a_call_is_one_launch() -> None:
     """Also of no pushes, while a graph is captured, and for pinned host memory."""
-    src, dst = torch.zeros(2, 1 << 20, dtype=torch.uint8)
-    pinned = torch.zeros(1 << 20, dtype=torch.uint8)
-    driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    src, dst, host = sides()
+    on_host = tvm_ffi.from_dlpack(host)
     with DescriptorRing(3, 5) as made:
-        unpack(on_gpu(src), on_gpu(dst), made)  # loads the kernel
+        unpack(src, dst, made)  # loads the kernel
         log()
         for capturing in (0, 1):
             driver.fake_capture(capturing)
-            for sides, how in (
-                ((on_gpu(src), on_gpu(dst)), {}),
-                ((on_gpu(src), on_gpu(dst)), {"num_slots": 3}),
-                ((tvm_ffi.from_dlpack(pinned), on_gpu(dst)), {"num_slots": 2}),
-                ((on_gpu(src), tvm_ffi.from_dlpack(pinned)), {}),
+            for given, num_slots in (
+                *(((src, dst), 1), ((src, dst), 3)),
+                *(((on_host, dst), 2), ((src, on_host), 1)),
             ):
-                unpack(*sides, made, **how)
+                unpack(*given, made, num_slots=num_slots)
                 (line,) = log().splitlines()
                 assert line.startswith("jitkern_unpack_ring of "), line
         driver.fake_capture(0)
@@ -123,31 +119,24 @@ def check_a_call_is_one_launch() -> None:
 
 def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
     """A call that launched nothing would leave its push to the next one, and so on for ever."""
-    src, dst = torch.zeros(2, 1 << 20, dtype=torch.uint8)
-    pinned = torch.zeros(1 << 20, dtype=torch.uint8)
-    driver.fake_memory(ctypes.c_uint64(pinned.data_ptr()), ctypes.c_uint64(1 << 20), 1, 0)
+    src, dst, host = sides()
     with DescriptorRing(3, 5) as made:
-        unpack(on_gpu(src), on_gpu(dst), made)
+        unpack(src, dst, made)
         (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
         fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
         assert fault.state == 0
-        for target in (on_gpu(dst), pinned):
-            fault.state, fault.site, fault.position, fault.value, fault.bound = 2, 0, 7, 900, 900
-            version = pinned._version
-            try:
-                unpack(on_gpu(src), target, made)
-            except IndexError as error:
-                assert "index 900 at position 7" in str(error), error
-            else:
-                raise AssertionError("no error")
+        for target in (dst, host):
+            fault.be(2, 0, 7, 900, 900)
+            version = host._version
+            raises(IndexError, ".*index 900 at position 7.*", unpack, src, target, made)
             assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
-            assert pinned._version == version + (target is pinned)
-            unpack(on_gpu(src), target, made)
+            assert host._version == version + (target is host)
+            unpack(src, target, made)
             assert log().count("jitkern_unpack_ring of") == 1
         # What is refused is not made, and leaves the fault to the next call.
-        fault.state, version = 2, pinned._version
-        refused(ValueError, "unpack: dst: overlaps .*", unpack, pinned, pinned, made)
-        assert fault.state == 2 and pinned._version == version
+        fault.state, version = 2, host._version
+        refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, made)
+        assert fault.state == 2 and host._version == version
         fault.state = 0
 
 
@@ -163,8 +152,7 @@ def check_a_server_keeps_the_rules_of_writing() -> None:
 
 
 def served(made: DescriptorRing) -> Any:
-    sides = torch.zeros(2, 64, dtype=torch.uint8)
-    return made.serve(on_gpu(sides[1]), on_gpu(sides[0]))
+    return made.serve(*sides()[:2])
 
 
 def check_servers_have_a_stream_that_nobody_else_gets() -> None:
@@ -228,13 +216,9 @@ def end_while_a_server_runs() -> None:
     assert server.is_running and server._stop.item() == 0
 
 
-def main() -> None:
+if __name__ == "__main__":
     pretend()
     if sys.argv[1] == "exit":
         end_while_a_server_runs()
     else:
         report_checks(globals(), log)
-
-
-if __name__ == "__main__":
-    main()

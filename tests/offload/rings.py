@@ -1,8 +1,9 @@
-"""A ring's memory as both/ring.h lays it out, to look at and to spoil; producers in C++."""
+"""Pinned memory, a ring's as both/ring.h lays it out, to look at and to spoil; producers in C++."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import subprocess
 import time
@@ -16,12 +17,12 @@ import jitkern
 from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
+PUBLIC = (CSRC / "include",)
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ring_producer.cc"
 MESSAGE_BYTES = 4096  # of the example
 LINE = 128
 SEALS_AT = (24, 56)  # in a descriptor
-MAGIC = b"jitkring"
 
 
 class Memory:
@@ -29,12 +30,11 @@ class Memory:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._at = memory.data_ptr()
-        header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
-        assert header[0] == MAGIC
-        assert header[1] == 2
-        self.num_slots, self.max_descriptors, self.descriptor_bytes = header[2:5]
-        self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = header[5:10]
-        self.num_bytes = header[10]
+        magic, version, *header = struct.unpack("<8s4I6q", ctypes.string_at(self._at, 72))
+        assert (magic, version) == (b"jitkring", 2)
+        self.num_slots, self.max_descriptors, self.descriptor_bytes, *places = header
+        self.head_at, self.dones_at, self.done_bytes, self.slots_at, self.slot_bytes = places[:5]
+        self.num_bytes = places[5]
 
     def _word(self, at: int) -> ctypes.c_uint64:
         return ctypes.c_uint64.from_address(self._at + at)
@@ -61,6 +61,12 @@ class Memory:
         return [self._word(self.descriptor_at(slot, i) + at) for at in SEALS_AT]
 
 
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as lines:
+        ranges = (line.split()[0].split("-") for line in lines)
+        return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
+
+
 def rows(*given: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(given, dtype=torch.int64)
 
@@ -74,16 +80,24 @@ def ring_word(generation: int, count: int) -> int:
 
 
 def compiled(
-    source: Path, target: Path, flags: Sequence[str] = ("-O2",), include: Path | None = None
+    *sources: Path, target: Path, flags: Sequence[str], folders: Sequence[Path] = PUBLIC
 ) -> Path:
-    """A library or a program of a source that includes public headers only."""
-    folder = CSRC / "include" if include is None else include
+    """A library or a program of sources that include headers of these folders, or public ones."""
     command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    done = subprocess.run(
-        [*command, f"-I{folder}", str(source), "-o", str(target)], capture_output=True, text=True
-    )
+    command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
+
+
+def race(
+    *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of these sources under ThreadSanitizer."""
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    program = str(compiled(*sources, target=target, flags=flags, folders=folders))
+    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
+    return subprocess.run([program], env=env, capture_output=True, text=True, timeout=100)
 
 
 def message(ticket: int) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from threads.mutants import replace_once
+
+from jitkern.compilers.sources import CSRC
 
 SLOTS = "offload/slots.cc"
 WAITS = "if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream"
@@ -21,8 +24,11 @@ class Mutant:
     new: str = ""
     file: str = SLOTS
 
-    def apply(self, csrc: Path) -> None:
+    def apply(self, csrc: Path) -> Path:
+        """Make a copy of the sources there, with the mistake; return it."""
+        shutil.copytree(CSRC, csrc)
         replace_once(csrc / self.file, self.old, self.new)
+        return csrc
 
 
 def without_wait(mistake: str, access: str, lane: str) -> Mutant:
@@ -59,7 +65,6 @@ MUTANTS = (
     ),
     Mutant(
         "a capture waits for the one before it",
-        "(!is_capturing_ || chain.session == session_)",
-        "true",
+        *("(!is_capturing_ || chain.session == session_)", "true"),
     ),
 )

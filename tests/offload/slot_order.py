@@ -96,9 +96,6 @@ class FakeStreams(Streams):
         return FakeTensor(index)
 
 
-# -- the order -------------------------------------------------------------------------------------
-
-
 def disorder(trace: str) -> list[str]:
     """Say what is not before what it has to be before."""
     clocks: dict[Lane, Counter[Lane]] = {}
@@ -151,9 +148,6 @@ def disorder(trace: str) -> list[str]:
     return found
 
 
-# -- random runs -----------------------------------------------------------------------------------
-
-
 class StopError(Exception):
     """A body's."""
 
@@ -201,10 +195,7 @@ def scenario(seed: int) -> str:
     machine.is_timed = rng.random() < 0.5
     driver.fake_trace()
     pipeline = SlotPipeline(
-        num_slots=rng.choice((1, 2, 3, 5)),
-        slot_shape=[8],
-        dtype=torch.uint8,
-        device="cuda",
+        num_slots=rng.choice((1, 2, 3, 5)), slot_shape=[8], dtype=torch.uint8, device="cuda"
     )
     for _ in range(rng.randrange(1, 6)):
         is_captured = rng.random() < 0.25

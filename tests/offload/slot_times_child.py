@@ -1,4 +1,4 @@
-"""Times of a SlotPipeline on the clocks of fake_driver.c; see test_offload_driver.py."""
+"""Times of a SlotPipeline on the clocks of fake_driver.c; see ../test_fake_driver.py."""
 
 from __future__ import annotations
 
@@ -165,9 +165,6 @@ def check_events_are_given_back() -> None:
         assert driver.fake_events() == before
 
 
-# -- max_slots -------------------------------------------------------------------------------------
-
-
 def bursts(count: int) -> Times:
     """Every eighth load takes as long as ten others, which bodies can hide if they are ahead."""
     return [(10.0 if i % 8 == 5 else 1.0, 3.0, 0.0) for i in range(count)]
@@ -204,11 +201,7 @@ def check_no_memory_for_more() -> None:
     assert pipeline.depth == 3
 
 
-def main() -> None:
+if __name__ == "__main__":
     slot_order.set_up(None)
     driver.fake_now(ctypes.c_double(1e30))
     report_checks(globals(), lambda: now(1e30))
-
-
-if __name__ == "__main__":
-    main()

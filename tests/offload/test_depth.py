@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 
 import pytest
 
@@ -51,33 +50,18 @@ class Simulated:
         return max(self.computed, self.stored)
 
 
-def times(load: Load, seed: int = 0) -> Iterator[tuple[float, float, float]]:
-    rng = random.Random(seed)
-    number = 0
-    while True:
-        yield load(rng, number)
-        number += 1
-
-
 def controlled(most: int = MOST) -> Simulated:
     return Simulated(LEAST, DepthController(LEAST, most))
 
 
-def run(simulated: Simulated, load: Load, count: int, seed: int = 0) -> float:
-    """Return the ms that so many iterations take."""
+def run(simulated: Simulated, load: Load, count: int, seed: int = 0, ahead: int = 0) -> float:
+    """Return the ms that so many iterations take after others."""
+    rng = random.Random(seed)
     begin = simulated.ms
-    for one in islice(times(load, seed), count):
-        simulated.step(*one)
-    return simulated.ms - begin
-
-
-def after_20(simulated: Simulated, load: Load, seed: int = 0) -> float:
-    """Return the ms of 400 iterations that come after 20 others."""
-    ahead = list(islice(times(load, seed), 420))
-    for number, one in enumerate(ahead):
-        if number == 20:
+    for number in range(ahead + count):
+        if number == ahead:
             begin = simulated.ms
-        simulated.step(*one)
+        simulated.step(*load(rng, number))
     return simulated.ms - begin
 
 
@@ -112,9 +96,9 @@ LOADS = {
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("seed", range(3))
 def test_as_good_as_the_best_depth_after_20_iterations(name: str, seed: int) -> None:
-    simulated = controlled()
-    found = after_20(simulated, LOADS[name], seed)
-    fixed = [after_20(Simulated(depth), LOADS[name], seed) for depth in range(1, MOST + 1)]
+    simulated, how = controlled(), (LOADS[name], 400, seed, 20)
+    found = run(simulated, *how)
+    fixed = [run(Simulated(depth), *how) for depth in range(1, MOST + 1)]
     assert found <= 1.05 * min(fixed), (found, min(fixed), simulated.depths)
 
 
@@ -168,14 +152,8 @@ def test_no_more_than_the_most() -> None:
     assert max(simulated.depths) == 3
 
 
-def test_the_time_of_some_iterations() -> None:
-    def of(*iterations: tuple[float, float, float]) -> list[Iteration]:
-        return [Iteration(*one, 0.0, True) for one in iterations]
-
-    loads = of(*[(2.0, 3.0, 0.0)] * 4)
-    assert [total_ms(loads, depth) for depth in (1, 2, 4)] == [20.0, 14.0, 14.0]
-    both = of(*[(2.0, 3.0, 4.0)] * 3)
-    assert [total_ms(both, depth) for depth in (1, 2, 3)] == [27.0, 18.0, 17.0]
-    apart = [one._replace(follows=False) for one in loads]
+def test_the_time_of_iterations_that_do_not_follow_each_other() -> None:
+    """Of those that do slot_times_child.py has the times."""
+    apart = [Iteration(2.0, 3.0, 0.0, 0.0, False)] * 4
     assert total_ms(apart, 4) == 20.0
     assert total_ms([], 3) == 0.0

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -29,13 +30,7 @@ Row = tuple[float, float, float]
 
 
 class Given:
-    """A pipeline of which only times are known.
-
-    Attributes
-    ----------
-    reads : list of int
-        Iterations that were read, call by call.
-    """
+    """A pipeline of which only times are known."""
 
     slot_bytes = 1 << 20
     depth = 3
@@ -43,7 +38,7 @@ class Given:
     def __init__(self, monitor: OverlapMonitor) -> None:
         self.monitor = monitor
         self.rows: list[bytes] = []
-        self.reads: list[int] = []
+        self.reads: list[int] = []  # iterations that were read, call by call
         self.end = 0.0
         monitor._attach(self, self, None)
 
@@ -78,13 +73,10 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     assert (nothing.iterations, nothing.depth, nothing.alarms) == (0, 3, 0)
     assert math.isnan(nothing.ratio) and math.isnan(nothing.compute_ms)
     blocks = host_blocks(7, device)
-    for _ in pipeline.load(blocks, copy=bring):
-        pass
-    for _ in pipeline.store(blocks, copy=take):
-        pass
+    list(pipeline.load(blocks, copy=bring))
+    list(pipeline.store(blocks, copy=take))
     with pipeline:
-        for _ in pipeline.update(blocks, load=bring, store=take):
-            pass
+        list(pipeline.update(blocks, load=bring, store=take))
     sync(device)
     found = monitor.snapshot()
     assert found.name == "weights"
@@ -190,15 +182,12 @@ def test_asked_by_other_threads_while_it_runs() -> None:
         while not over.is_set():
             seen.append(monitor.snapshot().iterations)
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(200):
-        for _ in pipeline.load(range(50), copy=lambda tensor, block: None):
-            pass
-    over.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(ask) for _ in range(2)]
+        for _ in range(200):
+            list(pipeline.load(range(50), copy=lambda tensor, block: None))
+        over.set()
+    assert [one.result() for one in asking] == [None, None]
     found = monitor.snapshot()
     assert found.iterations == 10_000
     # Those are dropped for which no thread came round to ask.
@@ -227,8 +216,7 @@ def test_the_timeline() -> None:
     monitor = OverlapMonitor(name="weights")
     pipeline = pipeline_of(torch.device("cpu"), 1, monitor=monitor)
     assert not any(monitor.timeline().values())
-    for _ in pipeline.load(range(200), copy=lambda tensor, block: time.sleep(1e-4)):
-        pass
+    list(pipeline.load(range(200), copy=lambda tensor, block: time.sleep(1e-4)))
     spans, timed = monitor.timeline(), monitor.snapshot().timed
     bodies = spans["compute"]
     assert len(spans["load"]) == len(bodies) == timed == 64
@@ -254,33 +242,17 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
         OverlapMonitor(**how)
 
 
-# -- on a GPU --------------------------------------------------------------------------------------
-
 WORDS = 1 << 18  # of int32: 1 MiB a slot
 SLOW_CYCLES = 1_000_000  # about 0.6 ms
 NEAR_MS = 2e-3  # a float of ms, and the clock of events
 
 
-def check_order(rows: list[list[float]], depth: int, least_ms: tuple[float, float]) -> None:
-    """Hold what waits for what, and how long a load and a body take at least, to their times."""
-    previous_load = previous_body = -math.inf
-    for number, (load, loaded, body, done, stall) in enumerate(rows):
-        assert load + least_ms[0] <= loaded + NEAR_MS
-        assert loaded <= body + NEAR_MS
-        assert body + least_ms[1] <= done + NEAR_MS
-        assert load >= previous_load - NEAR_MS  # one stream of loads
-        assert body >= previous_body - NEAR_MS
-        if number >= depth:  # the slot was free
-            assert load >= rows[number - depth][3] - NEAR_MS
-        # What the body waited for its load, once the body before it was over.
-        expected = max(0.0, min(loaded, body) - previous_body) if number else 0.0
-        assert stall == pytest.approx(expected, abs=NEAR_MS)
-        previous_load, previous_body = loaded, done
-
-
 @pytest.mark.cuda
 def test_what_the_monitor_measures() -> None:
-    """The order of moments, and how long something takes at least, whoever else has the GPU."""
+    """The order of moments, and how long something takes at least, whoever else has the GPU.
+
+    What follows from the moments is in slot_times_child.py.
+    """
     monitor = OverlapMonitor(window=32)
     shape = {"slot_shape": [WORDS], "dtype": torch.int32}
     blocks = list(torch.zeros(32, WORDS, dtype=torch.int32).pin_memory())
@@ -297,17 +269,16 @@ def test_what_the_monitor_measures() -> None:
         torch.cuda.synchronize()
         found = monitor.snapshot()
         assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
-        assert found.bytes_moved == 32 * run * WORDS * 4
-        rows = [[*times[:4], one.stall_ms] for times, one in list(monitor._rows)[-32:]]
-        check_order(rows, 3, (sleep_ms, body_cycles / 4e6))
-        # Means are of what lies between the first moment and the last, without what overlaps.
-        took_ms = rows[-1][3] - rows[0][0]
-        assert 32 * found.transfer_ms <= took_ms + 0.1
-        assert 32 * (found.compute_ms + found.stall_ms) <= took_ms + 0.1
+        rows = [times[:4] for times, _ in list(monitor._rows)[-32:]]
+        for number, (load, loaded, body, done) in enumerate(rows):
+            assert load + sleep_ms <= loaded + NEAR_MS
+            assert loaded <= body + NEAR_MS
+            assert body + body_cycles / 4e6 <= done + NEAR_MS
+            if number >= 3:  # the slot was free
+                assert load >= rows[number - 3][3] - NEAR_MS
         bodies_ms = sum(row[3] - row[2] for row in rows)
         assert 32 * found.compute_ms == pytest.approx(bodies_ms, rel=1e-3)
         assert found.fill_ms == pytest.approx(rows[0][2] - rows[0][0], abs=NEAR_MS)
-        assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
         if body_cycles:  # a load runs beside the body before its own
             assert any(row[0] < before[3] for before, row in pairwise(rows))
         else:  # a body that does nothing waits for its load

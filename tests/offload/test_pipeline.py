@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,9 +100,6 @@ def test_loads_run_ahead_as_far_as_there_are_slots() -> None:
     ]
 
 
-# -- the caller's stream ---------------------------------------------------------------------------
-
-
 def test_under_with_runs_follow_each_other(device: torch.device) -> None:
     pipeline = pipeline_of(device)
     blocks = host_blocks(8, device)
@@ -120,21 +118,16 @@ def test_under_with_runs_follow_each_other(device: torch.device) -> None:
         pipeline.fork()
 
 
-# -- runs that end early ---------------------------------------------------------------------------
-
-
 class WrongError(Exception):
     pass
 
 
 def copies_until(number: int, copy: Any) -> Any:
     """A copy that raises at its call `number`."""
-    calls = 0
+    calls = itertools.count()
 
     def wrong(tensor: Tensor, block: Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == number + 1:
+        if next(calls) == number:
             raise WrongError(number)
         copy(tensor, block)
 
@@ -222,8 +215,6 @@ def test_an_interrupt_in_a_copy_is_raised_at_once(device: torch.device) -> None:
     check_is_ready(pipeline, device, before)
 
 
-# -- wrong use -------------------------------------------------------------------------------------
-
 NOT_OVER = (
     "SlotPipeline: a run of it is not over; end it first, or use update() for both directions at "
     "once, or a second pipeline"
@@ -232,54 +223,40 @@ OTHER_THREAD = "SlotPipeline: in use by another thread; make a pipeline for each
 
 
 def test_two_runs_at_once(device: torch.device) -> None:
+    def refused(text: str, *uses: Callable[[], object]) -> None:
+        for use in uses:
+            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+                use()
+
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(10, device)
     both = zip(pipeline.load(blocks, copy=bring), pipeline.store(blocks, copy=take), strict=True)
-    with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-        next(both)
+    refused(NOT_OVER, both.__next__)
     del both
     check_is_ready(pipeline, device, before)
     for _ in pipeline.load(blocks, copy=bring):
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-            next(iter(pipeline.load(blocks, copy=bring)))
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"), pipeline:
-            pass
-        with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-            pipeline.close()
+        again = iter(pipeline.load(blocks, copy=bring))
+        refused(NOT_OVER, again.__next__, pipeline.__enter__, pipeline.close)
     check_is_ready(pipeline, device, before)
     with pipeline:
         text = "SlotPipeline: inside `with pipeline:` already; leave it first"
-        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"), pipeline:
-            pass
-        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-            pipeline.close()
+        refused(text, pipeline.__enter__, pipeline.close)
         for _ in pipeline.load(blocks, copy=bring):
-            with pytest.raises(RuntimeError, match=f"^{re.escape(NOT_OVER)}$"):
-                next(iter(pipeline.store(blocks, copy=take)))
+            refused(NOT_OVER, lambda: next(iter(pipeline.store(blocks, copy=take))))
     check_is_ready(pipeline, device, before)
 
 
 def in_thread(call: Callable[[], object]) -> BaseException | None:
-    found: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return found[0] if found else None
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).exception()
 
 
 def test_another_thread(device: torch.device) -> None:
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(5, device)
 
-    def run() -> int:
-        return sum(1 for _ in pipeline.load(blocks, copy=bring))
+    def run() -> object:
+        return list(pipeline.load(blocks, copy=bring))
 
     slots = iter(pipeline.load(blocks, copy=bring))
     seen = [next(slots).block]
@@ -310,25 +287,19 @@ def test_a_closed_one(device: torch.device) -> None:
     assert tensor.eq(4).all()
 
 
-class InterruptingStreams:
-    """The streams of a pipeline, of which one call is interrupted."""
-
-    def __init__(self, streams: Any, name: str) -> None:
-        self._streams, self._name = streams, name
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._name:
-            self._name = ""
-            raise KeyboardInterrupt
-        return getattr(self._streams, name)
-
-
 @pytest.mark.parametrize("where", ["enter", "start", "leave"])
 def test_an_interrupt_inside_leaves_it_broken_at_worst(device: torch.device, where: str) -> None:
     """The next use says so, from any thread, and it can be closed."""
     pipeline, before = pipeline_of(device), current(device)
     blocks = host_blocks(5, device)
-    pipeline._streams = InterruptingStreams(pipeline._streams, where)  # type: ignore[assignment]
+    streams = pipeline._streams
+    real = getattr(streams, where)
+
+    def interrupted_once(*_: object) -> None:
+        setattr(streams, where, real)
+        raise KeyboardInterrupt
+
+    setattr(streams, where, interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         for _ in pipeline.load(blocks, copy=bring):
             pass
@@ -349,18 +320,14 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 4096"),
     ({"num_slots": 4097}, ValueError, "num_slots: 4097, expected 1 to 4096"),
     ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
-    ({"num_slots": True}, TypeError, "num_slots: bool, expected an int"),
     ({"slot_shape": []}, ValueError, "slot_shape: [], expected sizes of at least 1"),
-    ({"slot_shape": (4, 0)}, ValueError, "slot_shape: [4, 0], expected sizes of at least 1"),
     ({"slot_shape": (True,)}, TypeError, "slot_shape: [True], expected a sequence of ints"),
     ({"slot_shape": "44"}, TypeError, "slot_shape: str, expected a sequence of ints"),
     ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"device": "gpu"}, ValueError, "device: gpu, expected cpu"),
     ({"device": "cuda:77"}, ValueError, "device: cuda:77, expected cpu"),
-    ({"device": 1.0}, ValueError, "device: 1.0, expected cpu"),
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
     ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
-    ({"max_slots": "8"}, TypeError, "max_slots: str, expected an int"),
 ]  # fmt: skip
 
 
@@ -373,7 +340,6 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
 def test_as_many_slots_as_there_may_be() -> None:
     """16,000 once took 26 s: each looked at all others."""
     pipeline = pipeline_of(torch.device("cpu"), 4096, slot_shape=[1])
-    assert [slot.index for slot in pipeline.load(range(4096), copy=lambda *_: None)] == [
-        *range(4096)
-    ]
+    run = pipeline.load(range(4096), copy=lambda *_: None)
+    assert [slot.index for slot in run] == list(range(4096))
     assert pipeline.depth == 4096

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -16,6 +15,8 @@ from rings import memory_of, random_rows, ref_unpack, ring_word, rows, take_next
 
 from jitkern import unpack
 from jitkern.offload import DescriptorRing, memory
+
+ONE = torch.tensor([[0, 0, 1]])
 
 
 @pytest.mark.parametrize("columns", [3, 6])
@@ -101,12 +102,6 @@ def test_full_and_empty() -> None:
         assert ring.num_pushed == 3
 
 
-def in_thread(call: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=call)
-    thread.start()
-    return thread
-
-
 def test_threads_push_one_after_the_other() -> None:
     src, dst = torch.arange(256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8)
     tickets: list[int] = []
@@ -116,11 +111,11 @@ def test_threads_push_one_after_the_other() -> None:
             for i in range(first, first + 64):
                 tickets.append(ring.push(rows((i, i, 1))))
 
-        threads = [in_thread(lambda first=first: push(first)) for first in range(0, 256, 64)]
-        for ticket in range(256):
-            assert take_next(dst, src, ring, ticket)
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as threads:
+            for first in range(0, 256, 64):
+                threads.submit(push, first)
+            for ticket in range(256):
+                assert take_next(dst, src, ring, ticket)
     assert sorted(tickets) == list(range(256))
     assert torch.equal(dst, src)
 
@@ -163,23 +158,14 @@ def test_a_slot_is_written_in_place() -> None:
 def test_others_wait_for_a_reserved_slot() -> None:
     with DescriptorRing(3, 8, device="cpu") as ring:
         slot = ring.reserve(1)
-        found: list[Any] = []
-
-        def use() -> None:
-            found.append(ring.try_push(rows((0, 0, 1))))
-            try:
-                ring.push(rows((0, 0, 1)), timeout_s=0.01)
-            except TimeoutError as error:
-                found.append(str(error))
-            found.append(ring.push(rows((0, 0, 1))))
-
-        thread = in_thread(use)
-        while len(found) < 2:
-            time.sleep(0.001)
-        slot.cancel()
-        thread.join()
-        text = "DescriptorRing.push: another thread has slot 0 reserved for over 0.01 s"
-        assert found == [None, text, 0]
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(ring.try_push, ONE).result() is None
+            error = thread.submit(ring.push, ONE, timeout_s=0.01).exception()
+            text = "DescriptorRing.push: another thread has slot 0 reserved for over 0.01 s"
+            assert isinstance(error, TimeoutError) and str(error) == text
+            ticket = thread.submit(ring.push, ONE)
+            slot.cancel()
+            assert ticket.result() == 0
 
 
 def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
@@ -189,11 +175,12 @@ def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
             slot = ring.reserve(2)
             slot.len[:] = 7
 
-        in_thread(use).join()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(use).result()
         with ring.reserve(1, timeout_s=0) as slot:
             assert [slot.ticket, slot.len.item(), slot.count.item()] == [0, 0, 1]
         use()
-        assert ring.push(rows((0, 0, 1)), timeout_s=0) == 1
+        assert ring.push(ONE, timeout_s=0) == 1
 
 
 def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,13 +210,8 @@ def test_a_forked_child_has_no_part_of_it() -> None:
     ring.close()
 
 
-# -- used wrongly ----------------------------------------------------------------------------------
-
-ONE = torch.tensor([[0, 0, 1]])
-
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 0}, ValueError, "num_slots: 0, expected 1 to 65536"),
-    ({"num_slots": 65_537}, ValueError, "num_slots: 65537, expected 1 to 65536"),
     ({"num_slots": 2.0}, TypeError, "num_slots: float, expected an int"),
     ({"max_descriptors": True}, TypeError, "max_descriptors: bool, expected an int"),
     ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
@@ -245,8 +227,8 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
         DescriptorRing(**how)
 
 
-def int64(*shape: int, value: int = 0) -> torch.Tensor:
-    return torch.full(shape, value)
+def int64(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 def with_value(columns: int, column: int, value: int) -> torch.Tensor:
@@ -257,28 +239,26 @@ def with_value(columns: int, column: int, value: int) -> torch.Tensor:
 
 PUSHES: list[tuple[Any, type[Exception], str]] = [
     (None, TypeError, "NoneType, expected a tensor or an array of int64"),
+    (torch.zeros(2, 3).to_sparse(), ValueError, "layout sparse_coo, expected"),
     (torch.zeros(2, 3), TypeError, "dtype float32, expected int64"),
     (torch.zeros(2, 3, dtype=torch.int32), TypeError, "dtype int32, expected int64"),
     (int64(3), ValueError, "shape [3], expected [n, 3] or [n, 6]"),
     (int64(2, 4), ValueError, "shape [2, 4], expected [n, 3] or [n, 6]"),
     (int64(6, 3), ValueError, "6 of them, expected at most the 5 of a slot"),
     (with_value(3, 0, -1), ValueError, "src_off -1 of descriptor 3, expected 0 or more"),
-    (with_value(6, 1, -(2**63)), ValueError,
-     f"dst_off {-(2**63)} of descriptor 3, expected 0 or more"),
-    (with_value(3, 2, 2**32), ValueError,
-     "len 4294967296 of descriptor 3, expected 0 to 4294967295"),
-    (with_value(6, 3, 2**40), ValueError,
-     f"count {2**40} of descriptor 3, expected 0 to 4294967295"),
+    (with_value(6, 1, -(2**63)), ValueError, f"dst_off {-(2**63)} of descriptor 3, expected 0 or"),
+    (with_value(3, 2, 2**32), ValueError, "len 4294967296 of descriptor 3, expected 0 to 429496"),
+    (with_value(6, 3, 2**40), ValueError, f"count {2**40} of descriptor 3, expected 0 to 429496"),
     (with_value(6, 4, -5), ValueError, "src_stride -5 of descriptor 3, expected 0 or more"),
     (with_value(6, 5, -5), ValueError, "dst_stride -5 of descriptor 3, expected 0 or more"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("given", "kind", "text"), PUSHES, ids=lambda value: str(value)[:30])
 def test_mistakes_of_a_push(given: Any, kind: type[Exception], text: str) -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         for name in ("push", "try_push"):
-            expected = f"^DescriptorRing.push: descriptors: {re.escape(text)}$"
+            expected = f"^DescriptorRing.push: descriptors: {re.escape(text)}"
             with pytest.raises(kind, match=expected):
                 getattr(ring, name)(given)
         assert ring.num_pushed == 0
@@ -301,12 +281,7 @@ def test_mistakes_of_other_calls() -> None:
             ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected at least 0"),
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
-            (
-                "wait",
-                {"ticket": 0, "timeout_s": None},
-                TypeError,
-                "timeout_s: NoneType, expected a",
-            ),
+            ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: NoneType, expec"),
             ("reserve", {"num_descriptors": 0}, ValueError, "num_descriptors: 0, expected 1 to 5"),
             ("reserve", {"num_descriptors": 6}, ValueError, "num_descriptors: 6, expected 1 to 5"),
             ("reserve", {"timeout_s": "1"}, TypeError, "timeout_s: str, expected a number"),
@@ -351,17 +326,11 @@ def test_a_closed_one() -> None:
     assert repr(ring) == "DescriptorRing(2 slots of 5 descriptors on cpu, closed)"
     buffer = torch.zeros(8, dtype=torch.uint8)
     for use in (
-        lambda: ring.push(ONE),
-        lambda: ring.try_push(ONE),
-        ring.reserve,
-        slot.publish,
-        lambda: ring.done(0),
-        lambda: ring.wait(0),
-        ring.fileno,
-        lambda: ring.address,
-        lambda: ring.num_pushed,
+        *(ring.reserve, slot.publish, ring.fileno, ring.__enter__),
+        *(lambda: ring.push(ONE), lambda: ring.try_push(ONE)),
+        *(lambda: ring.done(0), lambda: ring.wait(0)),
+        *(lambda: ring.address, lambda: ring.num_pushed),
         lambda: unpack(buffer[4:], buffer[:4], ring),
-        ring.__enter__,
     ):
         with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):
             use()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,23 +16,21 @@ import pytest
 import torch
 from needs import needs_cxx
 from proved import HOST, unproved
-from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, take_next
+from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, race, take_next
 from slot_mutants import Mutant
 
 from jitkern import unpack
-from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
 pytestmark = needs_cxx
 
-HERE = Path(__file__).resolve().parent
-TSAN = ("-O1", "-g1", "-fsanitize=thread")
+RACE = Path(__file__).with_name("ring_race.cc")
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("producer") / "libproducer.so"
-    return compiled(EXAMPLE, target, ("-O2", "-shared", "-fPIC"))
+    return compiled(EXAMPLE, target=target, flags=("-O2", "-shared", "-fPIC"))
 
 
 def test_in_a_thread(example: Path) -> None:
@@ -63,12 +60,11 @@ def test_in_a_thread(example: Path) -> None:
 
 # Maps the memory that it has inherited, and says so once it has begun.
 IN_ANOTHER_PROCESS = """
-import ctypes, mmap, os, sys, threading
-library, ring_fd, bounce_fd, seed = sys.argv[1], *map(int, sys.argv[2:])
-maps = [mmap.mmap(fd, 0) for fd in (ring_fd, bounce_fd)]
-places = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in maps]
+import ctypes, mmap, sys
+library, *fds, seed = sys.argv[1], *map(int, sys.argv[2:])
+maps = [mmap.mmap(fd, 0) for fd in fds]
+pointers = [ctypes.byref(ctypes.c_char.from_buffer(one)) for one in maps]
 produce = ctypes.CDLL(library).produce
-pointers = [ctypes.c_void_p(place) for place in places]
 print("begins", flush=True)
 produce(*pointers, 1 << 30, seed)
 """
@@ -84,22 +80,15 @@ def test_killed_in_another_process(example: Path) -> None:
     with DescriptorRing(5, 37, device="cpu") as ring:
         fds = (ring.fileno(), memory)
         for seed in range(4):
-            child = subprocess.Popen(
-                [sys.executable, "-c", IN_ANOTHER_PROCESS, str(example), *map(str, fds), str(seed)],
-                pass_fds=fds,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            code = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(example)]
+            command = [*code, *map(str, fds), str(seed)]
+            child = subprocess.Popen(command, pass_fds=fds, stdout=subprocess.PIPE, text=True)
             assert child.stdout is not None and child.stdout.readline() == "begins\n"
             kill = threading.Timer(0.002 + 0.009 * seed, child.send_signal, (signal.SIGKILL,))
             kill.start()
             before = ticket
-            while True:
+            while child.poll() is None or ring.num_pushed > ticket:
                 if not take_next(dst, bounce, ring, ticket, timeout_s=0.1):
-                    if child.poll() is None:
-                        continue
-                    if ring.num_pushed == ticket:
-                        break
                     continue
                 part = dst.view(5, MESSAGE_BYTES)[ticket % 5]
                 assert torch.equal(part, message(ticket)), f"message {ticket}"
@@ -118,63 +107,32 @@ WORD = "    store(word(ticket), value);\n"
 RELAXED = "__ATOMIC_RELAXED"
 
 # Of ring_race.cc; those that x86 forgives, ThreadSanitizer does not.
-OF_THE_PROTOCOL = (
-    Mutant("stores are in no order", "value, __ATOMIC_RELEASE", f"value, {RELAXED}", HEADER),
-    Mutant("loads are in no order", "(word, __ATOMIC_ACQUIRE)", f"(word, {RELAXED})", HEADER),
-    Mutant(
-        "the word is published before what it says",
-        WORD,
-        f"    __atomic_store_n(word(ticket), value, {RELAXED});\n",
-        HEADER,
-    ),
-    Mutant(
-        "a slot is completed before it is read",
-        "store(done(ticket), header().generation(ticket));",
-        f"__atomic_store_n(done(ticket), header().generation(ticket), {RELAXED});",
-        HEADER,
-    ),
-    Mutant(
-        "a slot is written while it is read",
-        "return is_free(ticket) ? descriptors(ticket) : nullptr;",
-        "return descriptors(ticket);",
-        HEADER,
-    ),
-    Mutant(
-        "a word of any generation will do",
-        "    if (ring_generation(value) != header().generation(ticket)) return nullptr;\n",
-        "    if (value == 0) return nullptr;\n",
-        HEADER,
-    ),
-    Mutant(
-        "generation and count are two stores",
-        WORD,
-        "    *reinterpret_cast<volatile unsigned short*>(word(ticket)) = 0;\n" + WORD,
-        HEADER,
-    ),
-)
-
-
-# -- rings that are wrong --------------------------------------------------------------------------
-
-
-def race(folder: Path, csrc: Path) -> subprocess.CompletedProcess[str]:
-    program = compiled(HERE / "ring_race.cc", folder / "race", TSAN, csrc / "include")
-    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
-    return subprocess.run([str(program)], env=env, capture_output=True, text=True, timeout=60)
-
-
-def name_of(mutant: Mutant) -> str:
-    return mutant.mistake.replace(" ", "-")
-
-
-def copy_of(csrc: Path, mutant: Mutant) -> Path:
-    shutil.copytree(CSRC, csrc)
-    mutant.apply(csrc)
-    return csrc
+OF_THE_PROTOCOL = [
+    Mutant(mistake, old, new, HEADER)
+    for mistake, old, new in (
+        ("stores are in no order", "value, __ATOMIC_RELEASE", f"value, {RELAXED}"),
+        ("loads are in no order", "(word, __ATOMIC_ACQUIRE)", f"(word, {RELAXED})"),
+        ("the word is published before what it says",
+         WORD,
+         f"    __atomic_store_n(word(ticket), value, {RELAXED});\n"),
+        ("a slot is completed before it is read",
+         "store(done(ticket), header().generation(ticket));",
+         f"__atomic_store_n(done(ticket), header().generation(ticket), {RELAXED});"),
+        ("a slot is written while it is read",
+         "return is_free(ticket) ? descriptors(ticket) : nullptr;",
+         "return descriptors(ticket);"),
+        ("a word of any generation will do",
+         "    if (ring_generation(value) != header().generation(ticket)) return nullptr;\n",
+         "    if (value == 0) return nullptr;\n"),
+        ("generation and count are two stores",
+         WORD,
+         "    *reinterpret_cast<volatile unsigned short*>(word(ticket)) = 0;\n" + WORD),
+    )
+]  # fmt: skip
 
 
 def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
-    done = race(tmp_path, CSRC)
+    done = race(RACE, target=tmp_path / "race")
     assert done.returncode == 0, done.stderr
 
 
@@ -183,8 +141,9 @@ def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
     *(*HOST, "tests/offload/test_ring_producer.py", "tests/offload/ring_race.cc"),
     *("tests/offload/rings.py", "examples/ring_producer.cc"),
 )
-@pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=name_of)
+@pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=lambda one: one.mistake.replace(" ", "-"))
 def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    done = race(tmp_path, copy_of(tmp_path / "csrc", mutant))
+    csrc = mutant.apply(tmp_path / "csrc")
+    done = race(RACE, target=tmp_path / "race", folders=[csrc / "include"])
     assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
     assert "FAILED:" in done.stderr or "ThreadSanitizer" in done.stderr, done.stderr

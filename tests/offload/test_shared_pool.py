@@ -3,84 +3,57 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-from collections.abc import Iterator
+import signal
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
-import forks
 import pytest
+from comm.ranks import Pool, Rank, all_do
 
 from jitkern.errors import ShareError
-from jitkern.host import module as host
-from jitkern.offload import PinnedPool, PoolHandle, Share, memory, pool
+from jitkern.offload import PinnedPool, PoolHandle, Share, memory
 
-CHILD = Path(__file__).resolve().parent / "shared_pool_child.py"
 NUM_BYTES = (5 << 20) + 24
 NUM_RANKS = 3
+NAME = f"test-{os.getpid()}"
 
 
-class Rank:
-    """A child, and what it says."""
-
-    def __init__(self, **told: Any) -> None:
-        self.process = forks.start(CHILD, json.dumps(told), stdin=PIPE, stdout=PIPE)
-
-    def said(self) -> dict[str, Any]:
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"killed": -self.process.wait(60)}
-
-    def ask(self, **order: Any) -> Any:
-        self.process.stdin.write(json.dumps(order).encode() + b"\n")
-        return self.said()["value"]
-
-
-class Ranks:
-    """Starts children, none of which outlives the test."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.started: list[Rank] = []
-
-    def start(self, **told: Any) -> Rank:
-        common = {"name": self.name, "num_ranks": NUM_RANKS, "num_bytes": NUM_BYTES}
-        self.started.append(Rank(**{**common, **told}))
-        return self.started[-1]
-
-    def all(self, **told: Any) -> list[Rank]:
-        return [self.start(rank=rank, **told) for rank in range(NUM_RANKS)]
+def tell_make(ranks: list[Rank], missing: int = -1, timeout_s: int = 60) -> None:
+    """Have all but one make the pool, and a table of it."""
+    for number, rank in enumerate(ranks):
+        if number == missing:
+            continue
+        share = f"Share({NAME!r}, {number}, {NUM_RANKS}, {timeout_s})"
+        rank.tell(f"held = PinnedPool({NUM_BYTES}, share={share}); table = words(held)")
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    host.module()  # built here, once
-    ranks = Ranks(f"test-{os.getpid()}")
-    yield ranks
-    for rank in ranks.started:
-        rank.process.end()
+def three(pool: Pool) -> list[Rank]:
+    """Ranks that have the pool."""
+    ranks = pool.start(NUM_RANKS)
+    tell_make(ranks)
+    assert [rank.value() for rank in ranks] == [None] * NUM_RANKS
+    return ranks
 
 
-def test_all_have_the_same_memory(ranks: Ranks) -> None:
-    three = ranks.all()
-    handles = [rank.said()["handle"] for rank in three]
-    assert [handle[:2] for handle in handles] == [[ranks.name, NUM_BYTES]] * 3
-    for number, rank in enumerate(three):
-        rank.ask(write=1000 * number, value=number + 5)
-    assert [[rank.ask(read=1000 * i) for i in range(3)] for rank in three] == [[5, 6, 7]] * 3
+def test_all_have_the_same_memory(three: list[Rank]) -> None:
+    handle = [[NAME, NUM_BYTES]] * NUM_RANKS
+    assert all_do(three, "[held.handle.name, held.handle.num_bytes]") == handle
+    all_do(three, "table[1000 * {rank}] = {rank} + 5")
+    assert all_do(three, "table[:3000:1000].tolist()") == [[5, 6, 7]] * NUM_RANKS
 
 
-def test_one_that_is_no_rank_attaches(ranks: Ranks) -> None:
-    three = ranks.all()
-    handles = [rank.said()["handle"] for rank in three]
-    three[1].ask(write=77, value=3)
-    other = ranks.start(handle=handles[0])
-    assert "error" not in other.said()
-    assert other.ask(read=77) == 3
-    other.ask(write=78, value=4)
-    other.process.kill()
-    assert three[0].ask(read=78) == 4
+def test_one_that_is_no_rank_attaches(pool: Pool, three: list[Rank]) -> None:
+    """And is killed, which the others do not notice."""
+    three[1].ask("table[77] = 3")
+    pid, fd = three[0].ask("[held.handle.pid, held.handle.fd]")
+    (other,) = pool.start(1)
+    other.ask(f"table = words(PinnedPool.attach(PoolHandle({NAME!r}, {NUM_BYTES}, {pid}, {fd})))")
+    assert other.ask("table[77].item()") == 3
+    other.ask("table[78] = 4")
+    other.kill()
+    assert three[0].ask("table[78].item()") == 4
 
 
 def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,21 +69,17 @@ def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_memory_outlives_a_rank(ranks: Ranks) -> None:
+def test_the_memory_outlives_a_rank(pool: Pool, three: list[Rank]) -> None:
     """Also rank 0, by kill -9; with the last one the name is free again."""
-    three = ranks.all()
-    for rank in three:
-        rank.said()
-    three[0].ask(write=9, value=1)
-    three[0].process.kill()
-    three[0].process.wait()
-    assert three[1].ask(read=9) == 1
-    three[1].ask(close=True)
-    assert three[2].ask(read=9) == 1
-    again = ranks.all()
-    for rank in again:
-        rank.said()
-    assert again[2].ask(read=9) == 0
+    three[0].ask("table[9] = 1")
+    three[0].kill()
+    assert three[1].ask("table[9].item()") == 1
+    three[1].ask("held.close()")
+    assert three[2].ask("table[9].item()") == 1
+    again = pool.start(NUM_RANKS)
+    tell_make(again)
+    assert [rank.value() for rank in again] == [None] * NUM_RANKS
+    assert again[2].ask("table[9].item()") == 0
 
 
 @pytest.mark.parametrize(
@@ -122,31 +91,30 @@ def test_the_memory_outlives_a_rank(ranks: Ranks) -> None:
         (0, "failed", "__init__"),
     ],
 )
-def test_all_raise_where_one_does_not_come(ranks: Ranks, becomes: str, step: str, who: int) -> None:
-    three = [
-        ranks.start(rank=rank, **({"step": step, "becomes": becomes} if rank == who else {}))
-        for rank in range(NUM_RANKS)
-    ]
-    said = [rank.said() for rank in three]
-    if becomes == "killed":
-        assert said[who] == {"killed": 9}
-    else:
-        assert (
-            said[who]["error"] == f"ShareError: PinnedPool: share '{ranks.name}': no more of this"
-        )
-    for number, one in enumerate(said):
-        if number != who:
-            start = f"ShareError: PinnedPool: share '{ranks.name}': "
-            assert one["error"].startswith(start), one
-            assert f"rank {who}{' ' if becomes == 'killed' else ':'}" in one["error"], one
-            assert ("no more of this" in one["error"]) == (becomes == "failed"), one
+def test_all_raise_where_one_does_not_come(pool: Pool, becomes: str, step: str, who: int) -> None:
+    ranks = pool.start(NUM_RANKS)
+    ranks[who].ask(f"instead_of({step!r}, {'end' if becomes == 'killed' else 'fail'})")
+    tell_make(ranks)
+    start = f"ShareError: PinnedPool: share '{NAME}': "
+    for number, rank in enumerate(ranks):
+        if number == who and becomes == "killed":
+            assert rank.wait() == -signal.SIGKILL
+            continue
+        said = rank.error()["error"]
+        assert said.startswith(start), said
+        assert ("no more of this" in said) == (becomes == "failed"), said
+        if number == who:
+            assert said == f"{start}no more of this"
+        else:
+            assert f"rank {who}{' ' if becomes == 'killed' else ':'}" in said, said
 
 
-def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    two = [ranks.start(rank=rank, timeout_s=3) for rank in (0, 2)]
-    for rank in two:
-        said = rank.said()
-        assert said["error"].startswith("ShareError: ") and "rank 1" in said["error"], said
+def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
+    ranks = pool.start(NUM_RANKS)
+    tell_make(ranks, missing=1, timeout_s=3)
+    for rank in (ranks[0], ranks[2]):
+        said = rank.error()["error"]
+        assert said.startswith("ShareError: ") and "rank 1" in said, said
 
 
 def test_attach_to_what_is_no_pool() -> None:
@@ -171,7 +139,7 @@ def test_nobody_truncates_the_memory() -> None:
 
 
 def test_a_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_SHARED", tmp_path)
+    monkeypatch.setattr("jitkern.offload.pool._SHARED", tmp_path)
     (tmp_path / f"jitkern-{os.geteuid()}").mkdir()
     (tmp_path / f"jitkern-{os.geteuid()}").chmod(0o777)
     with pytest.raises(ShareError, match=r"mode 777, expected a folder of uid \d+ alone, mode 700"):

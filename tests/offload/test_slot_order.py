@@ -6,7 +6,6 @@ that are wrong, of which it has to find each.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from proved import HOST, unproved
 from slot_mutants import MUTANTS, Mutant
 from threads.program import Builder
 
-from jitkern.compilers.sources import CSRC
 from jitkern.host.module import module
 
 pytestmark = [needs_cxx, *needs_fake_gpu]
@@ -82,10 +80,7 @@ def test_the_part_that_mutants_are_made_of_is_right(
 @of_these_sources
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.mistake.replace(" ", "-"))
 def test_mutant_is_caught(driver: Path, store: Path, tmp_path: Path, mutant: Mutant) -> None:
-    csrc = tmp_path / "csrc"
-    shutil.copytree(CSRC, csrc)
-    mutant.apply(csrc)
-    library = Library(store, ("-O0",), csrc).link(tmp_path / "host.so")
+    library = Library(store, ("-O0",), mutant.apply(tmp_path / "csrc")).link(tmp_path / "host.so")
     done = run(driver, str(library))
     assert done.returncode == 1, f"nobody noticed: {mutant.old} -> {mutant.new}; {done.stderr}"
     # Noticed by the order, or by the driver, which refuses a wait; not by a crash.
