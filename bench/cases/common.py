@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,8 @@ import torch
 
 import jitkern
 from bench import peers
-from jitkern.bench.case import Case, Context, Impl, Run
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
 
 if TYPE_CHECKING:
     from jitkern.jit.device import DeviceModule
@@ -31,7 +32,7 @@ def random_rows(
 
     Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
     """
-    words = math.ceil(rows * row_bytes / 8)
+    words = -(-rows * row_bytes // 8)
     no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
     flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
     flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
@@ -108,6 +109,20 @@ def copy_module() -> DeviceModule:
         device_files=["jitkern:perf/copy.cu"],
         device_wrappers=[("copy", f"jitkern::CopyKernel<{COPY_THREADS}>")],
     )
+
+
+def beside(
+    ctx: Context,
+    case: Case,
+    peers: Sequence[Impl],
+    copy: str = "copy kernel",
+    is_small: bool = False,
+) -> list[Row]:
+    """Measure a case of the guard, jitkern and a copy, beside peers; a small one and a floor."""
+    name = copy if ctx.device == "cuda" else "copy_ of as many bytes"
+    impls = [case.ours(), *peers, replace(case.impls[1], name=name)]
+    impls += [empty_kernel()] if is_small and ctx.device == "cuda" else []
+    return measure(ctx, replace(case, impls=impls))
 
 
 # -- the guard's cases -----------------------------------------------------------------------------

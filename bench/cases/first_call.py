@@ -28,9 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW_BYTES, OTHER_ROW_BYTES = 4480, 4352
 # Of a file of peers one kernel only is instantiated.
 INLINE = {
-    "store": f"peer::StoreKernel<{ROW_BYTES}>::run",
-    "index": f"peer::IndexKernel<{ROW_BYTES}, 1>::run",
-    "h2d_gather": f"peer::GatherKernel<{ROW_BYTES}>::run",
+    "store": f"peer::store<{ROW_BYTES}>",
+    "index": f"peer::index<{ROW_BYTES}, 1>",
+    "h2d_gather": f"peer::gather<{ROW_BYTES}>",
 }
 LARGE_CALL, FIRST_KERNEL = "h2d_gather, large call", "first kernel of a process"
 FRESH = "first call of a process, imports included"
@@ -73,7 +73,7 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
-    """Return the milliseconds of each case, of a new process on two cores."""
+    """Return the milliseconds of each case, measured in a new process."""
     environment = {
         **os.environ,
         "JITKERN_CACHE_DIR": str(work / "kernels"),
@@ -85,19 +85,9 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
     }
     for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE"):
         environment.pop(variable, None)
-    everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(everywhere)[:NUM_CORES])  # inherited
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.cases.first_call", mode, device, str(work)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    finally:
-        os.sched_setaffinity(0, everywhere)
+    command = [sys.executable, "-m", "bench.cases.first_call", mode, device, str(work)]
+    how = {"cwd": ROOT, "env": environment, "timeout": TIMEOUT_S}
+    done = subprocess.run(command, **how, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"exit {done.returncode}: {last}")
@@ -109,35 +99,39 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
 
 
 def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     import torch
 
-    if device == "cuda":
-        torch.zeros(1, device="cuda")
+    on_gpu = device == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else int
+    torch.zeros(1, device=device)
+    wait()
+
+    def ms(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        wait()
+        return (time.perf_counter() - start) * 1e3
+
     if "inline" in mode:
         _prepare_nvcc()
     if "fresh" in mode:
-        return _fresh(device, partial(_load_inline, "store", work) if "inline" in mode else None)
+        return {FRESH: ms(_first_store(device, work if "inline" in mode else None))}
     if mode in ("cold", "warm"):
-        imported = _ms(_import)
-        calls = _real_calls() if device == "cuda" else _image_lookups()
-        return {"import": imported, **{case: _ms(call) for case, call in calls.items()}}
+        imported = ms(_import)
+        calls = _real_calls() if on_gpu else _image_lookups()
+        return {"import": imported, **{case: ms(call) for case, call in calls.items()}}
     if mode == "inline_warm":
         import tvm_ffi
 
         found = {path.parent.name: str(path) for path in sorted(work.glob("inline_*/*.so"))}
         return {
-            name.removeprefix("inline_"): _ms(partial(tvm_ffi.load_module, path))
+            name.removeprefix("inline_"): ms(partial(tvm_ffi.load_module, path))
             for name, path in found.items()
         }
     op = mode.partition(":")[2]
     shutil.rmtree(work / f"inline_{op}", ignore_errors=True)
-    return {op: _ms(partial(_load_inline, op, work))}
-
-
-def _ms(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+    return {op: ms(partial(_load_inline, op, work))}
 
 
 def _import() -> None:
@@ -175,59 +169,45 @@ def _real_calls() -> Calls:
     indices = torch.arange(8, dtype=torch.int32, device="cuda")
     pairs = torch.stack([indices, indices], 1)
     host_rows = torch.ones(64, ROW_BYTES, dtype=torch.uint8, pin_memory=True)
-    calls: Calls = {
+    torch.cuda.synchronize()
+    return {
         FIRST_KERNEL: lambda: jitkern.store_cache(other[8:], None, indices, other[:8]),
         "store": lambda: jitkern.store_cache(cache[:32], cache[32:], indices, rows[:8], rows[8:16]),
         "index": lambda: jitkern.indexing(cache, indices, output=rows[:8]),
         "h2d_gather": lambda: jitkern.h2d_gather(host_rows, cache, pairs),
         LARGE_CALL: lambda: jitkern.h2d_gather(host_rows, cache, pairs, num_sms=2),
     }
-    torch.cuda.synchronize()
-    return {case: partial(_and_wait, call) for case, call in calls.items()}
 
 
-def _and_wait(call: Callable[[], object]) -> None:
-    import torch
-
-    call()
-    torch.cuda.synchronize()
-
-
-def _fresh(device: str, load: Callable[[], Any] | None) -> dict[str, float]:
-    """Time the import, or `load` of an extension module, and a store of tensors that are ready."""
+def _first_store(device: str, work: Path | None) -> Callable[[], object]:
+    """Return an import of jitkern, or load of an extension in `work`, and a store by it."""
     import torch
 
     caches = torch.zeros(2, 64, ROW_BYTES, dtype=torch.uint8, device=device)
     kv = torch.ones(2, 8, ROW_BYTES, dtype=torch.uint8, device=device)
     tensors = (*caches, torch.arange(8, dtype=torch.int32, device=device), *kv)
-    wait = torch.cuda.synchronize if device == "cuda" else int
-    wait()
-    if load is None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
-            del sys.modules[name]  # what this module has imported of it
+    if work is not None:
+        return lambda: _load_inline("store", work).store(*tensors)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
+        del sys.modules[name]  # what this module has imported of it
 
     def first_call() -> None:
-        if load is None:
-            import jitkern
+        import jitkern
 
-            jitkern.store_cache(*tensors)
-        else:
-            load().store(*tensors)
-        wait()
+        jitkern.store_cache(*tensors)
 
-    return {FRESH: _ms(first_call)}
+    return first_call
 
 
 def _load_inline(op: str, work: Path) -> Any:
     import tvm_ffi.cpp
 
-    export = f"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({INLINE[op]}));\n"
-    source = (ROOT / "bench" / "peers" / "rows.cu").read_text()
-    folder = work / f"inline_{op}"
+    folder, source = work / f"inline_{op}", ROOT / "bench" / "peers" / "rows.cu"
     folder.mkdir(exist_ok=True)
+    export = f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({INLINE[op]}));"
     return tvm_ffi.cpp.load_inline(
         name=f"inline_{op}",
-        cuda_sources=source + "#include <tvm/ffi/function.h>" + export,
+        cuda_sources=f'#include "{source}"\n#include <tvm/ffi/function.h>\n{export}\n',
         build_directory=str(folder),
     )
 

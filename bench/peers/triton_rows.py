@@ -5,19 +5,12 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
 def _store(
-    k_cache,
-    v_cache,
-    indices,
-    k,
-    v,
-    num_rows,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    k_cache, v_cache, indices, k, v, num_rows, WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -33,16 +26,9 @@ def _store(
 
 @triton.jit
 def _index(
-    output,
-    weights,
-    indices,
-    num_rows,
-    start,
-    count,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    output, weights, indices, num_rows, start, count,
+    WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = (row < num_rows)[:, None] & (col < WORDS)[None, :]
@@ -53,15 +39,7 @@ def _index(
 
 
 @triton.jit
-def _pairs(
-    dst,
-    src,
-    pairs,
-    num_rows,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _pairs(dst, src, pairs, num_rows, WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr):
     col = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
     while tile * ROWS < num_rows:
@@ -84,9 +62,8 @@ def store(k_cache, v_cache, indices, k, v) -> None:
     """Arguments as store_cache's, as int32 words [rows, row_bytes / 4]."""
     num_rows, words = k.shape
     block, rows = _tile(words)
-    _store[(triton.cdiv(num_rows, rows),)](
-        k_cache, v_cache, indices, k, v, num_rows, WORDS=words, BLOCK=block, ROWS=rows
-    )
+    grid = (triton.cdiv(num_rows, rows),)
+    _store[grid](k_cache, v_cache, indices, k, v, num_rows, words, block, rows)
 
 
 def index(weights, indices, output, start: int, count: int) -> None:
@@ -95,9 +72,7 @@ def index(weights, indices, output, start: int, count: int) -> None:
     block, rows = _tile(words)
     block = min(block, 2048)
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(words, block))
-    _index[grid](
-        output, weights, indices, num_rows, start, count, WORDS=words, BLOCK=block, ROWS=rows
-    )
+    _index[grid](output, weights, indices, num_rows, start, count, words, block, rows)
 
 
 def pairs(src, dst, index_pairs: torch.Tensor, num_programs: int) -> None:
@@ -105,4 +80,4 @@ def pairs(src, dst, index_pairs: torch.Tensor, num_programs: int) -> None:
     num_rows, words = index_pairs.shape[0], src.shape[1]
     block, rows = _tile(words)
     grid = (min(num_programs, triton.cdiv(num_rows, rows)),)
-    _pairs[grid](dst, src, index_pairs, num_rows, WORDS=words, BLOCK=block, ROWS=rows)
+    _pairs[grid](dst, src, index_pairs, num_rows, words, block, rows)
