@@ -19,7 +19,7 @@ FREE_GIB = "BENCH_FREE_GIB"
 
 
 def free_gib() -> float:
-    """Return how much host memory may be taken, in GiB: what FREE_GIB says, else what Linux says."""
+    """Return how many GiB of host memory may be taken: what FREE_GIB says, else what Linux says."""
     said = os.environ.get(FREE_GIB)
     return float(said) if said else (free_bytes() or 0) / GIB
 
@@ -54,7 +54,7 @@ def allocated(gib: float) -> torch.Tensor:
     with trusted():
         pool = PinnedPool(int(gib * GIB)).tensor()
     numbers = pool[: pool.numel() // 8 * 8].view(torch.int64)
-    torch.arange(numbers.numel(), out=numbers)  # by all of torch's threads
+    torch.arange(numbers.numel(), out=numbers)
     return pool
 
 
