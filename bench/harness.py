@@ -1,7 +1,5 @@
 """The command: run the chosen benchmarks, print tables, write JSON."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"Python": machine["python"], **machine["versions"]}
     console.print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
     torch.manual_seed(0)
-    peers.prebuild(device, [peer for op in ops for peer in getattr(cases.module(op), "PEERS", ())])
+    peers.prebuild(device)
     rows: list[Row] = []
     for op in ops:
         done = _run(ctx, op)

@@ -1,7 +1,5 @@
 """The plots of the docs, of what a result has rows for: ``python -m bench.plots RESULT FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -254,7 +252,6 @@ def _summary(rows: dict[str, list[RowData]], machine: str, path: Path) -> list[P
 
 
 def color_of(name: str) -> str:
-    """Return the colour of the library that an implementation is of."""
     return _LIBRARIES[max((one for one in _LIBRARIES if name.startswith(one)), key=len)]
 
 

@@ -5,8 +5,6 @@ runs, and the rows that it yields in rank 0 come back, also those before a failu
 same in the same order: a replay that holds a collective keeps them in step.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

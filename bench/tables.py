@@ -4,8 +4,6 @@ A page has ``<!-- table: NAME -->`` before one and ``<!-- end -->`` after it; wh
 written here, and a test holds the pages to it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -84,7 +82,6 @@ def _table(paragraph: str) -> list[str]:
 
 
 def _shown(line: str) -> dict[str, str]:
-    """Return what each name of a line is shown as."""
     pairs = (one.partition(" ~ ") for one in line.split(" | "))
     return {name: shown or name for name, _, shown in pairs}
 
@@ -104,7 +101,6 @@ def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
 
 @cache
 def read(file: str) -> Any:
-    """Return a file of ``bench/results``."""
     return json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
 
 
@@ -153,7 +149,6 @@ def made(text: str) -> str:
 
 
 def main() -> None:
-    """Write the tables of every page anew."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page = path.read_text()
         if (anew := made(page)) != page:

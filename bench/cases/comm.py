@@ -4,8 +4,6 @@ A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 
 128 KB 50, so that what a replay costs once is little beside them, and of 16 MB and more 5.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +22,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
-    """Measure all of it, in step with the other ranks."""
     from jitkern.comm import TorchCommunicator, init_pynccl
 
     ours = TorchCommunicator()

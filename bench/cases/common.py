@@ -1,11 +1,9 @@
 """What cases of several ops share: rows, implementations that are copies or floors, call costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +11,7 @@ import jitkern
 from bench import peers
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
-
-if TYPE_CHECKING:
-    from jitkern.jit.device import DeviceModule
+from jitkern.jit.device import DeviceModule
 
 COPY, NO_OP = "copy of the same bytes", "no-op FFI call"
 MEMCPY = "cudaMemcpyAsync, contiguous"
@@ -25,10 +21,8 @@ CUDA_SIZES = ((1024, 656), (131_072, 1024))
 COPY_THREADS = 256
 
 
-def random_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
+def random_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> torch.Tensor:
+    """Return [rows, row_bytes / 2] of random finite bfloat16.
 
     Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
     """
@@ -36,16 +30,12 @@ def random_rows(
     no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
     flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
     flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
-    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
-    return as_bytes.view(dtype or torch.bfloat16)
+    return flat.view(torch.bfloat16)[: rows * row_bytes // 2].view(rows, row_bytes // 2)
 
 
-def empty_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def empty_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> torch.Tensor:
     """Return uninitialised rows like those of :func:`random_rows`."""
-    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
-    return data.view(dtype or torch.bfloat16)
+    return torch.empty(rows, row_bytes // 2, dtype=torch.bfloat16, device=device, pin_memory=pin)
 
 
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
@@ -69,7 +59,6 @@ def ceiling(name: str, run: Run, **how: Any) -> Impl:
 
 
 def empty_kernel() -> Impl:
-    """Return the floor of small calls."""
     return Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
 
 
@@ -78,9 +67,7 @@ def memcpy(dst: Callable[[Any], Any], src: Callable[[Any], Any], num_bytes: int)
     return ceiling(MEMCPY, lambda b: peers.host().copy_bytes(dst(b), src(b), num_bytes))
 
 
-def copy_impl(
-    ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], name: str = COPY
-) -> Impl:
+def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Impl:
     """Return a contiguous copy; `pair` gives its destination and its source.
 
     On a GPU sizes are a multiple of 16 bytes. What it reaches is the ceiling of this very machine.
@@ -98,7 +85,7 @@ def copy_impl(
 
         return copy
 
-    return Impl(name, "ceiling", build, check=False)
+    return Impl(COPY, "ceiling", build, check=False)
 
 
 @cache
@@ -142,23 +129,21 @@ def host_copy_case(ctx: Context, moved: int, run: Run, copy: Run, **fields: Any)
     )
 
 
-def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequence[Any]) -> Case:
-    """Return the case of what one call costs the host, beside a call into C++ that does nothing.
+def no_op(arguments: Sequence[Any], name: str = NO_OP) -> Impl:
+    """Return a call into C++ that does nothing: to hand tensors over is most of its time."""
 
-    The no-op gets `arguments`, as many tensors as the op: to hand them over is most of its time.
-    """
-
-    def no_op() -> Run:
+    def build() -> Run:
         import tvm_ffi
 
         nop = tvm_ffi.get_global_func("testing.nop")
         return lambda _: nop(*arguments)
 
-    impls = [
-        Impl("jitkern", "ours", lambda: lambda _: call(), check=False),
-        Impl(NO_OP, "floor", no_op, check=False),
-    ]
-    return Case(op, name, impls, clock="host")
+    return Impl(name, "floor", build, check=False, bytes_moved=0)
+
+
+def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequence[Any]) -> Case:
+    """Return the case of what one call costs the host, beside one of as many tensors to C++."""
+    return Case(op, name, [ours(lambda _: call(), check=False), no_op(arguments)], clock="host")
 
 
 def call_cases(

@@ -4,8 +4,6 @@ The keys stay in the cache, as the node that a request has just matched does; me
 says equal or not, is the ceiling. Both keys are read once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,11 +13,10 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import NO_OP, call_case
+from bench.cases.common import call_case, no_op
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 
-PEERS = (peers.host,)
 LONG = 131_072
 
 
@@ -45,14 +42,14 @@ def _case(dtype: torch.dtype, length: int) -> Case:
     x = torch.randint(0, 150_000, (length,), dtype=dtype)
     y = x.clone()
 
-    def impl(name: str, role: str, compare: Callable[[], Any], **how: Any) -> Impl:
+    def impl(name: str, role: str, compare: Callable[[], Any]) -> Impl:
         def build() -> Run:
             call = compare()
             if call(x, y) != length:
                 raise ValueError(f"got {call(x, y)}, expected {length}")
             return lambda b: call(*b)
 
-        return Impl(name, role, build, **how)
+        return Impl(name, role, build)
 
     return Case(
         op="compare_key",
@@ -65,7 +62,7 @@ def _case(dtype: torch.dtype, length: int) -> Case:
             impl("std::mismatch -O3", "peer", lambda: peers.host().common_prefix),
             impl("torch (x == y).cumprod", "peer", lambda: _torch),
             impl("memcmp", "ceiling", lambda: peers.host().same_bytes),
-            impl(NO_OP, "floor", lambda: peers.host().noop_pair, bytes_moved=0),
+            no_op((x, y)),
         ],
     )
 

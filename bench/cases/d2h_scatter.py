@@ -1,19 +1,15 @@
 """d2h_scatter: rows on the GPU to scattered rows of pinned host memory, the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import jitkern
-from bench import peers
 from bench.cases import pairs
 from bench.cases.common import ours
 from bench.cases.pairs import ROW_BYTES, ROWS, SLOTS
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.link, peers.host)
 NEEDS_GPU = True
 
 

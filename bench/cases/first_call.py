@@ -5,8 +5,6 @@ cache (cold) or the one that a process before left (warm). Runs with and without
 is the op itself that is called and waited for, so loading the image is in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,28 +117,16 @@ def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
     if "fresh" in mode:
         return {FRESH: ms(_first_store(device, work if "inline" in mode else None))}
     if mode in ("cold", "warm"):
-        imported = ms(_import)
+        imported = ms(lambda: [import_module("tvm_ffi"), import_module("jitkern.ops").device_ops()])
         calls = _real_calls() if on_gpu else _image_lookups()
         return {"import": imported, **{case: ms(call) for case, call in calls.items()}}
     if mode == "inline_warm":
-        import tvm_ffi
-
-        found = {path.parent.name: str(path) for path in sorted(work.glob("inline_*/*.so"))}
-        return {
-            name.removeprefix("inline_"): ms(partial(tvm_ffi.load_module, path))
-            for name, path in found.items()
-        }
+        load = import_module("tvm_ffi").load_module
+        found = sorted(work.glob("inline/*/*.so"))
+        return {path.parent.name: ms(partial(load, str(path))) for path in found}
     op = mode.partition(":")[2]
-    shutil.rmtree(work / f"inline_{op}", ignore_errors=True)
+    shutil.rmtree(work / "inline" / op, ignore_errors=True)
     return {op: ms(partial(_load_inline, op, work))}
-
-
-def _import() -> None:
-    import tvm_ffi  # noqa: F401
-
-    from jitkern.ops import device_ops
-
-    device_ops()
 
 
 def _image_lookups() -> Calls:
@@ -191,19 +178,14 @@ def _first_store(device: str, work: Path | None) -> Callable[[], object]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
         del sys.modules[name]  # what this module has imported of it
 
-    def first_call() -> None:
-        import jitkern
-
-        jitkern.store_cache(*tensors)
-
-    return first_call
+    return lambda: import_module("jitkern").store_cache(*tensors)
 
 
 def _load_inline(op: str, work: Path) -> Any:
     import tvm_ffi.cpp
 
-    folder, source = work / f"inline_{op}", ROOT / "bench" / "peers" / "rows.cu"
-    folder.mkdir(exist_ok=True)
+    folder, source = work / "inline" / op, ROOT / "bench" / "peers" / "rows.cu"
+    folder.mkdir(parents=True, exist_ok=True)
     export = f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({INLINE[op]}));"
     return tvm_ffi.cpp.load_inline(
         name=f"inline_{op}",

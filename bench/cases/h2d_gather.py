@@ -4,8 +4,6 @@ GB/s counts a row's bytes once: what arrives. If repeats are fetched once, that 
 on the bus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +17,6 @@ from bench.cases.pairs import ROW_BYTES, ROWS, SLOTS, contiguous, copy_engine, k
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.link, peers.host)
 NEEDS_GPU = True
 SMALL_ROWS = (1, 16, 128, 512, 2048, 8192)
 WIDE_BYTES = (512, 576, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
@@ -39,7 +36,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     yield from pairs.guard_cases(ctx, "h2d_gather", jitkern.h2d_gather, ctx.device)
 
 

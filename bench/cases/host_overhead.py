@@ -5,8 +5,6 @@ does nothing. store_cache should cost hardly more than the two together. All in 
 a server calls them; one row is not, where jitkern asks PyTorch for gradients and versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,13 +12,12 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import empty_rows, ours, peer, random_rows
-from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
+from bench.cases.common import empty_rows, no_op, ours, peer, random_rows
+from jitkern.bench.case import Case, Context, Impl, Row, error_text
 from jitkern.bench.measure import fill, measure
 from jitkern.bench.timing import Timing
 
 CALLS = 400
-PEERS = (peers.host,)
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -34,10 +31,6 @@ def run(ctx: Context) -> Iterator[Row]:
         k_cache[indices64] = k
         v_cache[indices64] = v
 
-    def no_op() -> Run:
-        noop = peers.host().noop
-        return lambda _: noop(*tensors)
-
     def cost(name: str, *impls: Impl) -> list[Row]:
         for impl in impls:
             impl.check = False
@@ -49,7 +42,7 @@ def run(ctx: Context) -> Iterator[Row]:
     yield enabled
     with torch.inference_mode():
         put = peer("torch cache[idx] = x, twice", index_put)
-        yield from cost(enabled.case, store, put, Impl("no-op FFI call, 5 tensors", "floor", no_op))
+        yield from cost(enabled.case, store, put, no_op(tensors, "no-op FFI call, 5 tensors"))
         yield from cost(
             "indexing, 1 row of 656 B",
             ours(lambda _: jitkern.indexing(k_cache, indices, output=output)),

@@ -3,8 +3,6 @@
 Bytes: every row written once, every row inside the range read once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,6 @@ from bench.cases import common
 from bench.cases.common import ours, peer
 from jitkern.bench.case import Case, Context, Impl, Row
 
-PEERS = (peers.rows,)
 VOCAB, CPU_VOCAB = 131_072, 16_384
 
 
@@ -38,7 +35,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     for rows, row_bytes in common.sizes(ctx):
         yield case_of(ctx, row_bytes, rows)
     table = torch.ones(64, 656, dtype=torch.uint8, device=ctx.device)
@@ -53,7 +49,6 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 
 def case_of(ctx: Context, row_bytes: int, rows: int, sharded: bool = False) -> Case:
-    """Return the case of one size: jitkern and a copy of as many rows."""
     device = ctx.device
     vocab = VOCAB if device == "cuda" else CPU_VOCAB
     table_rows = vocab // 2 if sharded else vocab

@@ -3,8 +3,6 @@
 Each is called at every step of an engine, so what is counted is the host's part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +19,6 @@ from jitkern.offload import DescriptorRing, OffloadEngine
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
     launch = host.module()["make_launch"](lambda *_: (b"", ("none",), ()), ())
     for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):

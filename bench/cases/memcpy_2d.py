@@ -4,8 +4,6 @@ Beside the driver's own call, one contiguous copy of as many bytes, and PyTorch'
 strided view, which goes through a contiguous tensor. A small copy shows what a call costs the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from bench.cases import common
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.host,)
 NEEDS_GPU = True
 
 # (rows, bytes of each): 256 MB, and one whose time is that of the call
@@ -35,7 +32,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     kind = "h2d" if ctx.device == "cuda" else "h2h"
     for rows, row_bytes in GUARD_SIZES:
 

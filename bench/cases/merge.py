@@ -5,8 +5,6 @@ base 2: its inputs are made before anything is timed. Bytes: every partial is re
 result written once, with their sums.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -22,12 +20,6 @@ from bench.cases.common import ours, peer
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (
-    peers.vllm_merge_state,
-    peers.flashinfer_merge_state,
-    peers.flashinfer_merge_states,
-    peers.merge_by_triton,
-)
 TOKENS = (1, 64, 256, 1024, 4096, 16_384)
 MOST, MANY = TOKENS[-1], 8
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -54,7 +46,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     on_gpu = ctx.device == "cuda"
     for tokens in (64, MOST) if on_gpu else (8, 1024):
         yield case_of(ctx, tokens, dtype=BF16 if on_gpu else FP32)
@@ -75,7 +66,6 @@ def case_of(
     partials: int = 2,
     dtype: torch.dtype = BF16,
 ) -> Case:
-    """Return the case of one size: jitkern and a copy of as many bytes."""
     moved = tokens * heads * (partials + 1) * (dtype.itemsize * dim + 4)
     name = f"{tokens} x {heads} x {dim} {DTYPES[dtype][0]}"
 
@@ -127,7 +117,6 @@ def case_of(
 
 
 def _host_case(ctx: Context) -> Case:
-    """Return the case of what a call costs the host, beside a call that does nothing."""
     b = case_of(ctx, 1).make(0)
     call = partial(jitkern.merge_state, *b.two)
     tensors = (*b.two, b.out, b.lse)
@@ -164,9 +153,7 @@ def _peers_of_two() -> list[Impl]:
     return [
         peer("vLLM", lambda b: peers.vllm_merge_state()(b.out, b.lse, *b.two)),
         peer("FlashInfer", flashinfer),
-        peer(
-            "triton, one kernel", lambda b: peers.merge_by_triton().one_kernel(b.out, b.lse, *b.two)
-        ),
+        peer("triton, one kernel", lambda b: peers.triton().merge(b.out, b.lse, *b.two)),
         peer("torch", _torch_two),
     ]
 

@@ -4,8 +4,6 @@ The sizes are those of a sparse attention: batch 128, top-k 2048, 300,000 slots 
 of 656 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -92,11 +90,10 @@ def sides_of(
     ctx: Context, dst_device: str, slots: int, row_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return source and destination; the one in host memory is pinned if there is a GPU."""
-    on_gpu = ctx.device == "cuda"
     src_device = "cpu" if dst_device == ctx.device else ctx.device
-    src = common.random_rows(slots, row_bytes, src_device, pin=on_gpu and src_device == "cpu")
-    pin = on_gpu and dst_device == "cpu"
-    return src, common.empty_rows(slots, row_bytes, dst_device, pin=pin)
+    src_pin, dst_pin = (ctx.device == "cuda" and side == "cpu" for side in (src_device, dst_device))
+    src = common.random_rows(slots, row_bytes, src_device, src_pin)
+    return src, common.empty_rows(slots, row_bytes, dst_device, dst_pin)
 
 
 # -- peers and ceilings ----------------------------------------------------------------------------
@@ -108,23 +105,23 @@ def kernel(name: str, num_sms: int = 0) -> Impl:
     def run(b: Any) -> None:
         peers.link().gather(name == "line-aligned", b.src, b.dst, b.pairs, num_sms)
 
-    return common.peer(f"{name}, {f'{num_sms} SMs' if num_sms else 'all SMs'}", run)
+    return common.peer(f"{name}, {num_sms or 'all'} SMs", run)
 
 
 def copy_engine() -> Impl:
-    """Return one contiguous copy of as many bytes."""
+    return common.ceiling(
+        common.MEMCPY, lambda b: peers.host().copy_bytes(b.dst, b.src, _bytes_of(b))
+    )
+
+
+def contiguous() -> Impl:
 
     def run(b: Any) -> None:
-        peers.host().copy_bytes(b.dst, b.src, len(b.pairs) * b.src[0].nbytes)
+        peers.link().copy_contiguous(b.src, b.dst, _bytes_of(b), 132)
 
-    return common.ceiling(common.MEMCPY, run)
-
-
-def contiguous(num_sms: int = 132) -> Impl:
-    """Return a kernel's contiguous copy of as many bytes."""
-
-    def run(b: Any) -> None:
-        peers.link().copy_contiguous(b.src, b.dst, len(b.pairs) * b.src[0].nbytes, num_sms)
-
-    name = f"zero-copy kernel, contiguous, {num_sms} SMs"
+    name = "zero-copy kernel, contiguous, 132 SMs"
     return Impl(name, "sm ceiling", lambda: run, check=False)
+
+
+def _bytes_of(b: Any) -> int:
+    return len(b.pairs) * b.src[0].nbytes

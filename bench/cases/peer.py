@@ -5,10 +5,9 @@ back, beside each rank that fetches all of them over its own link, all at once a
 beside one link that does so alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +15,13 @@ import torch.distributed as dist
 
 import jitkern
 from bench.peers import host_pool
-from bench.ranks import KIB, MIB, Calls, Ranks, Sum
+from bench.ranks import KIB, MIB, Ranks, Sum
 from bench.ranks import run as run_ranks
 from jitkern.bench.case import Context, Row, error_text
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
-ROW_BYTES, ROWS, CPU_ROWS = 656, 262_144, 4096
-POOL_GIB, CPU_POOL_GIB = (0.25, 16, 64), (0.01,)
-
+ROW_BYTES = 656
 OURS, NCCL = "jitkern", "torch.distributed"
 EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
 
@@ -34,7 +31,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
-    """Measure all of it, in step with the other ranks."""
     from jitkern.comm import PeerCommunicator, TorchCommunicator, init_pynccl
 
     inner: Any = TorchCommunicator()
@@ -110,52 +106,23 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
 
 
 def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
-    """Measure with each size of pool, up to what the machine has; all ranks alike."""
-    from jitkern.comm import PeerMemory
+    """Measure rows of one pool; raise on all ranks unless each gets the rows that it should."""
+    from jitkern.comm import PeerMemory, peer_gather, peer_scatter
     from jitkern.offload import PinnedPool, Share
 
-    count = ROWS if ranks.on_gpu else CPU_ROWS
+    count, gib = (262_144, 0.25 if quick else 16) if ranks.on_gpu else (4096, 0.01)
+    where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
+    # Rank 0 says: what Linux has free differs from one moment to the next.
+    if note := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
+        yield Row("peer", f"peer_gather, {where}", OURS, "ours", note=note)
+        return
     memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
     caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
-    for gib in (POOL_GIB[:1] if quick else POOL_GIB) if ranks.on_gpu else CPU_POOL_GIB:
-        where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
-        row = Row("peer", f"peer_gather, {where}", OURS, "ours")
-        # Rank 0 says: what Linux has free differs from one moment to the next.
-        if note := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
-            row.note = note
-            yield row
-            return
-        share = Share(f"bench-{os.getppid()}-{gib:g}", ranks.rank, ranks.size, timeout_s=120)
-        error = ""
-        try:
-            with host_pool.trusted():
-                pool = PinnedPool(int(gib * host_pool.GIB), share=share)
-        except Exception as failed:  # the smaller pools' rows are kept
-            error = error_text(failed)
-        if error := ranks.first_text(error):
-            row.error = error
-            yield row
-            return
-        source = host_pool.rows_of(pool.tensor(), gib, ROW_BYTES)
-        # The bytes are those of the rows, once, whoever brings them.
-        fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
-        for op, calls in _moves(ranks, comm, source, caches).items():
-            case, times = f"{op}, {where}", 10 if ranks.on_gpu else 2
-            yield from ranks.timed(case, calls, times, **fields)
-        ranks.barrier()
-        pool.close()
-
-
-def _moves(
-    ranks: Ranks, comm: Any, source: torch.Tensor, caches: list[torch.Tensor]
-) -> dict[str, Calls]:
-    """Return gathers and scatters; raise on all ranks unless each brings the rows that it should.
-
-    `caches` are the ranks' memory for them.
-    """
-    from jitkern.comm import peer_gather, peer_scatter
-
-    own, count = caches[ranks.rank], len(caches[ranks.rank])
+    own = caches[ranks.rank]
+    share = Share(f"bench-{os.getppid()}", ranks.rank, ranks.size, timeout_s=120)
+    with host_pool.trusted():
+        pool = PinnedPool(int(gib * host_pool.GIB), share=share)
+    source = host_pool.rows_of(pool.tensor(), gib, ROW_BYTES)
     torch.manual_seed(1)  # the same pairs on all ranks
     chosen = torch.randperm(len(source))[:count] if ranks.on_gpu else torch.arange(count)
     to = torch.randperm(count)
@@ -163,20 +130,12 @@ def _moves(
     back = pairs.flip(-1).contiguous()
     if ranks.rank == 0:
         source[chosen, :8] = (chosen[:, None] >> torch.arange(8)).to(torch.uint8)
-    alone = torch.empty_like(own)  # of this rank's own
-    spacer = torch.zeros(1, device=ranks.device)
 
     def gather() -> None:
         peer_gather(source, caches, pairs, comm)
 
     def scatter() -> None:
         peer_scatter(own, source, back, comm)
-
-    def gather_alone() -> None:
-        jitkern.h2d_gather(source, alone, pairs)
-
-    def scatter_alone() -> None:
-        jitkern.d2h_scatter(own, source, back)
 
     own.fill_(0xA5)
     wrong = ""
@@ -189,15 +148,15 @@ def _moves(
         own.bitwise_not_()
     if wrong := ranks.first_text(wrong):
         raise RuntimeError(f"peer: {wrong}")
-    is_first = ranks.rank == 0
-    return {
-        "peer_gather": {
-            OURS: ("ours", gather),
-            EACH: ("peer", gather_alone),
-            ALONE: ("peer", gather_alone if is_first else spacer.zero_),
-        },
-        "peer_scatter": {
-            OURS: ("ours", scatter),
-            ALONE: ("peer", scatter_alone if is_first else spacer.zero_),
-        },
-    }
+    each = partial(jitkern.h2d_gather, source, torch.empty_like(own), pairs)
+    each_back = partial(jitkern.d2h_scatter, own, source, back)
+    nothing = torch.zeros(1, device=ranks.device).zero_
+    alone, alone_back = (each, each_back) if ranks.rank == 0 else (nothing, nothing)
+    gathers = {OURS: ("ours", gather), EACH: ("peer", each), ALONE: ("peer", alone)}
+    scatters = {OURS: ("ours", scatter), ALONE: ("peer", alone_back)}
+    # The bytes are those of the rows, once, whoever brings them.
+    fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
+    for op, calls in (("peer_gather", gathers), ("peer_scatter", scatters)):
+        yield from ranks.timed(f"{op}, {where}", calls, 10 if ranks.on_gpu else 2, **fields)
+    ranks.barrier()
+    pool.close()

@@ -5,8 +5,6 @@ hide. Peers: a double buffer written by hand with torch's streams and events, an
 one after the other. Bodies are torch.cuda._sleep, which leaves the memory alone, or a GEMM.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial

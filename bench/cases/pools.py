@@ -5,8 +5,6 @@ they come and in the order of the pool, beside the same kernels as peers, ids so
 first (as sglang and vLLM do), and the copy engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +13,12 @@ import torch
 import jitkern
 from bench import peers
 from bench.cases import pairs
-from bench.cases.common import empty_rows, ours, peer
+from bench.cases.common import ours, peer, random_rows
 from bench.cases.pairs import ROW_BYTES, ROWS
 from bench.peers import host_pool
 from jitkern.bench.case import Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.link, peers.host)
 NEEDS_GPU = True
 
 DEVICE_ROWS = 600_000
@@ -47,14 +44,12 @@ def run(ctx: Context) -> Iterator[Row]:
     for kind, rows, row_bytes, wanted in CALLS:
         for gib in (gib for gib in wanted if gib in fit):
             host = host_pool.rows_of(pool, gib, row_bytes)
-            device = empty_rows(DEVICE_ROWS, row_bytes, "cuda", dtype=torch.uint8)
-            if kind == "scatter":
-                device.random_()
+            device = random_rows(DEVICE_ROWS, row_bytes, "cuda").view(torch.uint8)
             sides = (host, device) if kind == "gather" else (device, host)
             name = f"{kind} of {rows} rows of {row_bytes} B, pool of {gib:g} GiB"
             params = {"kind": kind, "rows": rows, "row_bytes": row_bytes, "pool_gib": gib}
-            impls = _impls(kind, row_bytes)
-            yield from measure(ctx, pairs.case_of("pools", name, sides, rows, impls, params))
+            case = pairs.case_of("pools", name, sides, rows, _impls(kind, row_bytes), params)
+            yield from measure(ctx, case)
 
 
 def _impls(kind: str, row_bytes: int) -> list[Impl]:

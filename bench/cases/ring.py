@@ -3,8 +3,6 @@
 Pushes are made before each replay of a graph of calls: a ring leaves nothing else to the GPU.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

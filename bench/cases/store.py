@@ -1,7 +1,5 @@
 """store_cache: K and V rows to random slots of the caches. Bytes are read once and written once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from bench.cases import common
 from bench.cases.common import ours, peer
 from jitkern.bench.case import Case, Context, Impl, Row
 
-PEERS = (peers.rows,)
 MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
 # (bytes of a row of K, of V): MLA's one cache, and 4 heads of 192 and of 128 items.
 ODD_SIZES = ((656, 0), (1536, 1024))
@@ -36,7 +33,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     for rows, row_bytes in common.sizes(ctx):
         yield case_of(ctx, row_bytes, rows)
     for row_bytes, v_row_bytes in ODD_SIZES:

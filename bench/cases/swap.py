@@ -4,8 +4,6 @@ Beside a scatter and a gather, one after the other or at once, and beside both c
 in one piece, which no kernel of loads and stores reaches. Bytes are those of both directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from bench.peers import host_pool
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.host,)
 NEEDS_GPU = True
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks
 
@@ -47,12 +44,11 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     on_gpu = ctx.device == "cuda"
     for rows, row_bytes in LINK_SIZES if on_gpu else common.CPU_SIZES:
         slots = max(SLOTS if on_gpu else 0, 2 * rows)
-        host = common.random_rows(slots, row_bytes, "cpu", pin=on_gpu, dtype=torch.uint8)
-        gpu = common.random_rows(slots, row_bytes, ctx.device, dtype=torch.uint8)
+        host = common.random_rows(slots, row_bytes, "cpu", pin=on_gpu).view(torch.uint8)
+        gpu = common.random_rows(slots, row_bytes, ctx.device).view(torch.uint8)
 
         def copies(b: Any, rows: int = rows) -> None:
             b.gpu[:rows].copy_(b.host[:rows], non_blocking=True)

@@ -4,8 +4,6 @@ Beside a copy by the driver for each descriptor, in a loop in C++, a kernel of a
 and one contiguous copy of as many bytes. Bytes are read and written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,6 @@ import jitkern
 from bench import peers
 from bench.cases import common
 from jitkern.bench.case import Case, Context, Row
-
-PEERS = (peers.host, peers.device)
 
 # (pieces, bytes of each) of the guard: in a cache, and in memory; on a GPU small and large.
 CPU_SIZES = ((64, 4096), (512, 65_536))
@@ -38,7 +34,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     for size in CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES:
         yield case_of(ctx, *size)
     src = torch.ones(4096, dtype=torch.uint8, device=ctx.device)
@@ -48,7 +43,6 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 
 def case_of(ctx: Context, pieces: int, piece_bytes: int, src_by: int = 0, dst_by: int = 0) -> Case:
-    """Return the case of one size: jitkern and a copy of as many bytes."""
     pitch = -(-piece_bytes // 128) * 128 + PITCH_MORE
     starts = [torch.randperm(pieces) * pitch + by for by in (src_by, dst_by)]
     rows = torch.stack([*starts, torch.full_like(starts[0], piece_bytes)], dim=1)

@@ -1,10 +1,8 @@
 """Implementations to compare with. Each is built once, when first asked for; failures are kept."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from importlib import import_module
@@ -37,11 +35,6 @@ class Once:
         return self.start().result()
 
 
-def prebuild(device: str, wanted: Iterable[Once]) -> None:
-    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
-    wait([once.start() for once in wanted if device == "cuda" or once is host])
-
-
 def _module(kind: str, file: str, wrappers: dict[str, str], **how: Any) -> Once:
     given = {f"{kind}_files": [str(HERE / file)], f"{kind}_wrappers": list(wrappers.items())}
     return Once(lambda: load_jit(f"bench_{Path(file).stem}", **given, **how))
@@ -59,11 +52,11 @@ def _elsewhere(name: str) -> Once:
     return Once(build)
 
 
-_HOST = "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop"
+_HOST = "common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop copy_pieces_loop"
 host = _module(
     "cpp",
     "host.cc",
-    {name: f"peer::{name}" for name in (*_HOST.split(), "copy_pieces_loop")},
+    {name: f"peer::{name}" for name in _HOST.split()},
     extra_cflags=["-O3"],
     extra_ldflags=["-ldl"],
 )
@@ -74,8 +67,7 @@ link = _module(
     "cuda", "link.cu", {"gather": "peer::gather", "copy_contiguous": "peer::copy_contiguous"}
 )
 device = _module("device", "device.cu", {"empty": "peer::Empty", "pieces": "peer::Pieces"})
-triton = Once(lambda: import_module("bench.peers.triton_rows"))
-merge_by_triton = Once(lambda: import_module("bench.peers.triton_merge"))
+triton = Once(lambda: import_module("bench.peers.triton_peers"))
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
@@ -85,3 +77,8 @@ def empty_launch() -> Callable[[Any], object]:
     """Return a launch of a kernel that does nothing: the floor of small calls."""
     module, words = device(), [0] * 11
     return lambda _: module.launch("empty", *words, grid=1)
+
+
+def prebuild(device: str) -> None:
+    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
+    wait([once.start() for once in ((host, rows, link) if device == "cuda" else (host,))])

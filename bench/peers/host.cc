@@ -18,9 +18,6 @@ using tvm::ffi::Bytes;
 using tvm::ffi::String;
 using tvm::ffi::TensorView;
 
-inline void noop(TensorView, TensorView, TensorView, TensorView, TensorView) {}
-inline std::int64_t noop_pair(TensorView x, TensorView) { return x.size(0); }
-
 // Length of the common prefix, as plain C++ has it.
 template <typename Key>
 std::int64_t mismatch_of(const TensorView& x, const TensorView& y) {

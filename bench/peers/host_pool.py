@@ -1,7 +1,5 @@
 """Host memory of the size that servers keep: one pinned pool, of which cases take a part."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Triton peers: tiles of whole rows, 4-byte words that Triton merges into 16-byte accesses."""
+"""Triton peers. Rows move as tiles of 4-byte words, which Triton merges to 16-byte accesses."""
 
 # ruff: noqa: N803 - compile-time constants are upper case in Triton kernels
 
@@ -53,6 +53,24 @@ def _pairs(dst, src, pairs, num_rows, WORDS: constexpr, BLOCK: constexpr, ROWS: 
         tile += tl.num_programs(0)
 
 
+@triton.jit
+def _merge(out, lse, out_a, lse_a, out_b, lse_b, DIM: constexpr, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    weight_a = tl.load(lse_a + row)
+    weight_b = tl.load(lse_b + row)
+    top = tl.maximum(weight_a, weight_b)
+    weight_a = tl.exp(weight_a - top)
+    weight_b = tl.exp(weight_b - top)
+    total = weight_a + weight_b
+    tl.store(lse + row, top + tl.log(total))
+    col = tl.arange(0, BLOCK)
+    live = col < DIM
+    a = tl.load(out_a + row * DIM + col, mask=live).to(tl.float32)
+    b = tl.load(out_b + row * DIM + col, mask=live).to(tl.float32)
+    sum_ = a * (weight_a / total) + b * (weight_b / total)
+    tl.store(out + row * DIM + col, sum_.to(out.dtype.element_ty), mask=live)
+
+
 def _tile(words: int) -> tuple[int, int]:
     block = triton.next_power_of_2(words)
     return block, max(1, 1024 // block)
@@ -81,3 +99,10 @@ def pairs(src, dst, index_pairs: torch.Tensor, num_programs: int) -> None:
     block, rows = _tile(words)
     grid = (min(num_programs, triton.cdiv(num_rows, rows)),)
     _pairs[grid](dst, src, index_pairs, num_rows, words, block, rows)
+
+
+def merge(out, lse, out_a, lse_a, out_b, lse_b) -> None:
+    """Merge two, in the usual form: each program works out the weights of its token and head."""
+    tokens, heads, dim = out.shape
+    block = triton.next_power_of_2(dim)
+    _merge[(tokens, heads)](out, lse, out_a, lse_a, out_b, lse_b, dim, block)
