@@ -150,7 +150,7 @@ def _panel_of_rows(row: RowData, p: Mapping[str, Any]) -> str:
     return "" if is_other else f"{p['row_bytes']} B a row"
 
 
-def _panel_of_row_sizes(row: RowData, p: Mapping[str, Any]) -> str:
+def _panel_of_sizes(row: RowData, p: Mapping[str, Any]) -> str:
     is_large = p["sources"] == "distinct" and row["bytes_moved"] > 1e8
     return "distinct rows" if is_large else ""
 
@@ -165,16 +165,10 @@ def _panel_of_merge(row: RowData, p: Mapping[str, Any]) -> str:
 
 
 _OF_ROWS = Lines("cold buffers, random rows", _panel_of_rows, "rows", "rows", **_COPY, base=10)
-_SIZES = Lines(
-    "as many bytes in rows of each size", _panel_of_row_sizes, "row_bytes", "bytes of a row"
-)
+_SIZES = Lines("as many bytes in rows of each size", _panel_of_sizes, "row_bytes", "bytes of a row")
+_GB_S = {"y_label": "GB/s that arrive", "y": "gb_s"}
 _POOLS = Lines(
-    "262,144 random rows of 656 B",
-    _panel_of_pools,
-    "pool_gib",
-    "GiB of the pool",
-    y_label="GB/s that arrive",
-    y="gb_s",
+    "262,144 random rows of 656 B", _panel_of_pools, "pool_gib", "GiB of the pool", **_GB_S
 )
 _MERGE = Lines("32 heads x 128, bf16, cold buffers", _panel_of_merge, "tokens", "tokens", **_COPY)
 PLOTS: dict[str, tuple[str, Lines]] = {

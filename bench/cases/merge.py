@@ -91,11 +91,11 @@ def case_of(
         for tensor in (b.out, b.lse):
             tensor.view(torch.uint8).fill_(0xFF)  # a NaN in every dtype
 
-    def merge_two(b: Any) -> None:
-        jitkern.merge_state(*b.two, output=b.out, lse=b.lse)
-
-    def merge_many(b: Any) -> None:
-        jitkern.merge_states(b.outs, b.lses, output=b.out, lse=b.lse)
+    def merge(b: Any) -> None:
+        if partials == 2:
+            jitkern.merge_state(*b.two, output=b.out, lse=b.lse)
+        else:
+            jitkern.merge_states(b.outs, b.lses, output=b.out, lse=b.lse)
 
     return Case(
         op="merge",
@@ -108,10 +108,7 @@ def case_of(
         outputs=lambda b: (torch.tensor([_is_close(b)], dtype=torch.uint8),),
         prepare=poison,
         reference=lambda _: (torch.ones(1, dtype=torch.uint8),),
-        impls=[
-            ours(merge_two if partials == 2 else merge_many),
-            common.copy_impl(ctx, lambda b: (b.copied, b.copied_from)),
-        ],
+        impls=[ours(merge), common.copy_impl(ctx, lambda b: (b.copied, b.copied_from))],
         calls=4 if moved > 100_000_000 else 8 if moved > 10_000_000 else 50,
     )
 

@@ -107,7 +107,7 @@ def _empty_loads(monitor: OverlapMonitor | None = None) -> Run:
     pipeline, blocks = _pipeline(monitor=monitor), range(BLOCKS)
 
     def go(_: object) -> None:
-        for _slot in pipeline.load(blocks, copy=lambda tensor, block: None):
+        for _ in pipeline.load(blocks, copy=lambda tensor, block: None):
             pass
 
     return go

@@ -74,9 +74,6 @@ def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = N
             copied=torch.empty_like(kv),
         )
 
-    def store(b: Any) -> None:
-        jitkern.store_cache(b.k_cache, b.v_cache, b.indices, b.k, b.v)
-
     return Case(
         op="store",
         name=name,
@@ -89,11 +86,15 @@ def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = N
             b.v_cache.clone().index_copy_(0, b.indices64, b.v),
         ),
         impls=[
-            ours(store if v_row_bytes else _store_k),
+            ours(_store if v_row_bytes else _store_k),
             common.copy_impl(ctx, lambda b: (b.copied, b.kv)),
         ],
         calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
     )
+
+
+def _store(b: Any) -> None:
+    jitkern.store_cache(b.k_cache, b.v_cache, b.indices, b.k, b.v)
 
 
 def _store_k(b: Any) -> None:
