@@ -57,12 +57,9 @@ def run(ctx: Context) -> Iterator[Row]:
             if ctx.quick and mode in ("inline:index", "inline:h2d_gather"):
                 continue
             ctx.say(f"first_call: {name} {mode.partition(':')[2]}")
-            runs: list[dict[str, float]] = []
+            processes = range(1 if ctx.quick else NUM_PROCESSES)
             try:
-                for _ in range(1 if ctx.quick else NUM_PROCESSES):
-                    if mode == "cold":
-                        shutil.rmtree(Path(work, "kernels"), ignore_errors=True)
-                    runs.append(_figures(mode, ctx.device, Path(work)))
+                runs = [_figures(mode, ctx.device, Path(work)) for _ in processes]
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 yield error_row("first_call", mode, name, role, error)
                 continue
@@ -73,8 +70,9 @@ def run(ctx: Context) -> Iterator[Row]:
 
 def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
     """Return the milliseconds of each case, measured in a new process."""
+    dropped = ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE")
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in dropped},
         "JITKERN_CACHE_DIR": str(work / "kernels"),
         "JITKERN_CACHE_PATH": str(settings().cache_dir),  # the host module, as in a wheel
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -82,16 +80,13 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
         "PYTHONPYCACHEPREFIX": str(work / "bytecode"),  # as pip leaves it beside a module
         "PYTHONWARNINGS": "ignore",
     }
-    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE"):
-        environment.pop(variable, None)
     command = [sys.executable, "-m", "bench.cases.first_call", mode, device, str(work)]
     how = {"cwd": ROOT, "env": environment, "timeout": TIMEOUT_S}
     done = subprocess.run(command, **how, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"exit {done.returncode}: {last}")
-    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 # -- in the process that is measured ---------------------------------------------------------------
@@ -99,6 +94,8 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
 
 def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    if mode == "cold":
+        shutil.rmtree(work / "kernels", ignore_errors=True)
     import torch
 
     on_gpu = device == "cuda"

@@ -17,47 +17,36 @@ from jitkern.bench.case import Case, Context, Impl, Row, error_text
 from jitkern.bench.measure import fill, measure
 from jitkern.bench.timing import Timing
 
-CALLS = 400
+STORE, CALLS = "store_cache, 1 row of 656 B", 400
 
 
 def run(ctx: Context) -> Iterator[Row]:
     k_cache = empty_rows(1024, 656, ctx.device)
     v_cache, (k, v) = torch.empty_like(k_cache), random_rows(2, 656, ctx.device).split(1)
     indices = torch.tensor([7], dtype=torch.int32, device=ctx.device)
-    indices64, output = indices.to(torch.int64), torch.empty_like(k)
+    indices64 = indices.to(torch.int64)
     tensors = (k_cache, v_cache, indices, k, v)
 
     def index_put(_: object) -> None:
         k_cache[indices64] = k
         v_cache[indices64] = v
 
-    def cost(name: str, *impls: Impl) -> list[Row]:
-        for impl in impls:
-            impl.check = False
-        return measure(ctx, Case("host_overhead", name, list(impls), clock="host"))
+    def cost(*impls: Impl) -> list[Row]:
+        return measure(ctx, Case("host_overhead", STORE, list(impls), clock="host"))
 
-    store = ours(lambda _: jitkern.store_cache(*tensors))
-    (enabled,) = cost("store_cache, 1 row of 656 B", store)
-    enabled.impl = "jitkern, gradients enabled"
-    yield enabled
+    def store(name: str) -> Impl:
+        return ours(lambda _: jitkern.store_cache(*tensors), name, check=False)
+
+    yield from cost(store("jitkern, gradients enabled"))
     with torch.inference_mode():
-        put = peer("torch cache[idx] = x, twice", index_put)
-        yield from cost(enabled.case, store, put, no_op(tensors, "no-op FFI call, 5 tensors"))
-        yield from cost(
-            "indexing, 1 row of 656 B",
-            ours(lambda _: jitkern.indexing(k_cache, indices, output=output)),
-            peer(
-                "torch index_select(out=)",
-                lambda _: torch.index_select(k_cache, 0, indices64, out=output),
-            ),
-            peer("torch F.embedding", lambda _: torch.nn.functional.embedding(indices64, k_cache)),
-        )
+        put = peer("torch cache[idx] = x, twice", index_put, check=False)
+        yield from cost(store("jitkern"), put, no_op(tensors, "no-op FFI call, 5 tensors"))
     if ctx.device == "cuda":
-        yield _bare_launch(ctx, enabled.case)
+        yield _bare_launch(ctx)
 
 
-def _bare_launch(ctx: Context, case: str) -> Row:
-    row = Row("host_overhead", case, "bare cuLaunchKernel, C++ loop", "floor")
+def _bare_launch(ctx: Context) -> Row:
+    row = Row("host_overhead", STORE, "bare cuLaunchKernel, C++ loop", "floor")
     try:
         from jitkern.arch import Arch
 

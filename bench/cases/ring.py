@@ -1,4 +1,4 @@
-"""A DescriptorRing consumed by a GPU: 128 packets of 4 KiB, what a push and a call take, a server.
+"""A DescriptorRing consumed by a GPU: 128 packets of 4 KiB by calls in a graph, and by a server.
 
 Pushes are made before each replay of a graph of calls: a ring leaves nothing else to the GPU.
 """
@@ -13,7 +13,7 @@ import jitkern
 from bench import peers
 from jitkern.bench.case import Context, Row
 from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, cuda_replay, cuda_timer, host_ms
+from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
 from jitkern.offload import DescriptorRing
 
 NEEDS_GPU = True
@@ -27,7 +27,7 @@ def run(ctx: Context) -> Iterator[Row]:
     src = torch.randint(256, (128 * 4096,), dtype=torch.uint8, device="cuda")
     dst = torch.zeros_like(src)
     descriptors = _descriptors(128, 4096)
-    in_graph, found = "128 x 4096 B, a push each, in a graph", {}
+    in_graph = "128 x 4096 B, a push each, in a graph"
     with DescriptorRing(CALLS, 2048) as ring:
 
         def push() -> None:
@@ -36,23 +36,12 @@ def run(ctx: Context) -> Iterator[Row]:
         def unpack() -> None:
             jitkern.unpack(src, dst, ring)
 
-        def push_and_unpack() -> None:
-            push()
-            unpack()
-
         yield _row(in_graph, "jitkern, mapped", _replays(unpack, push))
         yield _row("nothing pushed, in a graph", "jitkern, mapped", _replays(unpack))
-        steps = {"push": push, "unpack": unpack, "push and unpack": push_and_unpack}
-        for _ in range(200):
-            for name, step in steps.items():
-                torch.cuda.synchronize()
-                found.setdefault(name, []).append(host_ms(step, 8))
     if not torch.equal(dst, torch.cat([src[at : at + 4096] for at in descriptors[:, 0].tolist()])):
         raise AssertionError("ring: other bytes than were pushed")
     empty = peers.empty_launch()
     yield _row(in_graph, "empty kernel", _replays(lambda: empty(None)), "floor")
-    for name, samples in found.items():
-        yield _row("host time, 128 descriptors", f"{name}, mapped", samples[20:])
     for num_sms, pieces, piece_bytes in SERVED:
         sms = "1 SM" if num_sms == 1 else f"{num_sms} SMs"
         way = f"served by {sms}" if num_sms else "push, call and wait"
