@@ -38,10 +38,6 @@ inline std::int64_t same_bytes(TensorView x, TensorView y) {
   return std::memcmp(x.data_ptr(), y.data_ptr(), size) == 0 ? n : -1;
 }
 
-inline void check_driver(int result) {
-  TVM_FFI_CHECK(result == 0, RuntimeError) << "the CUDA driver returned " << result;
-}
-
 // A function of the CUDA driver, found when it is first called.
 template <typename... Args>
 struct Driver {
@@ -55,7 +51,8 @@ struct Driver {
       function = reinterpret_cast<int (*)(Args...)>(dlsym(library, name));
       TVM_FFI_CHECK(function != nullptr, RuntimeError) << name << " is not in libcuda.so.1";
     }
-    check_driver(function(args...));
+    const int result = function(args...);
+    TVM_FFI_CHECK(result == 0, RuntimeError) << name << " returned " << result;
   }
 };
 
