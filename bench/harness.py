@@ -1,7 +1,5 @@
 """The command: run the chosen benchmarks, print tables, write JSON."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys
@@ -24,7 +22,18 @@ STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks; 1 if one of jitkern's own rows failed, else 0."""
-    args = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="Time jitkern beside its peers and the measured ceilings; correct first.",
+        epilog="example: python -m bench store index --quick --json out.json",
+    )
+    add, names = parser.add_argument, ", ".join(cases.NAMES)
+    add("op", nargs="*", metavar="op", choices=cases.NAMES, help=f"of {names}")
+    add("--quick", action="store_true", help="few sizes, under a minute")
+    add("--json", type=Path, metavar="F", help="write here (default bench/results/<machine>.json)")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    args = parser.parse_args(argv)
+
     progress = Console(stderr=True, markup=False, highlight=False)
     width = None if sys.stdout.isatty() else 150  # a log file has no width of its own
     console = Console(markup=False, highlight=False, width=width)
@@ -39,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"Python": machine["python"], **machine["versions"]}
     console.print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
     torch.manual_seed(0)
-    peers.prebuild(device, [peer for op in ops for peer in getattr(cases.module(op), "PEERS", ())])
+    peers.prebuild(device)
     rows: list[Row] = []
     for op in ops:
         done = _run(ctx, op)
@@ -48,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(table(op, done))
     failed = [row for row in rows if row.error]
     ours = [row for row in failed if row.role == "ours"]
-    console.print(
-        f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
-    )
+    counts = f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
+    console.print(counts)
     if args.json or not args.quick:
         path = args.json or RESULTS / f"{report.kind_of(machine)}.json"
         write(path, report.payload(machine, rows, quick=args.quick))
@@ -103,50 +111,16 @@ def table(op: str, rows: Sequence[Row]) -> Table:
     """Return the table of one benchmark; a blank cell is something that was not measured."""
     made = Table(title=op, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     made.add_column("case / implementation", no_wrap=True)
-    for column in ("median", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
+    for column in ("us", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
         made.add_column(column, justify="right", no_wrap=True)
     made.add_column("note")
     for case in dict.fromkeys(row.case for row in rows):
         made.add_row(case, style="bold")
         for row in [row for row in rows if row.case == case]:
             spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
-            made.add_row(
-                f"  {row.impl}",
-                time_text(row.median_us),
-                _number(spread, 1),
-                _number(row.gb_s, 1),
-                _number(row.ratio_to_best_peer, 2),
-                _number(row.percent_of_ceiling, 1),
-                _number(row.host_us, 1),
-                row.error or row.note,
-                style="red" if row.error else STYLES.get(row.role, ""),
-            )
+            figures = (row.median_us, spread, row.gb_s, row.ratio_to_best_peer)
+            figures += (row.percent_of_ceiling, row.host_us)
+            cells = ["" if figure is None else f"{figure:,.2f}" for figure in figures]
+            style = "red" if row.error else STYLES.get(row.role, "")
+            made.add_row(f"  {row.impl}", *cells, row.error or row.note, style=style)
     return made
-
-
-def time_text(us: float | None) -> str:
-    """Return microseconds in the unit that suits; nothing for None."""
-    if us is None:
-        return ""
-    return (
-        f"{us:.2f} us" if us < 1000 else f"{us / 1e3:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
-    )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench",
-        description="Time jitkern beside its peers and the measured ceilings; correct first.",
-        epilog="example: python -m bench store index --quick --json out.json",
-    )
-    add = parser.add_argument
-    add("op", nargs="*", metavar="op", choices=cases.NAMES, help=f"of {', '.join(cases.NAMES)}")
-    add("--quick", action="store_true", help="few sizes, under a minute")
-    text = "write here (default bench/results/<machine>.json)"
-    add("--json", type=Path, metavar="F", help=text)
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
-    return parser

@@ -1,7 +1,5 @@
 """The plots of the docs, of what a result has rows for: ``python -m bench.plots RESULT FOLDER``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +51,7 @@ _PLAIN = {
     "a block a descriptor": "one block per descriptor",
 }
 
+_POOL_CASE = "gather of 262144 rows of 656 B, pool of 16 GiB, uniform"
 # Of the first page: one line of each op, at the size where its users live.
 _SUMMARY = {
     "store_cache, 131,072 rows of 1 KB": ("store", "131072 rows of 1024 B"),
@@ -60,10 +59,7 @@ _SUMMARY = {
     "indexing, 65,536 rows of 8 KB": ("index", "65536 rows of 8192 B"),
     "h2d_gather, 656 B, distinct rows": ("h2d_gather", "262144 rows of 656 B, distinct"),
     "h2d_gather, 656 B, a third repeated": ("h2d_gather", "262144 rows of 656 B, repeats"),
-    "h2d_gather out of a pool of 16 GiB": (
-        "pools",
-        "gather of 262144 rows of 656 B, pool of 16 GiB, uniform",
-    ),
+    "h2d_gather out of a pool of 16 GiB": ("pools", _POOL_CASE),
     "swap_rows, 656 B, both ways": ("swap", "262144 rows of 656 B, distinct, pool of 0.4 GiB"),
     "copy_blocks, 32 layers x 16 KB": ("copy_blocks", "h2d, 128 blocks x 32 layers x 16 KB"),
     "unpack, 2,048 pieces of 256 B": ("unpack", "2048 pieces of 256 B"),
@@ -93,9 +89,7 @@ class Lines:
             if row[self.y] and (title := self.panel(row, row["params"])):
                 panels.setdefault(title, []).append(row)
         drawn = {
-            title: here
-            for title, here in panels.items()
-            if len({row["params"][self.x] for row in here}) > 1
+            t: rows for t, rows in panels.items() if len({r["params"][self.x] for r in rows}) > 1
         }
         if not drawn:
             return []
@@ -123,8 +117,7 @@ class Lines:
         top = max(row[self.y] for here in drawn.values() for row in here)
         grid.flat[0].set_ylim(0, min(1.1 * top, 180))
         figure.suptitle(f"{op}, {self.title}, {machine}", fontsize=10)
-        below = {"loc": "lower center", "ncols": 3}
-        figure.legend(legend.values(), legend.keys(), **below)
+        figure.legend(legend.values(), legend.keys(), loc="lower center", ncols=3)
         return save(figure, path, bottom=0.14 * 4.4 / size[1])
 
     def _tick(self, value: float, _: int) -> str:
@@ -143,69 +136,47 @@ class Lines:
             if len(line) > 1:
                 color = color_of(name)
                 number = of_library[color] = of_library.get(color, -1) + 1
-                style = _LINES[number % len(_LINES)]
-                axes.plot(
-                    *zip(*sorted(line), strict=True),
-                    label=_PLAIN.get(name, name),
-                    color=color,
-                    linestyle=style,
-                    linewidth=2.2 if name == "jitkern" else 1.3,
-                    marker="o",
-                    markersize=3,
-                )
+                style = {"color": color, "linestyle": _LINES[number % len(_LINES)]}
+                style |= {"linewidth": 2.2 if name == "jitkern" else 1.3, "markersize": 3}
+                label = _PLAIN.get(name, name)
+                axes.plot(*zip(*sorted(line), strict=True), label=label, marker="o", **style)
 
 
 _COPY = {"y_label": "% of the bandwidth of a copy", "ceiling": "a copy of as many bytes"}
-_MERGED = "x 32 x 128 bf16"
-_OF_ROWS = Lines(
-    "cold buffers, random rows",
-    lambda row, p: (
-        "" if p.get("vocab_range") or "v_row_bytes" in p or "one cache" in row["case"]
-        else f"{p['row_bytes']} B a row"
-    ),
-    "rows", "rows", **_COPY, base=10,
-)  # fmt: skip
+
+
+def _panel_of_rows(row: RowData, p: Mapping[str, Any]) -> str:
+    is_other = p.get("vocab_range") or "v_row_bytes" in p or "one cache" in row["case"]
+    return "" if is_other else f"{p['row_bytes']} B a row"
+
+
+def _panel_of_sizes(row: RowData, p: Mapping[str, Any]) -> str:
+    is_large = p["sources"] == "distinct" and row["bytes_moved"] > 1e8
+    return "distinct rows" if is_large else ""
+
+
+def _panel_of_pools(row: RowData, p: Mapping[str, Any]) -> str:
+    is_other = "Zipf" in row["case"] or row["impl"].startswith("jitkern, by")
+    return p["kind"] if (p["rows"], p["row_bytes"]) == (262_144, 656) and not is_other else ""
+
+
+def _panel_of_merge(row: RowData, p: Mapping[str, Any]) -> str:
+    return f"{p['partials']} partials" if row["case"].endswith("x 32 x 128 bf16") else ""
+
+
+_OF_ROWS = Lines("cold buffers, random rows", _panel_of_rows, "rows", "rows", **_COPY, base=10)
+_SIZES = Lines("as many bytes in rows of each size", _panel_of_sizes, "row_bytes", "bytes of a row")
+_GB_S = {"y_label": "GB/s that arrive", "y": "gb_s"}
+_POOLS = Lines(
+    "262,144 random rows of 656 B", _panel_of_pools, "pool_gib", "GiB of the pool", **_GB_S
+)
+_MERGE = Lines("32 heads x 128, bf16, cold buffers", _panel_of_merge, "tokens", "tokens", **_COPY)
 PLOTS: dict[str, tuple[str, Lines]] = {
     "store_bandwidth": ("store", _OF_ROWS),
     "index_bandwidth": ("index", _OF_ROWS),
-    "h2d_row_sizes": (
-        "h2d_gather",
-        Lines(
-            "as many bytes in rows of each size",
-            lambda row, p: (
-                "distinct rows" if p["sources"] == "distinct" and row["bytes_moved"] > 1e8 else ""
-            ),
-            "row_bytes",
-            "bytes of a row",
-        ),
-    ),
-    "pools": (
-        "pools",
-        Lines(
-            "262,144 random rows of 656 B",
-            lambda row, p: (
-                p["kind"]
-                if (p["rows"], p["row_bytes"]) == (262_144, 656)
-                and "Zipf" not in row["case"]
-                and not row["impl"].startswith("jitkern, by")
-                else ""
-            ),
-            "pool_gib",
-            "GiB of the pool",
-            y_label="GB/s that arrive",
-            y="gb_s",
-        ),
-    ),
-    "merge": (
-        "merge",
-        Lines(
-            "32 heads x 128, bf16, cold buffers",
-            lambda row, p: f"{p['partials']} partials" if row["case"].endswith(_MERGED) else "",
-            "tokens",
-            "tokens",
-            **_COPY,
-        ),
-    ),
+    "h2d_row_sizes": ("h2d_gather", _SIZES),
+    "pools": ("pools", _POOLS),
+    "merge": ("merge", _MERGE),
 }
 
 
@@ -217,29 +188,26 @@ def draw(data: report.Payload, folder: Path) -> list[Path]:
     made = _summary(rows, machine, folder / "summary.png")
     for name, (op, plot) in PLOTS.items():
         made += plot.draw(op, rows.get(op, []), machine, folder / f"{name}.png")
-    return made + (
-        _beside(rows["beside"], machine, folder / "beside.png") if "beside" in rows else []
-    )
+    if "beside" in rows:
+        made += _beside(rows["beside"], machine, folder / "beside.png")
+    return made
 
 
 def _beside(rows: Sequence[RowData], machine: str, path: Path) -> list[Path]:
     """Draw how much longer a step of batch 32 is, over the GB/s moved beside it."""
     at = {
-        row["impl"]: (row["gb_s"], row["params"]["slowdown"])
-        for row in rows
-        if row["params"]["batch"] == 32
+        r["impl"]: (r["gb_s"], r["params"]["slowdown"]) for r in rows if r["params"]["batch"] == 32
     }
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 4), sharey=True)
-    for axes, way in zip(panels, ("h2d", "d2h"), strict=True):
+    for axes, way, op in zip(panels, ("h2d", "d2h"), ("h2d_gather", "d2h_scatter"), strict=True):
+        by_sms = [f"copy_blocks {way}, {sms} SMs" for sms in (1, 2, 3, 4, 8)]
         for label, names in {
             "copy engine, one piece": [f"engine, contiguous, {way}"],
-            "copy_blocks, layer first, by 1, 2, 3, 4, 8 SMs": [
-                f"copy_blocks {way}, {sms} SMs" for sms in (1, 2, 3, 4, 8)
-            ],
+            "copy_blocks, layer first, by 1, 2, 3, 4, 8 SMs": by_sms,
             "by default": [f"copy_blocks {way}"],
             "host page first": [f"host page first, {way}"],
             "pages on both sides": [f"pages, {way}"],
-            "rows of 656 B": [{"h2d": "h2d_gather", "d2h": "d2h_scatter"}[way]],
+            "rows of 656 B": [op],
         }.items():
             axes.plot(*zip(*(at[name] for name in names), strict=True), label=label, marker="o")
         title = {"h2d": "to the GPU", "d2h": "to the host"}[way]
@@ -278,7 +246,6 @@ def _summary(rows: dict[str, list[RowData]], machine: str, path: Path) -> list[P
 
 
 def color_of(name: str) -> str:
-    """Return the colour of the library that an implementation is of."""
     return _LIBRARIES[max((one for one in _LIBRARIES if name.startswith(one)), key=len)]
 
 

@@ -5,10 +5,7 @@ runs, and the rows that it yields in rank 0 come back, also those before a failu
 same in the same order: a replay that holds a collective keeps them in step.
 """
 
-from __future__ import annotations
-
 import json
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,21 +22,33 @@ from torch.nn import functional
 
 from jitkern.bench.case import Context, Row, error_row, error_text
 from jitkern.bench.measure import fill
-from jitkern.bench.timing import Replay, Timing, cpu_replay, cuda_replay, host_ms, time_replays
+from jitkern.bench.timing import Timing, cpu_replay, cuda_replay, host_ms, time_replays
 
 TIMEOUT_S = 400
-
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 21
 SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
 HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
-VOCAB, HIDDEN, CPU_VOCAB, CPU_HIDDEN = 131_072, 4096, 4096, 1024
+
+
+Calls = Mapping[str, tuple[str, Callable[[], object]]]
+"""Role and call of each, by its name."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One implementation: it sums a tensor over the ranks, in place or into what it returns."""
+
+    role: str
+    tensor: torch.Tensor
+    call: Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What one of the processes knows of all."""
+    """What one of the processes knows of all, and what they measure together."""
 
+    op: str
     rank: int
     size: int
     device: torch.device
@@ -66,157 +75,129 @@ class Ranks:
         dist.all_gather_object(texts, text, group=self.cpu_group)
         return next(filter(None, texts), "")
 
+    def timed(self, case: str, calls: Calls, count: int, **fields: Any) -> list[Row]:
+        """Return rows of replays of so many calls; `fields` are those of each row."""
+        word = torch.zeros(1, device=self.device)
 
-# -- what ranks measure ----------------------------------------------------------------------------
+        def line_up() -> None:
+            self.barrier()
+            if self.on_gpu:
+                # Hosts come out of it one after the other. GPUs sleep until all have queued what is
+                # timed, and then wait for each other: they begin within a microsecond or two.
+                torch.cuda._sleep(SLEEP_CYCLES)
+                dist.all_reduce(word)
 
-Calls = Mapping[str, tuple[str, Callable[[], object]]]
-"""Role and call of each, by its name."""
-
-
-def timed(ranks: Ranks, op: str, case: str, calls: Calls, count: int, **fields: Any) -> list[Row]:
-    """Return rows of replays of so many calls; `fields` are those of each row."""
-    word = torch.zeros(1, device=ranks.device)
-
-    def line_up() -> None:
-        ranks.barrier()
-        if ranks.on_gpu:
-            # Hosts come out of it one after the other. GPUs sleep until all have queued what is
-            # timed, and then wait for each other: they begin within a microsecond or two.
-            torch.cuda._sleep(SLEEP_CYCLES)
-            dist.all_reduce(word)
-
-    replays = {name: _replay(ranks, call, count) for name, (_, call) in calls.items()}
-    timings = time_replays(replays, device=ranks.device.type, rounds=ROUNDS, before=line_up)
-    rows = [Row(op, case, name, role, **fields) for name, (role, _) in calls.items()]
-    for row in rows:
-        row.bytes_moved = None if row.role == "floor" else row.bytes_moved
-        fill(row, timings[row.impl])
-    return rows
-
-
-def _replay(ranks: Ranks, call: Callable[[], object], count: int) -> Replay:
-    for _ in range(2):
-        call()
-    ranks.barrier()
-    return (cuda_replay if ranks.on_gpu else cpu_replay)([call] * count)
-
-
-def calls_for(ranks: Ranks, num_bytes: int) -> int:
-    """Return the calls of a replay: so many that what it costs once is little beside them."""
-    if num_bytes > 8 * MIB:
-        return 5
-    return 200 if num_bytes <= 128 * KIB and ranks.on_gpu else 50
-
-
-@dataclass(frozen=True)
-class Sum:
-    """One implementation: it sums a tensor over the ranks, in place or into what it returns."""
-
-    role: str
-    tensor: torch.Tensor
-    call: Callable[[], object]
-
-
-def sum_case(num_bytes: int, ranks: Ranks) -> str:
-    size = f"{num_bytes // MIB} MB" if num_bytes >= MIB else f"{num_bytes // KIB} KB"
-    return f"all_reduce, {size} bf16, {ranks.where}"
-
-
-def sum_rows(
-    ranks: Ranks, op: str, num_bytes: int, sums: Mapping[str, Sum], in_a_row: str = ""
-) -> Iterator[Row]:
-    """Yield what sums of so many bytes take, those that are wrong as errors.
-
-    Behind each stands a small kernel, as in a model, whose time is in: two of NCCL's kernels in a
-    row cost 3 us more. `in_a_row` names ours without it, and adds a row of the small kernel.
-    """
-    case, params = sum_case(num_bytes, ranks), {"ranks": ranks.size, "num_bytes": num_bytes}
-    spacer = torch.zeros(1, device=ranks.device)
-
-    def spaced(call: Callable[[], object]) -> None:
-        call()
-        spacer.zero_()
-
-    calls: dict[str, tuple[str, Callable[[], object]]] = {}
-    for name, one in sums.items():
-        if wrong := ranks.first_text(_wrong(ranks, one)):
-            yield Row(op, case, name, one.role, params=params, error=wrong)
-        else:
-            calls[name] = (one.role, partial(spaced, one.call))
-    if in_a_row:
-        calls[in_a_row] = ("ours", sums["jitkern"].call)
-        calls["the small kernel behind each call"] = ("floor", spacer.zero_)
-    moved = 2 * (ranks.size - 1) * num_bytes // ranks.size  # bus bandwidth
-    count = calls_for(ranks, num_bytes)
-    yield from timed(ranks, op, case, calls, count, params=params, bytes_moved=moved)
-
-
-def _wrong(ranks: Ranks, one: Sum) -> str:
-    """Return what is wrong with a sum on this rank; its tensor is zeros afterwards, which stay."""
-    one.tensor.fill_(ranks.rank + 1)
-    ranks.barrier()
-    wrong = ""
-    try:
-        returned = one.call()
-        total = returned if isinstance(returned, torch.Tensor) else one.tensor
-        if not bool((total == sum(range(1, ranks.size + 1))).all()):
-            wrong = f"rank {ranks.rank}: a wrong sum of {total.numel()} items; not timed"
-    except Exception as error:  # a peer that fails is a row, not the end of the run
-        wrong = error_text(error)
-    ranks.barrier()
-    one.tensor.zero_()
-    ranks.barrier()
-    return wrong
-
-
-def host_rows(ranks: Ranks, op: str, case: str, calls: Calls, rounds: int) -> Iterator[Row]:
-    """Yield what each call costs the host, all ranks calling at once."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
+        replays = {}
         for name, (_, call) in calls.items():
-            ranks.barrier()
-            samples[name].append(host_ms(call, HOST_CALLS))
-    for name, (role, _) in calls.items():
-        row = Row(op, f"{case}, host time", name, role, params={"ranks": ranks.size})
-        fill(row, Timing(tuple(samples[name][1:])))
-        yield row
+            call()
+            call()
+            self.barrier()
+            replays[name] = (cuda_replay if self.on_gpu else cpu_replay)([call] * count)
+        timings = time_replays(replays, device=self.device.type, rounds=ROUNDS, before=line_up)
+        rows = [Row(self.op, case, name, role, **fields) for name, (role, _) in calls.items()]
+        for row in rows:
+            row.bytes_moved = None if row.role == "floor" else row.bytes_moved
+            fill(row, timings[row.impl])
+        return rows
 
+    def calls_for(self, num_bytes: int) -> int:
+        """Return the calls of a replay: so many that what it costs once is little beside them."""
+        if num_bytes > 8 * MIB:
+            return 5
+        return 200 if num_bytes <= 128 * KIB and self.on_gpu else 50
 
-def embedding_rows(
-    ranks: Ranks, op: str, comm: Any, tokens: Sequence[int], **how: Any
-) -> Iterator[Row]:
-    """Yield a TPEmbedding beside what is usual: a mask, F.embedding and a sum over the ranks."""
-    from jitkern.nn import TPEmbedding
+    def sum_case(self, num_bytes: int) -> str:
+        size = f"{num_bytes // MIB} MB" if num_bytes >= MIB else f"{num_bytes // KIB} KB"
+        return f"all_reduce, {size} bf16, {self.where}"
 
-    size = (VOCAB, HIDDEN) if ranks.on_gpu else (CPU_VOCAB, CPU_HIDDEN)
-    ours = TPEmbedding(*size, comm=comm, dtype=torch.bfloat16, device=ranks.device, **how)
-    ours.weight.requires_grad_(False)
-    torch.manual_seed(ranks.rank)
-    ours.weight.normal_()
-    start, count = ours.vocab_range
-    weight = ours.weight[:count].clone()  # of the usual memory
+    def sum_rows(
+        self, num_bytes: int, sums: Mapping[str, Sum], in_a_row: str = ""
+    ) -> Iterator[Row]:
+        """Yield what sums of so many bytes take, those that are wrong as errors.
 
-    def usual(ids: torch.Tensor) -> torch.Tensor:
-        outside = (ids < start) | (ids >= start + count)
-        out = functional.embedding((ids - start).masked_fill(outside, 0), weight)
-        out = out.masked_fill(outside.unsqueeze(-1), 0)
-        dist.all_reduce(out)
-        return out
+        After each runs a small kernel, as in a model, whose time is in: two of NCCL's kernels in a
+        row cost 3 us more. `in_a_row` names ours without it, and adds a row of the small kernel.
+        """
+        case, params = self.sum_case(num_bytes), {"ranks": self.size, "num_bytes": num_bytes}
+        spacer = torch.zeros(1, device=self.device)
 
-    for many in tokens:
-        torch.manual_seed(0)  # the same tokens on all ranks
-        ids = torch.randint(size[0], (many,), device=ranks.device)
-        if not torch.equal(usual(ids), ours(ids)):
-            raise RuntimeError(f"{op}: TPEmbedding differs from mask, F.embedding, all_reduce")
-        calls: Calls = {
-            "jitkern": ("ours", partial(ours, ids)),
-            "mask, F.embedding, all_reduce": ("peer", partial(usual, ids)),
-        }
-        case = f"TPEmbedding, {many:,} tokens of {size[1]:,} bf16, {ranks.where}"
-        params = {"ranks": ranks.size, "tokens": many}
-        yield from timed(
-            ranks, op, case, calls, calls_for(ranks, 2 * many * size[1]), params=params
-        )
+        def spaced(call: Callable[[], object]) -> None:
+            call()
+            spacer.zero_()
+
+        calls: dict[str, tuple[str, Callable[[], object]]] = {}
+        for name, one in sums.items():
+            if wrong := self.first_text(self._wrong(one)):
+                yield Row(self.op, case, name, one.role, params=params, error=wrong)
+            else:
+                calls[name] = (one.role, partial(spaced, one.call))
+        if in_a_row:
+            calls[in_a_row] = ("ours", sums["jitkern"].call)
+            calls["the small kernel behind each call"] = ("floor", spacer.zero_)
+        moved = 2 * (self.size - 1) * num_bytes // self.size  # bus bandwidth
+        count = self.calls_for(num_bytes)
+        yield from self.timed(case, calls, count, params=params, bytes_moved=moved)
+
+    def _wrong(self, one: Sum) -> str:
+        """Return what is wrong with a sum on this rank; its tensor is zeros afterwards."""
+        one.tensor.fill_(self.rank + 1)
+        self.barrier()
+        wrong = ""
+        try:
+            returned = one.call()
+            total = returned if isinstance(returned, torch.Tensor) else one.tensor
+            if not bool((total == sum(range(1, self.size + 1))).all()):
+                wrong = f"rank {self.rank}: a wrong sum of {total.numel()} items; not timed"
+        except Exception as error:  # a peer that fails is a row, not the end of the run
+            wrong = error_text(error)
+        self.barrier()
+        one.tensor.zero_()
+        self.barrier()
+        return wrong
+
+    def host_rows(self, case: str, calls: Calls, rounds: int) -> Iterator[Row]:
+        """Yield what each call costs the host, all ranks calling at once."""
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds + 1):
+            for name, (_, call) in calls.items():
+                self.barrier()
+                samples[name].append(host_ms(call, HOST_CALLS))
+        for name, (role, _) in calls.items():
+            row = Row(self.op, f"{case}, host time", name, role, params={"ranks": self.size})
+            fill(row, Timing(tuple(samples[name][1:])))
+            yield row
+
+    def embedding_rows(self, comm: Any, tokens: Sequence[int], **how: Any) -> Iterator[Row]:
+        """Yield a TPEmbedding beside what is usual: a mask, F.embedding and a sum over ranks."""
+        from jitkern.nn import TPEmbedding
+
+        vocab, hidden = (131_072, 4096) if self.on_gpu else (4096, 1024)
+        how |= {"dtype": torch.bfloat16, "device": self.device}
+        ours = TPEmbedding(vocab, hidden, comm=comm, **how).requires_grad_(False)
+        torch.manual_seed(self.rank)
+        ours.weight.normal_()
+        start, count = ours.vocab_range
+        weight = ours.weight[:count].clone()  # of the usual memory
+
+        def usual(ids: torch.Tensor) -> torch.Tensor:
+            outside = (ids < start) | (ids >= start + count)
+            out = functional.embedding((ids - start).masked_fill(outside, 0), weight)
+            out = out.masked_fill(outside.unsqueeze(-1), 0)
+            dist.all_reduce(out)
+            return out
+
+        for many in tokens:
+            torch.manual_seed(0)  # the same tokens on all ranks
+            ids = torch.randint(vocab, (many,), device=self.device)
+            if not torch.equal(usual(ids), ours(ids)):
+                raise RuntimeError("TPEmbedding differs from mask, F.embedding, all_reduce")
+            calls: Calls = {
+                "jitkern": ("ours", partial(ours, ids)),
+                "mask, F.embedding, all_reduce": ("peer", partial(usual, ids)),
+            }
+            case = f"TPEmbedding, {many:,} tokens of {hidden:,} bf16, {self.where}"
+            params = {"ranks": self.size, "tokens": many}
+            yield from self.timed(case, calls, self.calls_for(2 * many * hidden), params=params)
 
 
 # -- their processes -------------------------------------------------------------------------------
@@ -224,73 +205,55 @@ def embedding_rows(
 
 def run(op: str, module: str, ctx: Context) -> Iterator[Row]:
     """Measure a benchmark with 2, 4 and 8 ranks, as many as there are GPUs; what fails is a row."""
-    sizes = [2]
-    if ctx.device == "cuda":
-        sizes = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()]
-    for size in sizes:
+    most = torch.cuda.device_count() if ctx.device == "cuda" else 2
+    for size in (n for n in (2, 4, 8) if n <= most):
         ctx.say(f"{op}: {size} ranks")
-        try:
-            yield from rows_of(module, ctx, size)
-        except RuntimeError as error:
-            ctx.say(str(error))
-            yield error_row(op, f"{size} ranks", "jitkern", "ours", error)
+        with tempfile.TemporaryDirectory(prefix="jitkern-ranks-") as folder:
+            failure = _processes(op, size, module, ctx, Path(folder))
+            lines = Path(folder, "rows").read_text().splitlines()
+        yield from (Row(**json.loads(line)) for line in lines)  # also those before a failure
+        if failure:
+            ctx.say(failure)
+            yield error_row(op, f"{size} ranks", "jitkern", "ours", RuntimeError(failure))
 
 
-def rows_of(module: str, ctx: Context, size: int) -> Iterator[Row]:
-    """Measure the benchmark of a module with so many ranks.
-
-    Raises
-    ------
-    RuntimeError
-        After the rows that were measured: a rank has failed, or they were not done in time.
-    """
-    failure = ""
-    with tempfile.TemporaryDirectory(prefix="jitkern-ranks-") as folder:
-        rows = Path(folder, "rows")
-        rows.touch()
-        arguments = (size, _free_port(), module, ctx.device, ctx.quick, rows)
-        started = spawn(_main, arguments, size, join=False)
-        until = time.monotonic() + TIMEOUT_S
-        try:
-            while not failure and not started.join(1.0):
-                if time.monotonic() > until:
-                    failure = f"{size} ranks were not done within {TIMEOUT_S} s"
-        except ProcessException as error:
-            failure = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
-        finally:
-            for process in started.processes:
-                process.kill()
-                process.join()
-        yield from (Row(**json.loads(line)) for line in rows.read_text().splitlines())
-    if failure:
-        raise RuntimeError(failure)
+def _processes(op: str, size: int, module: str, ctx: Context, folder: Path) -> str:
+    """Have so many ranks write rows into the folder; return how one failed, or that time was up."""
+    Path(folder, "rows").touch()
+    started = spawn(_main, (op, size, module, ctx.device, ctx.quick, folder), size, join=False)
+    until = time.monotonic() + TIMEOUT_S
+    try:
+        while not started.join(1.0):
+            if time.monotonic() > until:
+                return f"{size} ranks were not done within {TIMEOUT_S} s"
+    except ProcessException as error:
+        return f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
+    return ""
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _main(rank: int, size: int, port: int, module: str, kind: str, quick: bool, rows: Path) -> None:
-    device, backend = torch.device("cpu"), "gloo"
-    if kind == "cuda":
-        device, backend = torch.device("cuda", rank), "nccl"
+def _main(rank: int, op: str, size: int, module: str, kind: str, quick: bool, folder: Path) -> None:
+    on_gpu = kind == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://127.0.0.1:{port}",
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=size,
-        device_id=device if kind == "cuda" else None,
+        device_id=device if on_gpu else None,
     )
-    group = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
-    ranks = Ranks(rank, size, device, group)
+    group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
+    ranks = Ranks(op, rank, size, device, group)
     for row in import_module(module).measure_ranks(ranks, quick):
         if rank == 0:
-            with rows.open("a") as file:
+            with Path(folder, "rows").open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
     ranks.barrier()
     dist.destroy_process_group()

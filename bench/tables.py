@@ -4,13 +4,10 @@ A page has ``<!-- table: NAME -->`` before one and ``<!-- end -->`` after it; wh
 written here, and a test holds the pages to it.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +48,6 @@ peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing between two calls | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two
 """  # noqa: E501
 
-_UNITS = {"us": 1.0, "ms": 1e3}
 BESIDE = {
     "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
     "engine, contiguous, d2h": "to the host",
@@ -71,58 +67,44 @@ BESIDE = {
 }
 
 
-@dataclass(frozen=True)
-class Table:
-    """Figures of one benchmark, as in a paragraph of TABLES_TEXT."""
-
-    file: str
-    op: str
-    case: str
-    value: str
-    corner: str
-    cases: str
-    impls: str
-
-    def lines(self) -> list[str]:
-        """Return the table as lines of Markdown."""
-        cases, impls = _shown(self.cases), _shown(self.impls)
-        figures = {
-            (case, impl): self._text(_rows(self.file, self.op, self.case.format(case)), impl)
-            for case in cases
-            for impl in impls
-        }
-        if self.cases.startswith("rows:"):
-            body = [[cases[case], *(figures[case, i] for i in impls)] for case in cases]
-        else:
-            body = [[impls[impl], *(figures[c, impl] for c in cases)] for impl in impls]
-        heads = list((impls if self.cases.startswith("rows:") else cases).values())
-        return _markdown([[self.corner, *heads], ["---"] * (len(heads) + 1), *body])
-
-    def _text(self, rows: Mapping[str, Any], impl: str) -> str:
-        found = [rows[name] for name in impl.split(" / ") if name in rows]
-        if any(row["median_us"] is None for row in found):
-            return "does not compile"
-        key, unit = ("gb_s", 1) if self.value == "gb_s" else ("median_us", _UNITS[self.value])
-        return " / ".join(three_digits(row[key] / unit) for row in found)
+def _table(paragraph: str) -> list[str]:
+    """Return the table of a paragraph of TABLES_TEXT as lines of Markdown."""
+    head, case_line, impl_line = paragraph.splitlines()
+    _, file, op, case_name, figure, corner = (*head.split(" | "), "")[:6]
+    cases, impls = _shown(case_line.removeprefix("rows: ")), _shown(impl_line)
+    rows = {case: _rows(file, op, case_name.format(case)) for case in cases}
+    cells = {(c, i): _text(rows[c], i, figure) for c in cases for i in impls}
+    if case_line.startswith("rows: "):
+        body = [[shown, *(cells[c, i] for i in impls)] for c, shown in cases.items()]
+        return _markdown([corner, *impls.values()], body)
+    body = [[shown, *(cells[c, i] for c in cases)] for i, shown in impls.items()]
+    return _markdown([corner, *cases.values()], body)
 
 
-def _shown(text: str) -> dict[str, str]:
-    """Return what each name of a line is shown as."""
-    pairs = (one.partition(" ~ ") for one in text.removeprefix("rows: ").split(" | "))
+def _shown(line: str) -> dict[str, str]:
+    pairs = (one.partition(" ~ ") for one in line.split(" | "))
     return {name: shown or name for name, _, shown in pairs}
 
 
-def _markdown(rows: list[list[str]]) -> list[str]:
+def _text(rows: dict[str, Any], impl: str, figure: str) -> str:
+    found = [rows[name] for name in impl.split(" / ") if name in rows]
+    if any(row["median_us"] is None for row in found):
+        return "does not compile"
+    key, unit = {"gb_s": ("gb_s", 1), "us": ("median_us", 1), "ms": ("median_us", 1e3)}[figure]
+    return " / ".join(three_digits(row[key] / unit) for row in found)
+
+
+def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *body]
     return ["|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in rows]
 
 
 @cache
 def read(file: str) -> Any:
-    """Return a file of ``bench/results``."""
     return json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
 
 
-def _rows(file: str, op: str, case: str) -> dict[str, dict[str, Any]]:
+def _rows(file: str, op: str, case: str) -> dict[str, Any]:
     found = {r["impl"]: r for r in read(file)["benchmarks"][op]["rows"] if r["case"] == case}
     if not found:
         raise ValueError(f"tables: {file}: {op}: no case {case!r}")
@@ -130,13 +112,7 @@ def _rows(file: str, op: str, case: str) -> dict[str, dict[str, Any]]:
 
 
 def three_digits(value: float) -> str:
-    """Return ``4,015``, ``48.5``, ``1.30`` or ``0.28``.
-
-    Examples
-    --------
-    >>> three_digits(4015.2), three_digits(48.51), three_digits(0.277)
-    ('4,015', '48.5', '0.28')
-    """
+    """Return ``4,015``, ``48.5``, ``1.30`` or ``0.28``."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
@@ -145,47 +121,34 @@ def three_digits(value: float) -> str:
 def beside() -> list[str]:
     """Return what movers and a decode step cost each other, figures of all batches in a cell."""
     cases = [_rows("beside", "beside", f"decode step, batch {batch}") for batch in (1, 32, 128)]
-    heads = ["", "step, times as long", "its p99", "GB/s beside (alone)", "ms lost per GB"]
-    made = [heads, ["---"] * len(heads)]
+    body = []
     for way, shown in BESIDE.items():
         rows = [case[way] for case in cases]
         params = [row["params"] for row in rows]
-        figures = [
-            [f"{one['slowdown']:.2f}" for one in params],
-            [f"{one['p99_slowdown']:.2f}" for one in params],
-            [f"{row['gb_s']:.0f}" for row in rows],
-            [f"{one['lost_ms_per_gb']:.1f}" for one in params],
+        body.append([shown])
+        body[-1] += [
+            " / ".join(f"{p[k]:.2f}" for p in params) for k in ("slowdown", "p99_slowdown")
         ]
-        cells = [" / ".join(one) for one in figures]
-        cells[2] += f" ({params[0]['gb_s_alone']:.0f})"
-        made.append([shown, *cells])
-    return _markdown(made)
+        speeds = " / ".join(f"{row['gb_s']:.0f}" for row in rows)
+        body[-1].append(f"{speeds} ({params[0]['gb_s_alone']:.0f})")
+        body[-1].append(" / ".join(f"{p['lost_ms_per_gb']:.1f}" for p in params))
+    heads = ["", "step, times as long", "its p99", "GB/s beside (alone)", "ms lost per GB"]
+    return _markdown(heads, body)
 
 
-def _tables() -> dict[str, Table]:
-    made = {}
-    for paragraph in TABLES_TEXT.strip().split("\n\n"):
-        head, cases, impls = paragraph.splitlines()
-        name, file, op, case, value, *corner = head.split(" | ")
-        made[name] = Table(file, op, case, value, "".join(corner), cases, impls)
-    return made
-
-
-MADE: dict[str, Callable[[], list[str]]] = {name: one.lines for name, one in _tables().items()}
+MADE: dict[str, Callable[[], list[str]]] = {
+    paragraph.partition(" ")[0]: partial(_table, paragraph)
+    for paragraph in TABLES_TEXT.strip().split("\n\n")
+}
 MADE["beside"] = beside
 
 
 def made(text: str) -> str:
     """Return a page with its tables made anew."""
-
-    def table(match: re.Match[str]) -> str:
-        return "\n".join([match[1].rstrip("\n"), *MADE[match[2]](), match[3]])
-
-    return _MARKED.sub(table, text)
+    return _MARKED.sub(lambda m: "\n".join([m[1].rstrip("\n"), *MADE[m[2]](), m[3]]), text)
 
 
 def main() -> None:
-    """Write the tables of every page anew."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page = path.read_text()
         if (anew := made(page)) != page:

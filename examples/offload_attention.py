@@ -1,4 +1,4 @@
-"""Causal attention over a KV cache that is four times as large as the GPU memory that it may use.
+"""Causal attention over a KV cache four times as large as the GPU memory that it may use.
 
 A prompt is prefilled chunk by chunk. The KV cache of all layers is in pinned host memory
 (`OffloadEngine`). For each chunk and layer the blocks of all tokens before it stream through a few
@@ -189,7 +189,7 @@ class Prefill:
         self.engine.load_blocks_into(tensor, unit.cpu_blocks, layer=unit.layer)
 
     def rms_error(self) -> float:
-        """Compare what was kept with full attention in float32, relative to its own size."""
+        """Compare what was kept with full attention in float32; return the relative error."""
         case, wrong, whole = self.case, 0.0, 0.0
         for layer in range(case.layers):
             parts = [case.inputs(layer, *chunk) for chunk in case.chunks(self.chunk)]
@@ -243,7 +243,7 @@ def pipeline_of(case: Case, monitor: OverlapMonitor | None = None) -> SlotPipeli
 
 
 def best_chunk(case: Case, engine: OffloadEngine, pipeline: SlotPipeline) -> int:
-    """Return the size of a chunk with which a prefill is fastest, of up to 12."""
+    """Return the fastest of up to 12 chunk sizes for a prefill."""
     most = range(case.block_size, case.chunk_blocks * case.block_size + 1, case.block_size)
     sizes = sorted({max(end - begin for begin, end in case.chunks(chunk)) for chunk in most})
     step = -(-len(sizes) // 12)

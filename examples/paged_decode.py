@@ -57,7 +57,7 @@ class PagedCache:
 
 
 class Step:
-    """What a graph reads and writes: tensors that stay where they are, from replay to replay."""
+    """What a graph reads and writes: tensors whose addresses do not change between replays."""
 
     def __init__(self, cache: PagedCache, rows: int, device: str) -> None:
         self.cache = cache
@@ -73,17 +73,17 @@ class Step:
         """Write the new tokens and attend to all of each request. No length is known here."""
         cache = self.cache
         store_cache(cache.k, cache.v, self.slots, self.k, self.v)
-        # All pages of the table: rows of padding give NaN, which nobody reads.
+        # Reads all pages of the table. Padding rows give NaN, which is not used.
         offsets = torch.arange(cache.page_size, device=self.tables.device)
         slots = (self.tables.unsqueeze(-1) * cache.page_size + offsets).flatten(1)
         k, v = cache.k[slots], cache.v[slots]  # [rows, tokens, heads, dim]
         scores = torch.einsum("rhd,rthd->rht", self.q, k) / math.sqrt(HEAD_DIM)
-        behind = torch.arange(slots.shape[1], device=slots.device) >= self.lengths.unsqueeze(1)
-        weights = scores.masked_fill(behind.unsqueeze(1), -math.inf).softmax(-1)
+        is_past_end = torch.arange(slots.shape[1], device=slots.device) >= self.lengths.unsqueeze(1)
+        weights = scores.masked_fill(is_past_end.unsqueeze(1), -math.inf).softmax(-1)
         self.out.copy_(torch.einsum("rht,rthd->rhd", weights, v))
 
     def captured(self) -> torch.cuda.CUDAGraph:
-        """Capture the step. All rows are padding now, so that what is tried writes no cache."""
+        """Capture the step. All rows are padding now, so the warm-up writes no cache."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = PagedCache(rows * most_pages, args.page_size, rows, most_pages, device)
     step = Step(cache, rows, device)
 
-    left = [0] * rows  # tokens that the request in each row is still to get; 0: nobody is there
+    left = [0] * rows  # tokens still to decode for the request in each row; 0: the row is free
     plain: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(rows)]
     tokens = requests = worst = 0
     for _ in range(args.steps):

@@ -33,7 +33,7 @@ Request = tuple[Tensor, int]  # the prompt with the answer that it will get, the
 
 @dataclass(eq=False)
 class Node:
-    """Whole pages of tokens behind those of the parent, and the slots of their K and V."""
+    """Whole pages of tokens that follow the parent's, and the slots of their K and V."""
 
     key: Tensor
     slots: Tensor
@@ -79,7 +79,7 @@ class RadixCache:
     def insert(self, tokens: Tensor, slots: Tensor) -> int:
         """Cache the whole pages of `tokens`; return how many tokens had been cached already.
 
-        For those, and behind the last whole page, the slots given stay the caller's to free.
+        Their slots, and those after the last whole page, stay the caller's to free.
         """
         _check("insert: tokens", tokens, self.root.key)
         _check("insert: slots", slots, self.root.slots)
@@ -112,7 +112,7 @@ class RadixCache:
         self._use(node, -1)
 
     def evict(self, num_tokens: int) -> Tensor:
-        """Forget so many tokens or a few more, least recently used leaves first; return the slots.
+        """Evict so many tokens or a few more, least recently used leaves first; return the slots.
 
         Where so many are not there, or are locked, it is all that can be.
         """
@@ -188,7 +188,7 @@ def _check(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def requests_of_a_day(count: int) -> Iterator[Request]:
-    """Yield requests in their order; 64 conversations go on beside each other."""
+    """Yield requests in order; 64 conversations are interleaved."""
     rng, source = random.Random(0), torch.Generator().manual_seed(0)
 
     def text(low: int, high: int) -> Tensor:
@@ -223,7 +223,7 @@ class Day:
         if len(self.running) == 16:
             self.finish_one()
         started = time.perf_counter()
-        # But for the last token, which is computed in any case: its logits are wanted.
+        # Without the last token, which is always computed: its logits are needed.
         slots, node = self.tree.match_prefix(tokens[: prompt_length - 1])
         self.match_us.append((time.perf_counter() - started) * 1e6)
         self.tree.lock(node)
@@ -232,12 +232,12 @@ class Day:
         while needed > len(self.free):
             self.free = torch.cat([self.free, self.tree.evict(needed - len(self.free))])
             if needed > len(self.free):
-                self.finish_one()  # what it leaves in the tree can be evicted
+                self.finish_one()  # its prefix can then be evicted
         new, self.free = self.free[:needed], self.free[needed:]
         self.running.append((tokens, torch.cat([slots, new]), len(slots), node))
 
     def finish_one(self) -> None:
-        """Cache what the oldest request has computed, as far as no other one has meanwhile."""
+        """Cache what the oldest request has computed, unless another one has cached it already."""
         tokens, slots, num_cached, node = self.running.popleft()
         there = self.tree.insert(tokens, slots[: len(tokens)])
         full = len(tokens) // self.tree.page_size * self.tree.page_size
@@ -245,7 +245,7 @@ class Day:
         self.tree.unlock(node)
 
     def end(self) -> bool:
-        """Finish and forget all; return whether each slot is free then, and none twice."""
+        """Finish and evict all; return whether each slot is free exactly once."""
         while self.running:
             self.finish_one()
         free = torch.cat([self.free, self.tree.evict(self.tree.evictable_size)])
@@ -253,7 +253,7 @@ class Day:
 
 
 def slices_and_nonzero(x: Tensor, y: Tensor, *, start: int, page_size: int) -> int:
-    """Compare as is usual without `fast_compare_key`."""
+    """Compare as engines do without `fast_compare_key`."""
     n = min(len(x) - start, len(y))
     differ = (x[start : start + n] != y[:n]).nonzero()
     return (int(differ[0]) if len(differ) else n) // page_size * page_size

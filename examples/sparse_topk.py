@@ -54,7 +54,7 @@ class SparseCache:
         return self.rows[begin:end], is_resident.sum()
 
     def forget(self, begin: int, end: int) -> None:
-        """Take slots out of the map, but not tokens that live in other slots by now."""
+        """Take slots out of the map; tokens that are in other slots by now stay."""
         tokens = self.token_in[begin:end]
         slots = self.slot_of[tokens]
         self.slot_of[tokens] = torch.where((slots >= begin) & (slots < end), -1, slots)

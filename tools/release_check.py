@@ -1,4 +1,4 @@
-"""Is this tree fit for a release? `make release-check` builds it, and looks as users will.
+"""Check whether this tree can be released: `make release-check` builds and installs it.
 
 Wheel and sdist are built without isolation, by what constraints.txt pins, and lie in dist/ in the
 end. The wheel of kernels is looked at as well, if it is there already.
@@ -34,7 +34,7 @@ MAY_LINK = {
     *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
     *("libgcc_s.so.1", "libstdc++.so.6", "libtvm_ffi.so"),
 }
-# In a process that finds no program at all: the package's own look at itself, then a kernel.
+# In a process with an empty PATH: `jitkern doctor`, then a kernel.
 SMOKE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -68,13 +68,13 @@ class UnfitError(Exception):
 
 
 def version_of(root: Path) -> str:
-    """The version, from the one place that says it."""
+    """Return the version, from the one place that defines it."""
     text = (root / "src" / "jitkern" / "__init__.py").read_text()
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
 
 def check_versions(root: Path, tag: str | None = None) -> str:
-    """The changelog's top section and the pages name the version; a tag is it, with a date."""
+    """Changelog and pages name the version; on a tag they equal it and the section has a date."""
     version = version_of(root)
     found = re.search(r"^## (\S+) \((.+)\)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
     if found is None or found[1] != version:
@@ -98,7 +98,7 @@ def check_versions(root: Path, tag: str | None = None) -> str:
 
 
 def check_sdist(sdist: Path, root: Path) -> str:
-    """It has what git has, but for what pyproject.toml leaves out, and nothing else."""
+    """The sdist has the files of git except those that pyproject.toml excludes."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -124,7 +124,7 @@ def build(source: Path, out: Path, *what: str) -> None:
 
 
 def check_from_sdist(sdist: Path, wheel: Path, scratch: Path) -> str:
-    """The wheel of the sdist is the same, byte for byte but for what was compiled."""
+    """The wheel built from the sdist is the same, byte for byte, except for compiled files."""
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, filter="data")
     (source,) = scratch.iterdir()
@@ -139,7 +139,7 @@ def check_from_sdist(sdist: Path, wheel: Path, scratch: Path) -> str:
 
 
 def _plain_files(wheel: Path) -> list[tuple[str, int]]:
-    """Names and checksums; of what was compiled, and of the list of all, only that it is there."""
+    """Names and checksums; compiled files and RECORD only have to exist."""
     infos = sorted(zipfile.ZipFile(wheel).infolist(), key=lambda info: info.filename)
     made = ("jitkern/_prebuilt/", "RECORD")
     return [
@@ -149,7 +149,7 @@ def _plain_files(wheel: Path) -> list[tuple[str, int]]:
 
 
 def check_links(wheel: Path, scratch: Path) -> str:
-    """The shared libraries want nothing but what every machine has."""
+    """The shared libraries need only libraries that every machine has."""
     zipfile.ZipFile(wheel).extractall(scratch)
     libraries = sorted(scratch.rglob("*.so"))
     if len(libraries) != 1:
@@ -165,13 +165,13 @@ def check_links(wheel: Path, scratch: Path) -> str:
 
 
 def check_smoke(wheel: Path, scratch: Path) -> str:
-    """It works where there is no compiler; torch is that of this environment."""
+    """It works without a compiler; torch is that of this environment."""
     site, empty = scratch / "site", scratch / "empty"
     empty.mkdir()
     options = ("--no-deps", "--no-index", "--target", str(site), "--disable-pip-version-check")
     _run("-m", "pip", "install", "-q", *options, str(wheel))
     env = {"PATH": str(empty), "HOME": str(empty), "JITKERN_CACHE_DIR": str(scratch / "cache")}
-    # -I: neither the checkout nor this user's packages, and none of its variables.
+    # -I: without the checkout, this user's packages and Python's environment variables.
     _run("-I", "-c", SMOKE, str(site), env=env)
     return "doctor finds nothing broken, and a kernel compiles"
 
@@ -195,7 +195,7 @@ def check_kernels(wheel: Path | None, scratch: Path) -> str:
 
 
 def check_types(scratch: Path) -> str:
-    """Users' type checkers know all of it: of the wheel that check_smoke has installed."""
+    """Type checkers know all types of the wheel that check_smoke has installed."""
     # pyright asks the first python on PATH for the packages, and knows no torch of another.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(scratch / "site")}
@@ -226,7 +226,7 @@ def _size(path: Path) -> str:
 
 
 def steps(out: Path, scratch: Path, tag: str | None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Each step with its name; it is run before the next one is asked for."""
+    """Yield each step with its name; the caller runs it before it takes the next."""
 
     def folder(name: str) -> Path:
         (scratch / name).mkdir()

@@ -43,7 +43,7 @@ def base_has_torch() -> bool:
 
 
 def constraint_lines(*, keep_base: bool) -> list[str]:
-    """The pins, less those of packages that the base interpreter brings and that we keep."""
+    """Return the pins without those of packages kept from the base interpreter."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     if not keep_base:
         return lines
@@ -56,7 +56,7 @@ def canonical(name: str) -> str:
 
 
 def cpu_index_options() -> list[str]:
-    """The index of CPU builds, where there is no NVIDIA driver and the index answers."""
+    """Return the index of CPU builds if there is no NVIDIA driver and the index answers."""
     if Path("/proc/driver/nvidia").exists():
         return []
     try:

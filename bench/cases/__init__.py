@@ -1,10 +1,8 @@
 """One module per benchmark: the ops', by their stems, and those of what several ops share.
 
 `run(ctx)` yields rows of jitkern beside its peers. `cases(ctx)`, where there is one, yields what
-the CI guard measures. `PEERS` are what has to be compiled; `NEEDS_GPU` skips it without one.
+the CI guard measures. `NEEDS_GPU` skips the benchmark without one.
 """
-
-from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 from jitkern.ops._ops import OPS
 
-MORE = ("ring", "comm", "peer", "pools", "pipeline", "offload", "beside", "host_overhead")
+MORE = ("ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
 NAMES = (*(op.stem for op in OPS), *MORE, "first_call")
 GUARDED = (*(op.stem for op in OPS), "launch")
 

@@ -25,7 +25,6 @@ from bench import peers
 from bench.peers import host_pool
 from jitkern.bench.case import Context, Row, error_text
 
-PEERS = (peers.host,)
 NEEDS_GPU = True
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 8, 4096, 32, 8, 128, 14336, 128256

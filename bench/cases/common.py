@@ -1,20 +1,17 @@
 """What cases of several ops share: rows, implementations that are copies or floors, call costs."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from jitkern.bench.case import Case, Context, Impl, Run
-
-if TYPE_CHECKING:
-    from jitkern.jit.device import DeviceModule
+from jitkern.bench.case import Case, Context, Impl, Row, Run
+from jitkern.bench.measure import measure
+from jitkern.jit.device import DeviceModule
 
 COPY, NO_OP = "copy of the same bytes", "no-op FFI call"
 MEMCPY = "cudaMemcpyAsync, contiguous"
@@ -24,27 +21,18 @@ CUDA_SIZES = ((1024, 656), (131_072, 1024))
 COPY_THREADS = 256
 
 
-def random_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return [rows, row_bytes / 2] of random finite bfloat16 (or another dtype of the bytes).
+def empty_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> torch.Tensor:
+    """Return uninitialised bfloat16 [rows, row_bytes / 2]."""
+    return torch.empty(rows, row_bytes // 2, dtype=torch.bfloat16, device=device, pin_memory=pin)
+
+
+def random_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> torch.Tensor:
+    """Return random finite bfloat16 [rows, row_bytes / 2].
 
     Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
     """
-    words = math.ceil(rows * row_bytes / 8)
-    no_top_exponent_bit = 0xBFFF_BFFF_BFFF_BFFF - (1 << 64)
-    flat = torch.empty(words, dtype=torch.int64, device=device, pin_memory=pin)
-    flat.random_(-(1 << 63), (1 << 63) - 1).bitwise_and_(no_top_exponent_bit)
-    as_bytes = flat.view(torch.uint8)[: rows * row_bytes].view(rows, row_bytes)
-    return as_bytes.view(dtype or torch.bfloat16)
-
-
-def empty_rows(
-    rows: int, row_bytes: int, device: str, *, pin: bool = False, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Return uninitialised rows like those of :func:`random_rows`."""
-    data = torch.empty(rows, row_bytes, dtype=torch.uint8, device=device, pin_memory=pin)
-    return data.view(dtype or torch.bfloat16)
+    words = empty_rows(rows, row_bytes, device, pin).view(torch.int16)
+    return words.random_().bitwise_and_(~0x4000).view(torch.bfloat16)  # no top exponent bit
 
 
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
@@ -68,7 +56,6 @@ def ceiling(name: str, run: Run, **how: Any) -> Impl:
 
 
 def empty_kernel() -> Impl:
-    """Return the floor of small calls."""
     return Impl("empty kernel", "floor", peers.empty_launch, check=False, bytes_moved=0)
 
 
@@ -77,9 +64,7 @@ def memcpy(dst: Callable[[Any], Any], src: Callable[[Any], Any], num_bytes: int)
     return ceiling(MEMCPY, lambda b: peers.host().copy_bytes(dst(b), src(b), num_bytes))
 
 
-def copy_impl(
-    ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]], name: str = COPY
-) -> Impl:
+def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Impl:
     """Return a contiguous copy; `pair` gives its destination and its source.
 
     On a GPU sizes are a multiple of 16 bytes. What it reaches is the ceiling of this very machine.
@@ -97,7 +82,7 @@ def copy_impl(
 
         return copy
 
-    return Impl(name, "ceiling", build, check=False)
+    return Impl(COPY, "ceiling", build, check=False)
 
 
 @cache
@@ -108,6 +93,20 @@ def copy_module() -> DeviceModule:
         device_files=["jitkern:perf/copy.cu"],
         device_wrappers=[("copy", f"jitkern::CopyKernel<{COPY_THREADS}>")],
     )
+
+
+def beside(
+    ctx: Context,
+    case: Case,
+    peers: Sequence[Impl],
+    copy: str = "copy kernel",
+    is_small: bool = False,
+) -> list[Row]:
+    """Measure a case of the guard, jitkern and a copy, beside peers; a small one and a floor."""
+    name = copy if ctx.device == "cuda" else "copy_ of as many bytes"
+    impls = [case.ours(), *peers, replace(case.impls[1], name=name)]
+    impls += [empty_kernel()] if is_small and ctx.device == "cuda" else []
+    return measure(ctx, replace(case, impls=impls))
 
 
 # -- the guard's cases -----------------------------------------------------------------------------
@@ -127,23 +126,21 @@ def host_copy_case(ctx: Context, moved: int, run: Run, copy: Run, **fields: Any)
     )
 
 
-def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequence[Any]) -> Case:
-    """Return the case of what one call costs the host, beside a call into C++ that does nothing.
+def no_op(arguments: Sequence[Any], name: str = NO_OP) -> Impl:
+    """Return a call into C++ that does nothing: to hand tensors over is most of its time."""
 
-    The no-op gets `arguments`, as many tensors as the op: to hand them over is most of its time.
-    """
-
-    def no_op() -> Run:
+    def build() -> Run:
         import tvm_ffi
 
         nop = tvm_ffi.get_global_func("testing.nop")
         return lambda _: nop(*arguments)
 
-    impls = [
-        Impl("jitkern", "ours", lambda: lambda _: call(), check=False),
-        Impl(NO_OP, "floor", no_op, check=False),
-    ]
-    return Case(op, name, impls, clock="host")
+    return Impl(name, "floor", build, check=False, bytes_moved=0)
+
+
+def call_case(op: str, name: str, call: Callable[[], object], arguments: Sequence[Any]) -> Case:
+    """Return the case of what one call costs the host, beside one of as many tensors to C++."""
+    return Case(op, name, [ours(lambda _: call(), check=False), no_op(arguments)], clock="host")
 
 
 def call_cases(

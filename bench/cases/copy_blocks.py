@@ -20,7 +20,6 @@ from bench.peers import host_pool
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.host,)
 NEEDS_GPU = True
 
 BLOCKS, LAYERS, POOL_GIB = 128, 32, 4

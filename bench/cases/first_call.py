@@ -5,8 +5,6 @@ cache (cold) or the one that a process before left (warm). Runs with and without
 is the op itself that is called and waited for, so loading the image is in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW_BYTES, OTHER_ROW_BYTES = 4480, 4352
 # Of a file of peers one kernel only is instantiated.
 INLINE = {
-    "store": f"peer::StoreKernel<{ROW_BYTES}>::run",
-    "index": f"peer::IndexKernel<{ROW_BYTES}, 1>::run",
-    "h2d_gather": f"peer::GatherKernel<{ROW_BYTES}>::run",
+    "store": f"peer::store<{ROW_BYTES}>",
+    "index": f"peer::index<{ROW_BYTES}, 1>",
+    "h2d_gather": f"peer::gather<{ROW_BYTES}>",
 }
 LARGE_CALL, FIRST_KERNEL = "h2d_gather, large call", "first kernel of a process"
 FRESH = "first call of a process, imports included"
@@ -58,12 +57,9 @@ def run(ctx: Context) -> Iterator[Row]:
             if ctx.quick and mode in ("inline:index", "inline:h2d_gather"):
                 continue
             ctx.say(f"first_call: {name} {mode.partition(':')[2]}")
-            runs: list[dict[str, float]] = []
+            processes = range(1 if ctx.quick else NUM_PROCESSES)
             try:
-                for _ in range(1 if ctx.quick else NUM_PROCESSES):
-                    if mode == "cold":
-                        shutil.rmtree(Path(work, "kernels"), ignore_errors=True)
-                    runs.append(_figures(mode, ctx.device, Path(work)))
+                runs = [_figures(mode, ctx.device, Path(work)) for _ in processes]
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 yield error_row("first_call", mode, name, role, error)
                 continue
@@ -73,9 +69,10 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
-    """Return the milliseconds of each case, of a new process on two cores."""
+    """Return the milliseconds of each case, measured in a new process."""
+    dropped = ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE")
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in dropped},
         "JITKERN_CACHE_DIR": str(work / "kernels"),
         "JITKERN_CACHE_PATH": str(settings().cache_dir),  # the host module, as in a wheel
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -83,69 +80,50 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
         "PYTHONPYCACHEPREFIX": str(work / "bytecode"),  # as pip leaves it beside a module
         "PYTHONWARNINGS": "ignore",
     }
-    for variable in ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE"):
-        environment.pop(variable, None)
-    everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(everywhere)[:NUM_CORES])  # inherited
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.cases.first_call", mode, device, str(work)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    finally:
-        os.sched_setaffinity(0, everywhere)
+    command = [sys.executable, "-m", "bench.cases.first_call", mode, device, str(work)]
+    how = {"cwd": ROOT, "env": environment, "timeout": TIMEOUT_S}
+    done = subprocess.run(command, **how, capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RuntimeError(f"exit {done.returncode}: {last}")
-    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 # -- in the process that is measured ---------------------------------------------------------------
 
 
 def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    if mode == "cold":
+        shutil.rmtree(work / "kernels", ignore_errors=True)
     import torch
 
-    if device == "cuda":
-        torch.zeros(1, device="cuda")
+    on_gpu = device == "cuda"
+    wait = torch.cuda.synchronize if on_gpu else int
+    torch.zeros(1, device=device)
+    wait()
+
+    def ms(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        wait()
+        return (time.perf_counter() - start) * 1e3
+
     if "inline" in mode:
         _prepare_nvcc()
     if "fresh" in mode:
-        return _fresh(device, partial(_load_inline, "store", work) if "inline" in mode else None)
+        return {FRESH: ms(_first_store(device, work if "inline" in mode else None))}
     if mode in ("cold", "warm"):
-        imported = _ms(_import)
-        calls = _real_calls() if device == "cuda" else _image_lookups()
-        return {"import": imported, **{case: _ms(call) for case, call in calls.items()}}
+        imported = ms(lambda: [import_module("tvm_ffi"), import_module("jitkern.ops").device_ops()])
+        calls = _real_calls() if on_gpu else _image_lookups()
+        return {"import": imported, **{case: ms(call) for case, call in calls.items()}}
     if mode == "inline_warm":
-        import tvm_ffi
-
-        found = {path.parent.name: str(path) for path in sorted(work.glob("inline_*/*.so"))}
-        return {
-            name.removeprefix("inline_"): _ms(partial(tvm_ffi.load_module, path))
-            for name, path in found.items()
-        }
+        load = import_module("tvm_ffi").load_module
+        found = sorted(work.glob("inline/*/*.so"))
+        return {path.parent.name: ms(partial(load, str(path))) for path in found}
     op = mode.partition(":")[2]
-    shutil.rmtree(work / f"inline_{op}", ignore_errors=True)
-    return {op: _ms(partial(_load_inline, op, work))}
-
-
-def _ms(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
-
-
-def _import() -> None:
-    import tvm_ffi  # noqa: F401
-
-    from jitkern.ops import device_ops
-
-    device_ops()
+    shutil.rmtree(work / "inline" / op, ignore_errors=True)
+    return {op: ms(partial(_load_inline, op, work))}
 
 
 def _image_lookups() -> Calls:
@@ -175,59 +153,40 @@ def _real_calls() -> Calls:
     indices = torch.arange(8, dtype=torch.int32, device="cuda")
     pairs = torch.stack([indices, indices], 1)
     host_rows = torch.ones(64, ROW_BYTES, dtype=torch.uint8, pin_memory=True)
-    calls: Calls = {
+    torch.cuda.synchronize()
+    return {
         FIRST_KERNEL: lambda: jitkern.store_cache(other[8:], None, indices, other[:8]),
         "store": lambda: jitkern.store_cache(cache[:32], cache[32:], indices, rows[:8], rows[8:16]),
         "index": lambda: jitkern.indexing(cache, indices, output=rows[:8]),
         "h2d_gather": lambda: jitkern.h2d_gather(host_rows, cache, pairs),
         LARGE_CALL: lambda: jitkern.h2d_gather(host_rows, cache, pairs, num_sms=2),
     }
-    torch.cuda.synchronize()
-    return {case: partial(_and_wait, call) for case, call in calls.items()}
 
 
-def _and_wait(call: Callable[[], object]) -> None:
-    import torch
-
-    call()
-    torch.cuda.synchronize()
-
-
-def _fresh(device: str, load: Callable[[], Any] | None) -> dict[str, float]:
-    """Time the import, or `load` of an extension module, and a store of tensors that are ready."""
+def _first_store(device: str, work: Path | None) -> Callable[[], object]:
+    """Return an import of jitkern, or load of an extension in `work`, and a store by it."""
     import torch
 
     caches = torch.zeros(2, 64, ROW_BYTES, dtype=torch.uint8, device=device)
     kv = torch.ones(2, 8, ROW_BYTES, dtype=torch.uint8, device=device)
     tensors = (*caches, torch.arange(8, dtype=torch.int32, device=device), *kv)
-    wait = torch.cuda.synchronize if device == "cuda" else int
-    wait()
-    if load is None:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
-            del sys.modules[name]  # what this module has imported of it
+    if work is not None:
+        return lambda: _load_inline("store", work).store(*tensors)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
+        del sys.modules[name]  # what this module has imported of it
 
-    def first_call() -> None:
-        if load is None:
-            import jitkern
-
-            jitkern.store_cache(*tensors)
-        else:
-            load().store(*tensors)
-        wait()
-
-    return {FRESH: _ms(first_call)}
+    return lambda: import_module("jitkern").store_cache(*tensors)
 
 
 def _load_inline(op: str, work: Path) -> Any:
     import tvm_ffi.cpp
 
-    export = f"\nTVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({INLINE[op]}));\n"
-    source = (ROOT / "bench" / "peers" / "rows.cu").read_text()
-    folder = work / f"inline_{op}"
-    folder.mkdir(exist_ok=True)
+    folder, source = work / "inline" / op, ROOT / "bench" / "peers" / "rows.cu"
+    folder.mkdir(parents=True, exist_ok=True)
+    export = f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({op}, ({INLINE[op]}));"
     return tvm_ffi.cpp.load_inline(
         name=f"inline_{op}",
-        cuda_sources=source + "#include <tvm/ffi/function.h>" + export,
+        cuda_sources=f'#include "{source}"\n#include <tvm/ffi/function.h>\n{export}\n',
         build_directory=str(folder),
     )
 

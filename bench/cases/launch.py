@@ -3,10 +3,9 @@
 Each is called at every step of an engine, so what is counted is the host's part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,39 +14,24 @@ import jitkern
 from bench.cases.common import call_case, copy_module
 from jitkern.bench.case import Case, Context
 from jitkern.host import module as host
-
-PUSHES = (1, 128)
+from jitkern.nn import TPEmbedding
+from jitkern.offload import DescriptorRing, OffloadEngine
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
     launch = host.module()["make_launch"](lambda *_: (b"", ("none",), ()), ())
     for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):
         name = f"arguments to bytes, {len(arguments)}"
         call = partial(launch, 0, 1, 256, 0, False, False, None, -1, 0, *arguments)
         yield call_case("launch", name, call, arguments)
-    if ctx.device == "cuda":
-        yield _users_kernel()
-    yield from _ring(ctx)
-    yield _engine(ctx)
-    yield _embedding(ctx)
-
-
-def _users_kernel() -> Case:
-    src = torch.ones(4096, dtype=torch.uint8, device="cuda")
-    dst = torch.empty_like(src)
-    call = partial(copy_module().launch, "copy", dst, src, 256, grid=1)
-    return call_case("launch", "launch of a user's kernel", call, (dst, src))
-
-
-def _ring(ctx: Context) -> Iterator[Case]:
-    from jitkern.offload import DescriptorRing
-
     src = torch.ones(8192, dtype=torch.uint8, device=ctx.device)
     dst = torch.zeros_like(src)
-    ring = DescriptorRing(num_slots=16, max_descriptors=max(PUSHES), device=ctx.device)
-    for count in PUSHES:
+    if ctx.device == "cuda":
+        call = partial(copy_module().launch, "copy", dst, src, 256, grid=1)
+        yield call_case("launch", "launch of a user's kernel", call, (dst, src))
+    ring = DescriptorRing(num_slots=16, max_descriptors=128, device=ctx.device)
+    for count in (1, 128):
         starts = torch.arange(count) * 64
         descriptors = torch.stack([starts, starts, torch.full_like(starts, 64)], 1)
 
@@ -58,11 +42,11 @@ def _ring(ctx: Context) -> Iterator[Case]:
 
         name = f"push, unpack and wait, {count} descriptor{'s' * (count > 1)}"
         yield call_case("ring", name, push_and_take, (dst, src, descriptors))
+    yield _engine(ctx)
+    yield _embedding(ctx)
 
 
 def _engine(ctx: Context) -> Case:
-    from jitkern.offload import OffloadEngine
-
     engine = OffloadEngine(
         num_layers=4,
         num_cpu_blocks=16,
@@ -77,17 +61,8 @@ def _engine(ctx: Context) -> Case:
     return call_case("engine", "3 blocks of 4 layers to slots", load, arguments)
 
 
-class _Alone:
-    rank, size = 0, 1
-
-    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> None:
-        """Do nothing: there is nobody else."""
-
-
 def _embedding(ctx: Context) -> Case:
-    from jitkern.nn import TPEmbedding
-
-    alone: Any = _Alone()
+    alone: Any = SimpleNamespace(rank=0, size=1, all_reduce=lambda x, op="sum": None)
     embedding = TPEmbedding(1000, 64, comm=alone, device=ctx.device)
     ids = torch.tensor([5, 999, 0], device=ctx.device)
 

@@ -1,32 +1,25 @@
 """merge: partial results of attention with their log-sum-exp, two and more, into one.
 
 A peer whose code is others' is found where ``bench.peers.ELSEWHERE`` says. FlashInfer's sums are of
-base 2: they are made before anything is timed. Bytes: every partial is read once and the result
-written once, with their sums.
+base 2: its inputs are made before anything is timed. Bytes: every partial is read once and the
+result written once, with their sums.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import call_case, call_cases, copy_impl, empty_kernel, ours, peer
+from bench.cases import common
+from bench.cases.common import ours, peer
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (
-    peers.vllm_merge_state,
-    peers.flashinfer_merge_state,
-    peers.flashinfer_merge_states,
-    peers.merge_by_triton,
-)
 TOKENS = (1, 64, 256, 1024, 4096, 16_384)
 MOST, MANY = TOKENS[-1], 8
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -36,53 +29,23 @@ DTYPES = {FP32: ("fp32", 2.0**-20, 1e-5), BF16: ("bf16", 2.0**-7, 1e-4)}
 LSE_ERROR = 1e-5
 
 
-@dataclass
-class Buffers:
-    """One working set. The separate partials lie in the stacked ones: memory is memory."""
-
-    stacked: torch.Tensor  # [n, tokens, heads, dim]
-    stacked_lse: torch.Tensor  # float32 [n, tokens, heads]
-    out: torch.Tensor
-    lse: torch.Tensor
-    copied: torch.Tensor  # bytes, where the copy goes
-    # What an implementation needs of it besides: a graph reads it for as long as the buffers.
-    kept: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.outs, self.lses = self.stacked.unbind(), self.stacked_lse.unbind()
-        self.two = (self.outs[0], self.lses[0], self.outs[1], self.lses[1])
-
-
 def run(ctx: Context) -> Iterator[Row]:
     if ctx.device != "cuda":
         case = case_of(ctx, 256 if ctx.quick else 4096, dtype=FP32)
-        copied = replace(case.impls[1], name="copy_ of as many bytes")
-        impls = [case.ours(), peer("torch", _torch_two), copied]
-        yield from measure(ctx, replace(case, impls=impls))
+        yield from common.beside(ctx, case, [peer("torch", _torch_two)])
         return
-    tokens = TOKENS[::5] if ctx.quick else TOKENS
-    for n in tokens:
-        yield from _measured(ctx, case_of(ctx, n), _peers_of_two())
-    for stacked in (False, True):
-        for n in tokens:
-            case = case_of(ctx, n, partials=MANY, stacked=stacked)
-            yield from _measured(ctx, case, _peers_of_many(stacked))
-    others: list[dict[str, Any]] = [{"dim": 576}, {"heads": 8}, {"dtype": FP32}]
-    for how in [] if ctx.quick else others:
-        yield from _measured(ctx, case_of(ctx, MOST, **how), [])
+    for partials, others in ((2, _peers_of_two()), (MANY, _peers_of_many())):
+        for tokens in TOKENS[::5] if ctx.quick else TOKENS:
+            case = case_of(ctx, tokens, partials=partials)
+            yield from common.beside(ctx, case, others, is_small=tokens <= 1024)
+    more: list[dict[str, Any]] = [{"dim": 576}, {"heads": 8}, {"dtype": FP32}]
+    for how in [] if ctx.quick else more:
+        yield from common.beside(ctx, case_of(ctx, MOST, **how), [])
     with torch.inference_mode():
-        for count in (2, MANY):
-            yield from measure(ctx, _host_case(ctx, count))
-
-
-def _measured(ctx: Context, case: Case, others: list[Impl]) -> list[Row]:
-    impls = [case.ours(), *others, replace(case.impls[1], name="copy kernel")]
-    impls += [empty_kernel()] if case.params["tokens"] <= 1024 else []
-    return measure(ctx, replace(case, impls=impls))
+        yield from measure(ctx, _host_case(ctx))
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     on_gpu = ctx.device == "cuda"
     for tokens in (64, MOST) if on_gpu else (8, 1024):
         yield case_of(ctx, tokens, dtype=BF16 if on_gpu else FP32)
@@ -92,7 +55,7 @@ def cases(ctx: Context) -> Iterator[Case]:
     def merge(a: Any, lse_a: Any, b: Any, lse_b: Any, out: Any, lse: Any) -> None:
         jitkern.merge_state(a, lse_a, b, lse_b, output=out, lse=lse)
 
-    yield from call_cases("merge", merge, [x[:0] for x in one], one)
+    yield from common.call_cases("merge", merge, [x[:0] for x in one], one)
 
 
 def case_of(
@@ -102,33 +65,37 @@ def case_of(
     dim: int = 128,
     partials: int = 2,
     dtype: torch.dtype = BF16,
-    stacked: bool = False,
 ) -> Case:
-    """Return the case of one size: jitkern and a copy of as many bytes."""
     moved = tokens * heads * (partials + 1) * (dtype.itemsize * dim + 4)
-    name = f"{tokens} x {heads} x {dim} {DTYPES[dtype][0]}" + ", stacked" * stacked
+    name = f"{tokens} x {heads} x {dim} {DTYPES[dtype][0]}"
 
-    def make(_: int) -> Buffers:
-        shape = (partials, tokens, heads)
-        outs = torch.empty(*shape, dim, dtype=dtype, device=ctx.device).normal_()
-        lses = 2 * torch.randn(shape, device=ctx.device)
+    def make(_: int) -> SimpleNamespace:
+        outs = torch.empty(partials, tokens, heads, dim, dtype=dtype, device=ctx.device).normal_()
+        lses = 2 * torch.randn(partials, tokens, heads, device=ctx.device)
         copied = moved // 32 * 16  # half is read, half written; by vectors of 16 bytes
-        copied = torch.empty(copied, dtype=torch.uint8, device=ctx.device)
-        return Buffers(outs, lses, torch.empty_like(outs[0]), torch.empty_like(lses[0]), copied)
+        return SimpleNamespace(
+            outs=outs.unbind(),
+            lses=lses.unbind(),
+            lses_of_base_2=(lses / math.log(2)).unbind(),
+            two=(outs[0], lses[0], outs[1], lses[1]),
+            out=torch.empty_like(outs[0]),
+            lse=torch.empty_like(lses[0]),
+            lse_unit=1.0,  # what an implementation's lse is multiplied by before it is checked
+            expected=None,
+            copied=torch.empty(copied, dtype=torch.uint8, device=ctx.device),
+            copied_from=outs.view(-1).view(torch.uint8)[:copied],
+        )
 
-    def copy_pair(b: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
-        return b.copied, b.stacked.view(-1).view(torch.uint8)[: len(b.copied)]
-
-    def poison(b: Buffers) -> None:
+    def poison(b: Any) -> None:
+        b.lse_unit = 1.0
         for tensor in (b.out, b.lse):
             tensor.view(torch.uint8).fill_(0xFF)  # a NaN in every dtype
 
-    def merge(b: Buffers) -> None:
-        if partials == 2 and not stacked:
+    def merge(b: Any) -> None:
+        if partials == 2:
             jitkern.merge_state(*b.two, output=b.out, lse=b.lse)
         else:
-            forms = (b.stacked, b.stacked_lse) if stacked else (b.outs, b.lses)
-            jitkern.merge_states(*forms, output=b.out, lse=b.lse)
+            jitkern.merge_states(b.outs, b.lses, output=b.out, lse=b.lse)
 
     return Case(
         op="merge",
@@ -141,37 +108,33 @@ def case_of(
         outputs=lambda b: (torch.tensor([_is_close(b)], dtype=torch.uint8),),
         prepare=poison,
         reference=lambda _: (torch.ones(1, dtype=torch.uint8),),
-        impls=[ours(merge), copy_impl(ctx, copy_pair)],
+        impls=[ours(merge), common.copy_impl(ctx, lambda b: (b.copied, b.copied_from))],
         calls=4 if moved > 100_000_000 else 8 if moved > 10_000_000 else 50,
     )
 
 
-def _host_case(ctx: Context, count: int) -> Case:
-    """Return the case of what a call costs the host, beside a call that does nothing."""
-    b = case_of(ctx, 1, partials=count).make(0)
-    call = partial(jitkern.merge_states, b.outs, b.lses)
-    if count == 2:
-        call = partial(jitkern.merge_state, *b.two)
-    tensors = (*b.outs, *b.lses, b.out, b.lse)
-    name = f"host time, {count} of 1 row"
-    case = call_case("merge", name, partial(call, output=b.out, lse=b.lse), tensors)
+def _host_case(ctx: Context) -> Case:
+    b = case_of(ctx, 1).make(0)
+    call = partial(jitkern.merge_state, *b.two)
+    tensors = (*b.two, b.out, b.lse)
+    given = partial(call, output=b.out, lse=b.lse)
+    case = common.call_case("merge", "host time, 2 of 1 row", given, tensors)
     case.impls.insert(1, ours(lambda _: call(), "jitkern, new outputs"))
     return case
 
 
-def _is_close(b: Buffers) -> bool:
+def _is_close(b: Any) -> bool:
     """Say whether the outputs are what the partials give in float64, to about their last place."""
-    if "expected" not in b.kept:
-        lses = b.stacked_lse.double()
+    if b.expected is None:
+        lses = torch.stack(b.lses).double()
         lse = torch.logsumexp(lses, dim=0)
-        out = torch.zeros(b.out.shape, dtype=torch.float64, device=b.out.device)
-        for weight, partial_out in zip(torch.exp(lses - lse), b.outs, strict=True):
-            out += weight.unsqueeze(-1) * partial_out.double()
-        b.kept["expected"] = out, lse
-    out, lse = b.kept["expected"]
+        weights = torch.exp(lses - lse).unsqueeze(-1)
+        pairs = zip(weights, b.outs, strict=True)
+        b.expected = sum(weight * out.double() for weight, out in pairs), lse
+    out, lse = b.expected
     _, relative, absolute = DTYPES[b.out.dtype]
     return torch.allclose(b.out.double(), out, rtol=relative, atol=absolute) and torch.allclose(
-        b.lse.double(), lse, rtol=LSE_ERROR, atol=LSE_ERROR
+        b.lse.double() * b.lse_unit, lse, rtol=LSE_ERROR, atol=LSE_ERROR
     )
 
 
@@ -179,56 +142,38 @@ def _is_close(b: Buffers) -> bool:
 
 
 def _peers_of_two() -> list[Impl]:
-    def one_kernel(b: Buffers) -> None:
-        peers.merge_by_triton().one_kernel(b.out, b.lse, *b.two)
-
-    def flashinfer(b: Buffers) -> None:
-        lse_a, lse_b = b.kept["base 2"].unbind()
-        peers.flashinfer_merge_state()(b.out, b.lse, b.outs[0], lse_a, b.outs[1], lse_b)
+    def flashinfer(b: Any) -> None:
+        b.lse_unit = math.log(2)
+        (out_a, out_b), (lse_a, lse_b) = b.outs, b.lses_of_base_2
+        peers.flashinfer_merge_state()(b.out, b.lse, out_a, lse_a, out_b, lse_b)
 
     return [
         peer("vLLM", lambda b: peers.vllm_merge_state()(b.out, b.lse, *b.two)),
-        peer("FlashInfer", partial(_to_base_e, flashinfer)),
-        peer("triton, one kernel", one_kernel),
+        peer("FlashInfer", flashinfer),
+        peer("triton, one kernel", lambda b: peers.triton().merge(b.out, b.lse, *b.two)),
         peer("torch", _torch_two),
     ]
 
 
-def _peers_of_many(stacked: bool) -> list[Impl]:
-    def flashinfer(b: Buffers) -> None:
+def _peers_of_many() -> list[Impl]:
+    def flashinfer(b: Any) -> None:
         """It wants the partials of a token side by side: they are copied as well."""
-        if stacked:
-            forms = [x.transpose(0, 1).contiguous() for x in (b.stacked, b.kept["base 2"])]
-        else:
-            forms = [torch.stack(b.outs, 1), torch.stack(b.kept["base 2"].unbind(), 1)]
+        b.lse_unit = math.log(2)
+        forms = (torch.stack(form, 1) for form in (b.outs, b.lses_of_base_2))
         peers.flashinfer_merge_states()(b.out, b.lse, *forms)
 
-    def of_torch(b: Buffers) -> None:
-        outs = b.stacked if stacked else torch.stack(b.outs)
-        lses = b.stacked_lse if stacked else torch.stack(b.lses)
+    def of_torch(b: Any) -> None:
+        outs, lses = torch.stack(b.outs), torch.stack(b.lses)
         top = lses.amax(0)
         weights = torch.exp(lses - top)
         total = weights.sum(0)
         torch.div((outs * weights.unsqueeze(-1)).sum(0), total.unsqueeze(-1), out=b.out)
         torch.add(torch.log(total), top, out=b.lse)
 
-    name, torch_name = "torch.stack, FlashInfer", "torch.stack, torch"
-    if stacked:
-        name, torch_name = "transposed, FlashInfer", "torch"
-    return [peer(name, partial(_to_base_e, flashinfer)), peer(torch_name, of_torch)]
+    return [peer("torch.stack, FlashInfer", flashinfer), peer("torch.stack, torch", of_torch)]
 
 
-def _to_base_e(merge: Any, b: Buffers) -> None:
-    """Give `merge` sums of base 2; what its first call leaves, which is checked, goes back to e."""
-    is_first = "base 2" not in b.kept
-    if is_first:
-        b.kept["base 2"] = b.stacked_lse / math.log(2)
-    merge(b)
-    if is_first:
-        b.lse.mul_(math.log(2))
-
-
-def _torch_two(b: Buffers) -> None:
+def _torch_two(b: Any) -> None:
     """As it is usually written: four passes over what is large, and the small ones on the sums."""
     out_a, lse_a, out_b, lse_b = b.two
     top = torch.maximum(lse_a, lse_b)

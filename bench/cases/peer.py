@@ -5,48 +5,32 @@ back, beside each rank that fetches all of them over its own link, all at once a
 beside one link that does so alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import jitkern
-from bench import ranks
 from bench.peers import host_pool
-from bench.ranks import (
-    KIB,
-    MIB,
-    Calls,
-    Ranks,
-    Sum,
-    embedding_rows,
-    host_rows,
-    sum_case,
-    sum_rows,
-    timed,
-)
-from jitkern.bench.case import Context, Row, error_row, error_text
+from bench.ranks import KIB, MIB, Ranks, Sum
+from bench.ranks import run as run_ranks
+from jitkern.bench.case import Context, Row, error_text
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
-TOKENS = (1, 1024, 16_384)
-ROW_BYTES, ROWS, CPU_ROWS = 656, 262_144, 4096
-POOL_GIB, CPU_POOL_GIB = (0.25, 16, 64), (0.01,)
-
+ROW_BYTES = 656
 OURS, NCCL = "jitkern", "torch.distributed"
 EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    yield from ranks.run("peer", __name__, ctx)
+    yield from run_ranks("peer", __name__, ctx)
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
-    """Measure all of it, in step with the other ranks."""
     from jitkern.comm import PeerCommunicator, TorchCommunicator, init_pynccl
 
     inner: Any = TorchCommunicator()
@@ -61,12 +45,13 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             sums = _sums(ranks, ours, num_bytes)
             if symmetric is not None:
                 sums |= symmetric(num_bytes // 2)
-            yield from sum_rows(ranks, "peer", num_bytes, sums, f"{OURS}, one behind the other")
+            yield from ranks.sum_rows(num_bytes, sums, f"{OURS}, one behind the other")
         sums = _sums(ranks, ours, 8 * KIB)
         on_host = {name: (sums[name].role, sums[name].call) for name in (OURS, NCCL)}
-        yield from host_rows(ranks, "peer", sum_case(8 * KIB, ranks), on_host, 101)
+        yield from ranks.host_rows(ranks.sum_case(8 * KIB), on_host, 101)
+        tokens = (1, 1024) if quick else (1, 1024, 16_384)
         how = {"method": "peer", "group": ranks.cpu_group}
-        yield from embedding_rows(ranks, "peer", inner, TOKENS[:2] if quick else TOKENS, **how)
+        yield from ranks.embedding_rows(inner, tokens, **how)
         yield from _moved_rows(ranks, ours, quick)
 
 
@@ -75,13 +60,14 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
 
 def _sums(ranks: Ranks, ours: Any, num_bytes: int) -> dict[str, Sum]:
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
-    shots = {f"{OURS}, one shot": "one_shot", f"{OURS}, two shots": "two_shot"}
+
+    def by(algorithm: str) -> Sum:
+        return Sum("ours", x, lambda: ours.reducer.all_reduce(x, algorithm=algorithm))
+
     return {
         OURS: Sum("ours", x, lambda: ours.all_reduce(x)),
-        **{
-            name: Sum("ours", x, lambda how=how: ours.reducer.all_reduce(x, algorithm=how))
-            for name, how in shots.items()
-        },
+        f"{OURS}, one shot": by("one_shot"),
+        f"{OURS}, two shots": by("two_shot"),
         NCCL: Sum("peer", x, lambda: dist.all_reduce(x)),
     }
 
@@ -90,30 +76,27 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
     """Return PyTorch's own sums, of memory of its own, by the number of items."""
     import torch.distributed._symmetric_memory as symmetric
 
-    group, ops = dist.group.WORLD.group_name, torch.ops.symm_mem
-    memory, error = torch.zeros(BYTES[-1] // 2, dtype=torch.bfloat16, device=ranks.device), ""
+    group, ops, error = dist.group.WORLD.group_name, torch.ops.symm_mem, ""
+    how = {"dtype": torch.bfloat16, "device": ranks.device}
     try:
-        memory = symmetric.empty(BYTES[-1] // 2, dtype=torch.bfloat16, device=ranks.device)
+        memory = symmetric.empty(BYTES[-1] // 2, **how)
         symmetric.rendezvous(memory, group)
     except Exception as failed:  # a peer that fails is a row, not the end of the run
-        error = error_text(failed)
+        memory, error = torch.zeros(BYTES[-1] // 2, **how), error_text(failed)
     error = ranks.first_text(error)
 
     def sums(count: int) -> dict[str, Sum]:
-        x = memory[:count]
+        def by(op: str) -> Sum:
+            def call() -> object:
+                if error:
+                    raise RuntimeError(error)
+                return getattr(ops, op)(memory[:count], "sum", group)
 
-        def call(op: Any) -> object:
-            if error:
-                raise RuntimeError(error)
-            return op(x, "sum", group)
+            return Sum("peer", memory[:count], call)
 
         return {
-            "torch symmetric memory, one shot": Sum(
-                "peer", x, lambda: call(ops.one_shot_all_reduce)
-            ),
-            "torch symmetric memory, two shots": Sum(
-                "peer", x, lambda: call(ops.two_shot_all_reduce_)
-            ),
+            "torch symmetric memory, one shot": by("one_shot_all_reduce"),
+            "torch symmetric memory, two shots": by("two_shot_all_reduce_"),
         }
 
     return sums
@@ -123,50 +106,23 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
 
 
 def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
-    """Measure with each size of pool, up to what the machine has; all ranks alike."""
-    from jitkern.comm import PeerMemory
+    """Measure rows of one pool; raise on all ranks unless each gets the rows that it should."""
+    from jitkern.comm import PeerMemory, peer_gather, peer_scatter
     from jitkern.offload import PinnedPool, Share
 
-    count = ROWS if ranks.on_gpu else CPU_ROWS
+    count, gib = (262_144, 0.25 if quick else 16) if ranks.on_gpu else (4096, 0.01)
+    where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
+    # Rank 0 says: what Linux has free differs from one moment to the next.
+    if note := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
+        yield Row("peer", f"peer_gather, {where}", OURS, "ours", note=note)
+        return
     memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
     caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
-    for gib in (POOL_GIB[:1] if quick else POOL_GIB) if ranks.on_gpu else CPU_POOL_GIB:
-        where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
-        # Rank 0 says: what Linux has free differs from one moment to the next.
-        if lacks := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
-            yield Row("peer", f"peer_gather, {where}", OURS, "ours", note=lacks)
-            return
-        share = Share(f"bench-{os.getppid()}-{gib:g}", ranks.rank, ranks.size, timeout_s=120)
-        error = ""
-        try:
-            with host_pool.trusted():
-                pool = PinnedPool(int(gib * host_pool.GIB), share=share)
-        except Exception as failed:  # the smaller pools' rows are kept
-            error = error_text(failed)
-        if error := ranks.first_text(error):
-            yield error_row("peer", f"peer_gather, {where}", OURS, "ours", MemoryError(error))
-            return
-        gathers, scatters = _moves(ranks, comm, pool.tensor(), gib, caches)
-        fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
-        for op, calls in (("peer_gather", gathers), ("peer_scatter", scatters)):
-            times = 10 if ranks.on_gpu else 2
-            # The bytes are those of the rows, once, whoever brings them.
-            yield from timed(ranks, "peer", f"{op}, {where}", calls, times, **fields)
-        ranks.barrier()
-        pool.close()
-
-
-def _moves(
-    ranks: Ranks, comm: Any, pool: torch.Tensor, gib: float, caches: list[torch.Tensor]
-) -> tuple[Calls, Calls]:
-    """Return gathers and scatters; raise on all ranks unless each brings the rows that it should.
-
-    `caches` are the ranks' memory for them.
-    """
-    from jitkern.comm import peer_gather, peer_scatter
-
-    own, count = caches[ranks.rank], len(caches[ranks.rank])
-    source = host_pool.rows_of(pool, gib, ROW_BYTES)
+    own = caches[ranks.rank]
+    share = Share(f"bench-{os.getppid()}", ranks.rank, ranks.size, timeout_s=120)
+    with host_pool.trusted():
+        pool = PinnedPool(int(gib * host_pool.GIB), share=share)
+    source = host_pool.rows_of(pool.tensor(), gib, ROW_BYTES)
     torch.manual_seed(1)  # the same pairs on all ranks
     chosen = torch.randperm(len(source))[:count] if ranks.on_gpu else torch.arange(count)
     to = torch.randperm(count)
@@ -174,33 +130,33 @@ def _moves(
     back = pairs.flip(-1).contiguous()
     if ranks.rank == 0:
         source[chosen, :8] = (chosen[:, None] >> torch.arange(8)).to(torch.uint8)
-    first = torch.empty_like(own)  # of this rank's own
-    spacer = torch.zeros(1, device=ranks.device)
 
-    def each() -> None:
-        jitkern.h2d_gather(source, first, pairs)
+    def gather() -> None:
+        peer_gather(source, caches, pairs, comm)
 
-    def each_back() -> None:
-        jitkern.d2h_scatter(own, source, back)
+    def scatter() -> None:
+        peer_scatter(own, source, back, comm)
 
-    gathers: Calls = {
-        OURS: ("ours", lambda: peer_gather(source, caches, pairs, comm)),
-        EACH: ("peer", each),
-        ALONE: ("peer", each if ranks.rank == 0 else spacer.zero_),
-    }
-    scatters: Calls = {
-        OURS: ("ours", lambda: peer_scatter(own, source, back, comm)),
-        ALONE: ("peer", each_back if ranks.rank == 0 else spacer.zero_),
-    }
     own.fill_(0xA5)
     wrong = ""
-    for (_, call), name in ((gathers[OURS], "peer_gather"), (scatters[OURS], "peer_scatter")):
+    for call in (gather, scatter):
         ranks.barrier()
         call()
         ranks.barrier()
         if not torch.equal(own[to.to(own.device)].cpu(), source[chosen]):
-            wrong = wrong or f"rank {ranks.rank}: {name} moves other rows"
+            wrong = wrong or f"rank {ranks.rank}: peer_{call.__name__} moves other rows"
         own.bitwise_not_()
     if wrong := ranks.first_text(wrong):
         raise RuntimeError(f"peer: {wrong}")
-    return gathers, scatters
+    each = partial(jitkern.h2d_gather, source, torch.empty_like(own), pairs)
+    each_back = partial(jitkern.d2h_scatter, own, source, back)
+    nothing = torch.zeros(1, device=ranks.device).zero_
+    alone, alone_back = (each, each_back) if ranks.rank == 0 else (nothing, nothing)
+    gathers = {OURS: ("ours", gather), EACH: ("peer", each), ALONE: ("peer", alone)}
+    scatters = {OURS: ("ours", scatter), ALONE: ("peer", alone_back)}
+    # The bytes are those of the rows, once, whoever brings them.
+    fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
+    for op, calls in (("peer_gather", gathers), ("peer_scatter", scatters)):
+        yield from ranks.timed(f"{op}, {where}", calls, 10 if ranks.on_gpu else 2, **fields)
+    ranks.barrier()
+    pool.close()

@@ -5,8 +5,6 @@ hide. Peers: a double buffer written by hand with torch's streams and events, an
 one after the other. Bodies are torch.cuda._sleep, which leaves the memory alone, or a GEMM.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,39 +32,38 @@ def run(ctx: Context) -> Iterator[Row]:
         block.fill_(number)
     bodies = _bodies(blocks)
     for name, body in bodies.items():
-        ours = {f"jitkern, depth {n}": partial(_load, blocks, _bring, body, n) for n in DEPTHS}
-        impls = [Impl(name, "ours", build) for name, build in ours.items()]
-        impls += [
-            Impl("torch, double buffer", "peer", partial(_double_buffer, blocks, body)),
-            Impl("one behind the other", "peer", partial(_in_turn, blocks, body)),
-            Impl("the longer side alone", "ceiling", partial(_longer, blocks, body)),
-        ]
+        impls = {f"jitkern, depth {n}": ("ours", partial(_load, blocks, body, n)) for n in DEPTHS}
+        impls["torch, double buffer"] = ("peer", partial(_double_buffer, blocks, body))
+        impls["one behind the other"] = ("peer", partial(_in_turn, blocks, body))
+        impls["the longer side alone"] = ("ceiling", partial(_longer, blocks, body))
         yield from _measured(ctx, f"load, bodies of {name}", impls, 1)
-    yield from _measured(ctx, "update, both directions", _updates(blocks, bodies["sleep"]), 2)
-    watched = OverlapMonitor(min_ratio=0)
-    impls = [
-        Impl("jitkern", "ours", lambda: _load(blocks, None, _nothing)),
-        Impl("jitkern, monitored", "ours", lambda: _load(blocks, None, _nothing, monitor=watched)),
+    impls = {
+        f"jitkern, depth {BEST_DEPTH}": ("ours", partial(_update, blocks, bodies["sleep"])),
+        "both engines at once, no bodies": ("ceiling", partial(_both_engines, blocks)),
+    }
+    yield from _measured(ctx, "update, both directions", impls, 2)
+    host = [
+        Impl("jitkern", "ours", _empty_loads),
+        Impl("jitkern, monitored", "ours", lambda: _empty_loads(OverlapMonitor(min_ratio=0))),
     ]
-    yield from measure(ctx, Case("pipeline", f"host, {BLOCKS} iterations", impls, clock="host"))
+    yield from measure(ctx, Case("pipeline", f"host, {BLOCKS} iterations", host, clock="host"))
 
 
-def _measured(ctx: Context, name: str, impls: list[Impl], ways: int) -> list[Row]:
-    for impl in impls:
-        impl.graph = impl.check = False
-    return measure(ctx, Case("pipeline", name, impls, bytes_moved=ways * BLOCKS * BLOCK_BYTES))
+def _measured(ctx: Context, name: str, impls: dict[str, Any], ways: int) -> list[Row]:
+    made = [Impl(impl, *how, graph=False, check=False) for impl, how in impls.items()]
+    return measure(ctx, Case("pipeline", name, made, bytes_moved=ways * BLOCKS * BLOCK_BYTES))
 
 
 def _bodies(blocks: Blocks) -> dict[str, Body]:
     """Return bodies that take as long as a copy of a block."""
-    timer, slot, cycles = cuda_timer("pipeline"), _slot(), 1_000_000
+    timer, cycles = cuda_timer("pipeline"), 1_000_000
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
 
     def ms(call: Callable[[], object]) -> float:
         return statistics.median(timer(call) for _ in range(30))
 
-    copy_ms = ms(partial(_bring, slot, blocks[0]))
+    copy_ms = ms(partial(_copy, _slot(), blocks[0]))
     cycles = int(cycles * copy_ms / ms(partial(torch.cuda._sleep, cycles)))
     count = max(1, round(copy_ms / ms(partial(torch.mm, a, a, out=out))))
 
@@ -81,47 +78,50 @@ def _slot() -> torch.Tensor:
     return torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def _bring(tensor: torch.Tensor, block: torch.Tensor) -> None:
-    tensor.copy_(block, non_blocking=True)
+def _copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src, non_blocking=True)
 
 
-def _nothing(*_: object) -> None:
-    pass
+def _pipeline(depth: int = BEST_DEPTH, **how: Any) -> SlotPipeline:
+    return SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
 
 
-def _load(
-    blocks: Blocks,
-    copy: Callable[..., object] | None,
-    body: Body,
-    depth: int = BEST_DEPTH,
-    **how: Any,
-) -> Run:
+def _load(blocks: Blocks, body: Body, depth: int) -> Run:
     """Return loads through a pipeline; ValueError if a body sees another block."""
-    pipeline = SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
-    if copy is not None:
-        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-        for number, slot in enumerate(pipeline.load(blocks, copy=copy)):
-            wrong += (slot.tensor != number).sum()
-        if wrong.item():
-            raise ValueError("a body saw another block; not timed")
+    pipeline = _pipeline(depth)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number, slot in enumerate(pipeline.load(blocks, copy=_copy)):
+        wrong += (slot.tensor != number).sum()
+    if wrong.item():
+        raise ValueError("a body saw another block; not timed")
 
     def go(_: object) -> None:
-        for slot in pipeline.load(blocks, copy=copy or _nothing):
+        for slot in pipeline.load(blocks, copy=_copy):
             body(slot.tensor)
+
+    return go
+
+
+def _empty_loads(monitor: OverlapMonitor | None = None) -> Run:
+    """Return loads without copies and bodies: what iterations cost the host."""
+    pipeline, blocks = _pipeline(monitor=monitor), range(BLOCKS)
+
+    def go(_: object) -> None:
+        for _ in pipeline.load(blocks, copy=lambda tensor, block: None):
+            pass
 
     return go
 
 
 def _double_buffer(blocks: Blocks, body: Body) -> Run:
     """As it is written by hand: two buffers, a stream, two events for each."""
-    slots = [_slot() for _ in range(2)]
-    copies = torch.cuda.Stream()
+    slots, copies = [_slot(), _slot()], torch.cuda.Stream()
     ready, done = ([torch.cuda.Event() for _ in slots] for _ in range(2))
 
     def load(number: int) -> None:
         with torch.cuda.stream(copies):
             copies.wait_event(done[number % 2])
-            _bring(slots[number % 2], blocks[number])
+            _copy(slots[number % 2], blocks[number])
             ready[number % 2].record(copies)
 
     def go(_: object) -> None:
@@ -143,7 +143,7 @@ def _in_turn(blocks: Blocks, body: Body) -> Run:
 
     def go(_: object) -> None:
         for block in blocks:
-            _bring(slot, block)
+            _copy(slot, block)
             body(slot)
 
     return go
@@ -151,58 +151,53 @@ def _in_turn(blocks: Blocks, body: Body) -> Run:
 
 def _longer(blocks: Blocks, body: Body) -> Run:
     """Return the longer of all copies and all bodies, with one more copy: the fill."""
-    slot = _slot()
+    slot, timer = _slot(), cuda_timer("pipeline")
 
     def copies(_: object = None) -> None:
         for block in (blocks[0], *blocks):
-            _bring(slot, block)
+            _copy(slot, block)
 
     def bodies(_: object = None) -> None:
-        _bring(slot, blocks[0])
+        _copy(slot, blocks[0])
         for _ in blocks:
             body(slot)
 
-    timer = cuda_timer("pipeline")
     return max(copies, bodies, key=lambda go: statistics.median(timer(go) for _ in range(5)))
 
 
-def _updates(blocks: Blocks, body: Body) -> list[Impl]:
-    """Return what loads and stores, and both engines at once, which is slower than one."""
-    targets = list(torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory())
-    pairs = list(zip(blocks, targets, strict=True))
+def _update(blocks: Blocks, body: Body) -> Run:
+    """Return loads and stores through a pipeline; ValueError if a block comes back as another."""
+    targets = torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory()
+    pipeline, pairs = _pipeline(), list(zip(blocks, targets, strict=True))
 
-    def ours() -> Run:
-        pipeline = SlotPipeline(num_slots=BEST_DEPTH, slot_shape=[BLOCK_BYTES], dtype=torch.uint8)
+    def go(_: object) -> None:
+        for slot in pipeline.update(
+            pairs,
+            load=lambda tensor, pair: _copy(tensor, pair[0]),
+            store=lambda tensor, pair: _copy(pair[1], tensor),
+        ):
+            body(slot.tensor)
 
-        def go(_: object) -> None:
-            for slot in pipeline.update(
-                pairs,
-                load=lambda tensor, pair: _bring(tensor, pair[0]),
-                store=lambda tensor, pair: _bring(pair[1], tensor),
-            ):
-                body(slot.tensor)
+    go(None)
+    torch.cuda.synchronize()
+    if not all(torch.equal(block, target) for block, target in pairs):
+        raise ValueError("a block came back as another; not timed")
+    return go
 
-        go(None)
-        torch.cuda.synchronize()
-        if not all(torch.equal(block, target) for block, target in pairs):
-            raise ValueError("a block came back as another; not timed")
-        return go
 
-    slots, streams = [_slot(), _slot()], [torch.cuda.Stream(), torch.cuda.Stream()]
+def _both_engines(blocks: Blocks) -> Run:
+    """Return copies both ways at once, which is slower than one way."""
+    loaded, stored, side = _slot(), _slot(), torch.cuda.Stream()
+    targets = torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory()
 
-    def engines(_: object) -> None:
+    def go(_: object) -> None:
         here = torch.cuda.current_stream()
-        for stream in streams:
-            stream.wait_stream(here)
-        for block, target in pairs:
-            with torch.cuda.stream(streams[0]):
-                _bring(slots[0], block)
-            with torch.cuda.stream(streams[1]):
-                _bring(target, slots[1])
-        for stream in streams:
-            here.wait_stream(stream)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for block in blocks:
+                _copy(loaded, block)
+        for target in targets:
+            _copy(target, stored)
+        here.wait_stream(side)
 
-    return [
-        Impl(f"jitkern, depth {BEST_DEPTH}", "ours", ours),
-        Impl("both engines at once, no bodies", "ceiling", lambda: engines),
-    ]
+    return go

@@ -1,9 +1,7 @@
-"""A DescriptorRing consumed by a GPU: 128 packets of 4 KiB, what a push and a call take, a server.
+"""A DescriptorRing consumed by a GPU: 128 packets of 4 KiB by calls in a graph, and by a server.
 
 Pushes are made before each replay of a graph of calls: a ring leaves nothing else to the GPU.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ import jitkern
 from bench import peers
 from jitkern.bench.case import Context, Row
 from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, cuda_replay, cuda_timer, host_ms
+from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
 from jitkern.offload import DescriptorRing
 
 NEEDS_GPU = True
@@ -29,26 +27,8 @@ def run(ctx: Context) -> Iterator[Row]:
     src = torch.randint(256, (128 * 4096,), dtype=torch.uint8, device="cuda")
     dst = torch.zeros_like(src)
     descriptors = _descriptors(128, 4096)
+    in_graph = "128 x 4096 B, a push each, in a graph"
     with DescriptorRing(CALLS, 2048) as ring:
-
-        def push_all() -> None:
-            for _ in range(CALLS):
-                ring.push(descriptors)
-
-        def call() -> None:
-            jitkern.unpack(src, dst, ring)
-
-        in_graph = "128 x 4096 B, a push each, in a graph"
-        yield _row(in_graph, "jitkern, mapped", _replays(call, push_all))
-        nothing = _replays(call, lambda: None)
-        yield _row("nothing pushed, in a graph", "jitkern, mapped", nothing)
-    if not torch.equal(dst, torch.cat([src[at : at + 4096] for at in descriptors[:, 0].tolist()])):
-        raise AssertionError("ring: other bytes than were pushed")
-    empty = peers.empty_launch()
-    floor = _row(in_graph, "empty kernel", _replays(lambda: empty(None), lambda: None))
-    floor.role = "floor"
-    yield floor
-    with DescriptorRing(16, 2048) as ring:
 
         def push() -> None:
             ring.push(descriptors)
@@ -56,18 +36,12 @@ def run(ctx: Context) -> Iterator[Row]:
         def unpack() -> None:
             jitkern.unpack(src, dst, ring)
 
-        def both() -> None:
-            push()
-            unpack()
-
-        steps = {"push": push, "unpack": unpack, "push and unpack": both}
-        found: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(200):
-            for name, step in steps.items():
-                torch.cuda.synchronize()
-                found[name].append(host_ms(step, 8))
-    for name, samples in found.items():
-        yield _row("host time, 128 descriptors", f"{name}, mapped", samples[20:])
+        yield _row(in_graph, "jitkern, mapped", _replays(unpack, push))
+        yield _row("nothing pushed, in a graph", "jitkern, mapped", _replays(unpack))
+    if not torch.equal(dst, torch.cat([src[at : at + 4096] for at in descriptors[:, 0].tolist()])):
+        raise AssertionError("ring: other bytes than were pushed")
+    empty = peers.empty_launch()
+    yield _row(in_graph, "empty kernel", _replays(lambda: empty(None)), "floor")
     for num_sms, pieces, piece_bytes in SERVED:
         sms = "1 SM" if num_sms == 1 else f"{num_sms} SMs"
         way = f"served by {sms}" if num_sms else "push, call and wait"
@@ -82,19 +56,22 @@ def _descriptors(pieces: int, piece_bytes: int) -> torch.Tensor:
     return torch.stack([order * piece_bytes, torch.arange(pieces) * piece_bytes, lengths], 1)
 
 
-def _row(case: str, impl: str, samples_ms: list[float]) -> Row:
-    row = Row("ring", case, impl, "ours")
+def _row(case: str, impl: str, samples_ms: list[float], role: str = "ours") -> Row:
+    row = Row("ring", case, impl, role)
     fill(row, Timing(tuple(samples_ms)))
     return row
 
 
-def _replays(call: Callable[[], object], prepare: Callable[[], object]) -> list[float]:
-    """Return milliseconds of a call, in replays of a graph of them, each prepared before."""
+def _replays(
+    call: Callable[[], object], before_each: Callable[[], object] | None = None
+) -> list[float]:
+    """Return milliseconds of a call, in replays of a graph of CALLS of them."""
     call()
     torch.cuda.synchronize()
     graph, timer, samples = cuda_replay([call] * CALLS), cuda_timer("ring"), []
     for _ in range(ROUNDS):
-        prepare()
+        for _ in range(CALLS if before_each else 0):
+            before_each()
         torch.cuda.synchronize()
         samples.append(timer(graph.run) / CALLS)
     return samples[ROUNDS // 6 :]

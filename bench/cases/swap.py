@@ -4,57 +4,23 @@ Beside a scatter and a gather, one after the other or at once, and beside both c
 in one piece, which no kernel of loads and stores reaches. Bytes are those of both directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import (
-    CPU_SIZES,
-    call_cases,
-    ceiling,
-    host_copy_case,
-    ours,
-    peer,
-    random_rows,
-)
-from bench.cases.h2d_gather import LINK_SIZES
+from bench.cases import common
+from bench.cases.common import ours, peer
+from bench.cases.pairs import LINK_SIZES, ROW_BYTES, ROWS, SLOTS
 from bench.peers import host_pool
-from bench.peers.host_rows import ROW_BYTES, ROWS, SLOTS
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
 
-PEERS = (peers.host,)
 NEEDS_GPU = True
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks
-
-
-@dataclass
-class Buffers:
-    """One working set. Rows are fetched from even places of the pool and go back to odd ones.
-
-    So no other set writes what one fetches, and each finds it as it was.
-    """
-
-    host: torch.Tensor
-    gpu: torch.Tensor
-    staging: torch.Tensor  # on the GPU, a row for each triple, for the peers that need one
-    triples: torch.Tensor  # int32 [rows, 3]: to fetch, slots, to write back
-
-    def __post_init__(self) -> None:
-        fetch, slots, back = self.triples.unbind(1)
-        numbers = torch.arange(len(fetch), dtype=torch.int32, device=fetch.device)
-        self.incoming = torch.stack([fetch, slots], 1)
-        self.staged = torch.stack([fetch, numbers], 1)
-        self.outgoing = torch.stack([slots, back], 1)
-        self.slots64 = slots.long()
-        self.fetch_cpu, self.back_cpu = fetch.long().cpu(), back.long().cpu()
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -78,30 +44,23 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def cases(ctx: Context) -> Iterator[Case]:
-    """Yield what the guard measures."""
     on_gpu = ctx.device == "cuda"
-    for rows, row_bytes in LINK_SIZES if on_gpu else CPU_SIZES:
+    for rows, row_bytes in LINK_SIZES if on_gpu else common.CPU_SIZES:
         slots = max(SLOTS if on_gpu else 0, 2 * rows)
-        host = random_rows(slots, row_bytes, "cpu", pin=on_gpu, dtype=torch.uint8)
-        gpu = random_rows(slots, row_bytes, ctx.device, dtype=torch.uint8)
+        host = common.random_rows(slots, row_bytes, "cpu", pin=on_gpu).view(torch.uint8)
+        gpu = common.random_rows(slots, row_bytes, ctx.device).view(torch.uint8)
 
-        def copies(b: Buffers, rows: int = rows) -> None:
+        def copies(b: Any, rows: int = rows) -> None:
             b.gpu[:rows].copy_(b.host[:rows], non_blocking=True)
             b.host[:rows].copy_(b.gpu[-rows:], non_blocking=True)
 
-        yield host_copy_case(
-            ctx,
-            2 * rows * row_bytes,
-            _ours,
-            copies,
-            op="swap",
-            name=f"{rows} rows of {row_bytes} B",
-            **_job(ctx, host, gpu, rows),
-        )
+        fields = {"op": "swap", "name": f"{rows} rows of {row_bytes} B"}
+        fields |= _job(ctx, host, gpu, rows)
+        yield common.host_copy_case(ctx, 2 * rows * row_bytes, _ours, copies, **fields)
     host, gpu = (torch.zeros(64, 656, dtype=torch.uint8, device=d) for d in ("cpu", ctx.device))
     b = _job(ctx, host.pin_memory() if on_gpu else host, gpu, 1)["make"](0)
     one = (b.host, b.gpu, b.triples)
-    yield from call_cases("swap", jitkern.swap_rows, (*one[:2], b.triples[:0]), one)
+    yield from common.call_cases("swap", jitkern.swap_rows, (*one[:2], b.triples[:0]), one)
 
 
 def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict[str, Any]:
@@ -109,15 +68,28 @@ def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict
     staging = torch.empty(rows, gpu.shape[1], dtype=torch.uint8, device=ctx.device)
     new = torch.randint_like(staging, 0, 256)
 
-    def make(_: int) -> Buffers:
-        def distinct(below: int) -> torch.Tensor:
-            return torch.randperm(below, device=ctx.device)[:rows]
+    def distinct(below: int) -> torch.Tensor:
+        return torch.randperm(below, device=ctx.device)[:rows].to(torch.int32)
 
+    def make(_: int) -> SimpleNamespace:
+        # Rows are fetched from even places of the pool and go back to odd ones: no other working
+        # set writes what one fetches, and each finds it as it was.
         fetch, back = (2 * distinct(len(host) // 2) + odd for odd in (0, 1))
-        triples = torch.stack([fetch, distinct(len(gpu)), back], 1).to(torch.int32)
-        return Buffers(host, gpu, staging, triples)
+        slots, numbers = distinct(len(gpu)), torch.arange(rows, device=ctx.device)
+        return SimpleNamespace(
+            host=host,
+            gpu=gpu,
+            staging=staging,  # a row for each triple, for the peers that need one
+            triples=torch.stack([fetch, slots, back], 1),
+            incoming=torch.stack([fetch, slots], 1),
+            staged=torch.stack([fetch, numbers.to(torch.int32)], 1),
+            outgoing=torch.stack([slots, back], 1),
+            slots64=slots.long(),
+            fetch_cpu=fetch.long().cpu(),
+            back_cpu=back.long().cpu(),
+        )
 
-    def refill(b: Buffers) -> None:
+    def refill(b: Any) -> None:
         b.gpu[b.slots64] = new
         b.host[b.back_cpu] = 0
 
@@ -131,14 +103,9 @@ def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict
 
 
 def _impls(rows: int, gib: float) -> list[Impl]:
-    impls = [ours(_ours)]
-    if gib > POOLS_GIB[0]:
-        impls += [ours(partial(_ours, order="given"), 'jitkern, order="given"')]
-    if rows == ROWS:
-        impls += [ours(partial(_ours, num_sms=2), "jitkern, num_sms=2")]
     side = torch.cuda.Stream()
 
-    def on_two_streams(b: Buffers) -> None:
+    def on_two_streams(b: Any) -> None:
         """Slots are read while their new rows come, so these wait in a buffer for the last read."""
         stream = torch.cuda.current_stream()
         side.wait_stream(stream)
@@ -148,7 +115,11 @@ def _impls(rows: int, gib: float) -> list[Impl]:
         stream.wait_stream(side)
         b.gpu.index_copy_(0, b.slots64, b.staging)
 
-    def both_engines(b: Buffers) -> None:
+    def one_by_one(b: Any) -> None:
+        jitkern.d2h_scatter(b.gpu, b.host, b.outgoing, method="sm")
+        jitkern.h2d_gather(b.host, b.gpu, b.incoming, dedup=False, method="sm")
+
+    def both_engines(b: Any) -> None:
         copy, stream = peers.host().copy_bytes, torch.cuda.current_stream()
         side.wait_stream(stream)
         with torch.cuda.stream(side):
@@ -156,18 +127,18 @@ def _impls(rows: int, gib: float) -> list[Impl]:
         copy(b.staging, b.host, rows * ROW_BYTES)
         stream.wait_stream(side)
 
+    impls = [ours(_ours)]
+    if gib > POOLS_GIB[0]:
+        impls += [ours(lambda b: _ours(b, order="given"), 'jitkern, order="given"')]
+    if rows == ROWS:
+        impls += [ours(lambda b: _ours(b, num_sms=2), "jitkern, num_sms=2")]
     return [
         *impls,
-        peer("d2h_scatter, then h2d_gather", _one_by_one),
+        peer("d2h_scatter, then h2d_gather", one_by_one),
         peer("both on two streams, by a staging buffer", on_two_streams),
-        ceiling("cudaMemcpyAsync both ways, contiguous", both_engines),
+        common.ceiling("cudaMemcpyAsync both ways, contiguous", both_engines),
     ]
 
 
-def _ours(b: Buffers, **how: Any) -> None:
-    jitkern.swap_rows(b.host, b.gpu, b.triples, **{"num_sms": 4, **how})  # nothing runs beside
-
-
-def _one_by_one(b: Buffers) -> None:
-    jitkern.d2h_scatter(b.gpu, b.host, b.outgoing, method="sm")
-    jitkern.h2d_gather(b.host, b.gpu, b.incoming, dedup=False, method="sm")
+def _ours(b: Any, num_sms: int = 4, **how: Any) -> None:
+    jitkern.swap_rows(b.host, b.gpu, b.triples, num_sms=num_sms, **how)  # nothing runs beside

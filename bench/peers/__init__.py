@@ -1,13 +1,11 @@
 """Implementations to compare with. Each is built once, when first asked for; failures are kept."""
 
-from __future__ import annotations
-
-import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ HERE = Path(__file__).resolve().parent
 # and how many of its warps share a row of its index kernel.
 STORE_ROW_BYTES = (256, 1024, 2048)
 INDEX_ROW_BYTES = {7168: 2, 8192: 4}
-EMPTY_KERNEL = "empty"
 # Names a folder of peers that do not lie here, as they are others' code. Its peers.py has a
 # function of no arguments for each name that is asked for below; what that returns is the peer.
 # Taken out of the environment: the package calls every other name of its prefix a mistake.
@@ -38,32 +35,16 @@ class Once:
         return self.start().result()
 
 
-def prebuild(device: str, wanted: Iterable[Once]) -> None:
-    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
-    wait([once.start() for once in wanted if device == "cuda" or once is host])
-
-
-def _exports(namespace: str, names: str) -> list[tuple[str, str]]:
-    return [(name, f"{namespace}::{name}") for name in names.split()]
-
-
-def _cuda(name: str, wrappers: list[tuple[str, str]]) -> Once:
-    files = [str(HERE / f"{name}.cu")]
-    return Once(lambda: load_jit(f"bench_{name}", cuda_files=files, cuda_wrappers=wrappers))
-
-
-def _device(name: str, kernel: str) -> Once:
-    files, wrappers = [str(HERE / f"{name}.cu")], [(name, kernel)]
-    return Once(lambda: load_jit(f"bench_{name}", device_files=files, device_wrappers=wrappers))
+def _module(kind: str, file: str, wrappers: dict[str, str], **how: Any) -> Once:
+    given = {f"{kind}_files": [str(HERE / file)], f"{kind}_wrappers": list(wrappers.items())}
+    return Once(lambda: load_jit(f"bench_{Path(file).stem}", **given, **how))
 
 
 def _elsewhere(name: str) -> Once:
     def build() -> Any:
         if not FOLDER:
             raise LookupError(f"not here: {ELSEWHERE} names no folder of such peers")
-        spec = importlib.util.spec_from_file_location("bench_peers_elsewhere", f"{FOLDER}/peers.py")
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location("bench_peers", f"{FOLDER}/peers.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return getattr(module, name)()
@@ -71,31 +52,22 @@ def _elsewhere(name: str) -> Once:
     return Once(build)
 
 
-host = Once(
-    lambda: load_jit(
-        "bench_host",
-        cpp_files=[str(HERE / "host.cc")],
-        cpp_wrappers=_exports(
-            "peer",
-            "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
-            "copy_pieces_loop",
-        ),
-        extra_cflags=["-O3"],
-        extra_ldflags=["-ldl"],
-    )
+_HOST = "common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop copy_pieces_loop"
+host = _module(
+    "cpp",
+    "host.cc",
+    {name: f"peer::{name}" for name in _HOST.split()},
+    extra_cflags=["-O3"],
+    extra_ldflags=["-ldl"],
 )
-rows = _cuda(
-    "rows",
-    [
-        *((f"store_{n}", f"peer::StoreKernel<{n}>::run") for n in STORE_ROW_BYTES),
-        *((f"index_{n}", f"peer::IndexKernel<{n}, {k}>::run") for n, k in INDEX_ROW_BYTES.items()),
-    ],
+_STORE = {f"store_{n}": f"peer::store<{n}>" for n in STORE_ROW_BYTES}
+_INDEX = {f"index_{n}": f"peer::index<{n}, {k}>" for n, k in INDEX_ROW_BYTES.items()}
+rows = _module("cuda", "rows.cu", {**_STORE, **_INDEX})
+link = _module(
+    "cuda", "link.cu", {"gather": "peer::gather", "copy_contiguous": "peer::copy_contiguous"}
 )
-link = _cuda("link", _exports("link_peer", "gather copy_contiguous"))
-empty = _device(EMPTY_KERNEL, "peer::EmptyKernel")
-pieces = _device("pieces", "peer::Pieces")
-triton = Once(lambda: importlib.import_module("bench.peers.triton_rows"))
-merge_by_triton = Once(lambda: importlib.import_module("bench.peers.triton_merge"))
+device = _module("device", "device.cu", {"empty": "peer::Empty", "pieces": "peer::Pieces"})
+triton = Once(lambda: import_module("bench.peers.triton_peers"))
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
@@ -103,6 +75,10 @@ flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
 
 def empty_launch() -> Callable[[Any], object]:
     """Return a launch of a kernel that does nothing: the floor of small calls."""
-    module = empty()
-    words = [0] * 11
-    return lambda _: module.launch(EMPTY_KERNEL, *words, grid=1)
+    module, words = device(), [0] * 11
+    return lambda _: module.launch("empty", *words, grid=1)
+
+
+def prebuild(device: str) -> None:
+    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
+    wait([once.start() for once in ((host, rows, link) if device == "cuda" else (host,))])

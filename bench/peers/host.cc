@@ -1,5 +1,6 @@
 // The floors of the host side, for the host route: what a call costs before it does anything.
 #include <dlfcn.h>
+#include <jitkern/driver.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -16,9 +17,6 @@ namespace peer {
 using tvm::ffi::Bytes;
 using tvm::ffi::String;
 using tvm::ffi::TensorView;
-
-inline void noop(TensorView, TensorView, TensorView, TensorView, TensorView) {}
-inline std::int64_t noop_pair(TensorView x, TensorView) { return x.size(0); }
 
 // Length of the common prefix, as plain C++ has it.
 template <typename Key>
@@ -40,77 +38,66 @@ inline std::int64_t same_bytes(TensorView x, TensorView y) {
   return std::memcmp(x.data_ptr(), y.data_ptr(), size) == 0 ? n : -1;
 }
 
-inline void* driver_symbol(const char* name) {
-  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-  TVM_FFI_CHECK(library != nullptr, RuntimeError) << "libcuda.so.1 cannot be opened";
-  void* const symbol = dlsym(library, name);
-  TVM_FFI_CHECK(symbol != nullptr, RuntimeError) << name << " is not in libcuda.so.1";
-  return symbol;
-}
+// A function of the CUDA driver, found when it is first called.
+template <typename... Args>
+struct Driver {
+  const char* name;
+  int (*function)(Args...) = nullptr;
 
-inline void check_driver(int result) {
-  TVM_FFI_CHECK(result == 0, RuntimeError) << "the CUDA driver returned " << result;
-}
+  void operator()(Args... args) {
+    if (function == nullptr) {
+      void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+      TVM_FFI_CHECK(library != nullptr, RuntimeError) << "libcuda.so.1 cannot be opened";
+      function = reinterpret_cast<int (*)(Args...)>(dlsym(library, name));
+      TVM_FFI_CHECK(function != nullptr, RuntimeError) << name << " is not in libcuda.so.1";
+    }
+    const int result = function(args...);
+    TVM_FFI_CHECK(result == 0, RuntimeError) << name << " returned " << result;
+  }
+};
+
+using jitkern::PitchedCopy;
+using jitkern::PitchedMemory;
+using Address = jitkern::CUdeviceptr;
+inline Driver<void**, const void*> load_module{"cuModuleLoadData"};
+inline Driver<void**, void*, const char*> get_function{"cuModuleGetFunction"};
+inline Driver<> synchronize{"cuCtxSynchronize"};
+inline Driver<void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
+              void**, void**>
+    launch_kernel{"cuLaunchKernel"};
+inline Driver<Address, Address, std::size_t, void*> memcpy_async{"cuMemcpyAsync"};
+inline Driver<const PitchedCopy*, void*> memcpy_2d_async{"cuMemcpy2DAsync_v2"};
 
 // Nanoseconds per bare cuLaunchKernel of `kernel` (one block of 128 threads, 88 bytes of
 // parameters) on the current stream of the device, in a loop without Python.
 inline double launch_loop(Bytes image, String kernel, std::int64_t device, std::int64_t calls) {
-  using Handle = void*;
-  using Load = int (*)(Handle*, const void*);
-  using Find = int (*)(Handle*, Handle, const char*);
-  using Launch = int (*)(Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                         unsigned, Handle, void**, void**);
-  using Unload = int (*)(Handle);
-  using Sync = int (*)();
-  const auto load = reinterpret_cast<Load>(driver_symbol("cuModuleLoadData"));
-  const auto find = reinterpret_cast<Find>(driver_symbol("cuModuleGetFunction"));
-  const auto launch = reinterpret_cast<Launch>(driver_symbol("cuLaunchKernel"));
-  const auto unload = reinterpret_cast<Unload>(driver_symbol("cuModuleUnload"));
-  const auto sync = reinterpret_cast<Sync>(driver_symbol("cuCtxSynchronize"));
-
-  Handle module = nullptr;
-  Handle function = nullptr;
-  check_driver(load(&module, image.data()));
-  check_driver(find(&function, module, kernel.c_str()));
-  Handle const stream = TVMFFIEnvGetStream(kDLCUDA, static_cast<std::int32_t>(device));
+  void* module = nullptr;
+  void* function = nullptr;
+  load_module(&module, image.data());
+  get_function(&function, module, kernel.c_str());
+  void* const stream = TVMFFIEnvGetStream(kDLCUDA, static_cast<std::int32_t>(device));
   std::int64_t words[11] = {};
   void* parameters[] = {words};
-  const auto once = [&] {
-    return launch(function, 1, 1, 1, 128, 1, 1, 0, stream, parameters, nullptr);
+  const auto launch = [&](std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      launch_kernel(function, 1, 1, 1, 128, 1, 1, 0, stream, parameters, nullptr);
+    }
   };
-  for (int i = 0; i < 10; ++i) check_driver(once());
-  check_driver(sync());
-
-  int result = 0;
+  launch(10);
+  synchronize();
   const auto start = std::chrono::steady_clock::now();
-  for (std::int64_t i = 0; i < calls; ++i) result |= once();
+  launch(calls);
   const std::chrono::duration<double, std::nano> taken = std::chrono::steady_clock::now() - start;
-  check_driver(result);
-  check_driver(sync());
-  check_driver(unload(module));
+  synchronize();
   return taken.count() / static_cast<double>(calls);
 }
 
-// CUDA_MEMCPY2D.
-struct Side {
-  std::size_t x_bytes, y;
-  int type;
-  void* host;
-  unsigned long long device;
-  void* array;
-  std::size_t pitch;
-};
-struct Copy2D {
-  Side src, dst;
-  std::size_t width, height;
-};
-
-inline Side side_of(const TensorView& tensor, std::int64_t offset, std::int64_t pitch) {
+inline PitchedMemory side_of(const TensorView& tensor, std::int64_t offset, std::int64_t pitch) {
   char* const memory = static_cast<char*>(tensor.data_ptr()) + offset;
   const bool on_host = tensor.device().device_type != kDLCUDA;
-  Side side{0, 0, on_host ? 1 : 2, nullptr, 0, nullptr, static_cast<std::size_t>(pitch)};
+  PitchedMemory side{0, 0, on_host ? 1 : 2, nullptr, 0, nullptr, static_cast<std::size_t>(pitch)};
   if (on_host) side.host = memory;
-  if (!on_host) side.device = reinterpret_cast<unsigned long long>(memory);
+  if (!on_host) side.device = reinterpret_cast<Address>(memory);
   return side;
 }
 
@@ -119,43 +106,12 @@ inline void* stream_of(const TensorView& dst, const TensorView& src) {
   return TVMFFIEnvGetStream(kDLCUDA, device.device_id);
 }
 
-inline void copy_2d_on(const Copy2D& copy, void* stream) {
-  using Call = int (*)(const Copy2D*, void*);
-  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpy2DAsync_v2"));
-  check_driver(call(&copy, stream));
-}
-
 // One strided copy by the driver, with nothing around it.
 inline void copy_2d(TensorView dst, TensorView src, std::int64_t dpitch, std::int64_t spitch,
                     std::int64_t width, std::int64_t height) {
-  copy_2d_on({side_of(src, 0, spitch), side_of(dst, 0, dpitch), static_cast<std::size_t>(width),
-              static_cast<std::size_t>(height)},
-             stream_of(dst, src));
-}
-
-// As many bytes of both in one piece.
-inline void copy_bytes(TensorView dst, TensorView src, std::int64_t num_bytes) {
-  using Call = int (*)(unsigned long long, unsigned long long, std::size_t, void*);
-  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpyAsync"));
-  const auto address = [](const TensorView& tensor) {
-    return reinterpret_cast<unsigned long long>(tensor.data_ptr());
-  };
-  check_driver(
-      call(address(dst), address(src), static_cast<std::size_t>(num_bytes), stream_of(dst, src)));
-}
-
-// A copy for each row of `descriptors`, [n, 3] of int64 on the CPU.
-inline void copy_pieces_loop(TensorView dst, TensorView src, TensorView descriptors) {
-  using Call = int (*)(unsigned long long, unsigned long long, std::size_t, void*);
-  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpyAsync"));
-  const auto to = reinterpret_cast<unsigned long long>(dst.data_ptr());
-  const auto from = reinterpret_cast<unsigned long long>(src.data_ptr());
-  const auto* row = static_cast<const std::int64_t*>(descriptors.data_ptr());
-  void* const stream = stream_of(dst, src);
-  for (const auto* end = row + 3 * descriptors.size(0); row != end; row += 3) {
-    const auto offset = [row](int i) { return static_cast<unsigned long long>(row[i]); };
-    check_driver(call(to + offset(1), from + offset(0), static_cast<std::size_t>(row[2]), stream));
-  }
+  const PitchedCopy copy{side_of(src, 0, spitch), side_of(dst, 0, dpitch),
+                         static_cast<std::size_t>(width), static_cast<std::size_t>(height)};
+  memcpy_2d_async(&copy, stream_of(dst, src));
 }
 
 // A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].
@@ -164,11 +120,28 @@ inline void copy_2d_loop(TensorView dst, TensorView src, TensorView pairs) {
   const auto* pair = static_cast<const std::int64_t*>(pairs.data_ptr());
   void* const stream = stream_of(dst, src);
   for (const auto* end = pair + 2 * pairs.size(0); pair != end; pair += 2) {
-    copy_2d_on(
-        {side_of(src, pair[0] * width, src.stride(0)), side_of(dst, pair[1] * width, dst.stride(0)),
-         static_cast<std::size_t>(width), static_cast<std::size_t>(dst.size(0))},
-        stream);
+    const PitchedCopy copy{side_of(src, pair[0] * width, src.stride(0)),
+                           side_of(dst, pair[1] * width, dst.stride(0)),
+                           static_cast<std::size_t>(width), static_cast<std::size_t>(dst.size(0))};
+    memcpy_2d_async(&copy, stream);
   }
+}
+
+// A copy for each row of `descriptors`, [n, 3] of int64 on the CPU: (source, destination, bytes).
+inline void copy_pieces_loop(TensorView dst, TensorView src, TensorView descriptors) {
+  const auto to = reinterpret_cast<Address>(dst.data_ptr());
+  const auto from = reinterpret_cast<Address>(src.data_ptr());
+  const auto* row = static_cast<const std::int64_t*>(descriptors.data_ptr());
+  void* const stream = stream_of(dst, src);
+  for (const auto* end = row + 3 * descriptors.size(0); row != end; row += 3) {
+    memcpy_async(to + Address(row[1]), from + Address(row[0]), std::size_t(row[2]), stream);
+  }
+}
+
+// As many bytes of both in one piece.
+inline void copy_bytes(TensorView dst, TensorView src, std::int64_t num_bytes) {
+  memcpy_async(reinterpret_cast<Address>(dst.data_ptr()), reinterpret_cast<Address>(src.data_ptr()),
+               static_cast<std::size_t>(num_bytes), stream_of(dst, src));
 }
 
 }  // namespace peer

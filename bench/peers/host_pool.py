@@ -1,10 +1,7 @@
 """Host memory of the size that servers keep: one pinned pool, of which cases take a part."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from unittest import mock
@@ -20,10 +17,7 @@ FREE_GIB = "BENCH_FREE_GIB"
 
 
 def free_gib() -> float:
-    """Return how much host memory may be taken, in GiB: what FREE_GIB says, else what Linux says.
-
-    A virtual machine that is given its memory as it uses it tells of a part of what it may have.
-    """
+    """Return how many GiB of host memory may be taken: what FREE_GIB says, else what Linux says."""
     said = os.environ.get(FREE_GIB)
     return float(said) if said else (free_bytes() or 0) / GIB
 
@@ -58,17 +52,7 @@ def allocated(gib: float) -> torch.Tensor:
     with trusted():
         pool = PinnedPool(int(gib * GIB)).tensor()
     numbers = pool[: pool.numel() // 8 * 8].view(torch.int64)
-    step = 1 << 24
-
-    def write(begin: int) -> None:
-        part = numbers[begin : begin + step]
-        torch.arange(begin, begin + part.numel(), out=part)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with ThreadPoolExecutor(threads) as workers:
-        list(workers.map(write, range(0, numbers.numel(), step)))
-    torch.set_num_threads(threads)
+    torch.arange(numbers.numel(), out=numbers)
     return pool
 
 

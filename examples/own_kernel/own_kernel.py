@@ -35,7 +35,7 @@ NUM_BLOCKS = 132 * CONFIG.max_occupancy  # an H200's SMs full
 def kernel(dim: int) -> DeviceModule:
     """Return the kernel for rows of `dim` values; nothing is compiled before it is needed."""
     args = make_cpp_args(dim, *CONFIG)
-    # What `signed char` is, jitkern does not guess: the declaration has the dtypes checked.
+    # jitkern does not map `signed char` to a dtype; the declaration names the dtypes to check.
     params = "int8* x, float* scale, float* out, int64 rows"
     return load_jit(
         "dequantise",
@@ -59,7 +59,7 @@ def dequantise(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def said(call: Callable[[], object]) -> str:
-    """Return the error of a call that has to fail, its first line."""
+    """Return the first line of the error of a call that must fail."""
     try:
         call()
     except (TypeError, ValueError) as error:
@@ -68,7 +68,7 @@ def said(call: Callable[[], object]) -> str:
 
 
 def warm(dim: int, archs: Sequence[str]) -> None:
-    """Compile for GPUs that need not be there, and show what is said to a wrong template."""
+    """Compile for GPUs that this machine may not have, and show the error of a wrong template."""
     for arch in archs:
         code = kernel(dim).image(Arch.parse(arch))
         print(f"for {arch}: {len(code)} bytes of code")

@@ -1,23 +1,16 @@
-"""Triton peers: tiles of whole rows, 4-byte words that Triton merges into 16-byte accesses."""
+"""Triton peers. Rows move as tiles of 4-byte words, which Triton merges to 16-byte accesses."""
 
 # ruff: noqa: N803 - compile-time constants are upper case in Triton kernels
 
 import torch
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 
 @triton.jit
 def _store(
-    k_cache,
-    v_cache,
-    indices,
-    k,
-    v,
-    num_rows,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    k_cache, v_cache, indices, k, v, num_rows, WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -33,16 +26,9 @@ def _store(
 
 @triton.jit
 def _index(
-    output,
-    weights,
-    indices,
-    num_rows,
-    start,
-    count,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    output, weights, indices, num_rows, start, count,
+    WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = (row < num_rows)[:, None] & (col < WORDS)[None, :]
@@ -53,15 +39,7 @@ def _index(
 
 
 @triton.jit
-def _pairs(
-    dst,
-    src,
-    pairs,
-    num_rows,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def _pairs(dst, src, pairs, num_rows, WORDS: constexpr, BLOCK: constexpr, ROWS: constexpr):
     col = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
     while tile * ROWS < num_rows:
@@ -75,6 +53,24 @@ def _pairs(
         tile += tl.num_programs(0)
 
 
+@triton.jit
+def _merge(out, lse, out_a, lse_a, out_b, lse_b, DIM: constexpr, BLOCK: constexpr):
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    weight_a = tl.load(lse_a + row)
+    weight_b = tl.load(lse_b + row)
+    top = tl.maximum(weight_a, weight_b)
+    weight_a = tl.exp(weight_a - top)
+    weight_b = tl.exp(weight_b - top)
+    total = weight_a + weight_b
+    tl.store(lse + row, top + tl.log(total))
+    col = tl.arange(0, BLOCK)
+    live = col < DIM
+    a = tl.load(out_a + row * DIM + col, mask=live).to(tl.float32)
+    b = tl.load(out_b + row * DIM + col, mask=live).to(tl.float32)
+    sum_ = a * (weight_a / total) + b * (weight_b / total)
+    tl.store(out + row * DIM + col, sum_.to(out.dtype.element_ty), mask=live)
+
+
 def _tile(words: int) -> tuple[int, int]:
     block = triton.next_power_of_2(words)
     return block, max(1, 1024 // block)
@@ -84,9 +80,8 @@ def store(k_cache, v_cache, indices, k, v) -> None:
     """Arguments as store_cache's, as int32 words [rows, row_bytes / 4]."""
     num_rows, words = k.shape
     block, rows = _tile(words)
-    _store[(triton.cdiv(num_rows, rows),)](
-        k_cache, v_cache, indices, k, v, num_rows, WORDS=words, BLOCK=block, ROWS=rows
-    )
+    grid = (triton.cdiv(num_rows, rows),)
+    _store[grid](k_cache, v_cache, indices, k, v, num_rows, words, block, rows)
 
 
 def index(weights, indices, output, start: int, count: int) -> None:
@@ -95,9 +90,7 @@ def index(weights, indices, output, start: int, count: int) -> None:
     block, rows = _tile(words)
     block = min(block, 2048)
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(words, block))
-    _index[grid](
-        output, weights, indices, num_rows, start, count, WORDS=words, BLOCK=block, ROWS=rows
-    )
+    _index[grid](output, weights, indices, num_rows, start, count, words, block, rows)
 
 
 def pairs(src, dst, index_pairs: torch.Tensor, num_programs: int) -> None:
@@ -105,4 +98,11 @@ def pairs(src, dst, index_pairs: torch.Tensor, num_programs: int) -> None:
     num_rows, words = index_pairs.shape[0], src.shape[1]
     block, rows = _tile(words)
     grid = (min(num_programs, triton.cdiv(num_rows, rows)),)
-    _pairs[grid](dst, src, index_pairs, num_rows, WORDS=words, BLOCK=block, ROWS=rows)
+    _pairs[grid](dst, src, index_pairs, num_rows, words, block, rows)
+
+
+def merge(out, lse, out_a, lse_a, out_b, lse_b) -> None:
+    """Merge two, in the usual form: each program works out the weights of its token and head."""
+    tokens, heads, dim = out.shape
+    block = triton.next_power_of_2(dim)
+    _merge[(tokens, heads)](out, lse, out_a, lse_a, out_b, lse_b, dim, block)
