@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import (
-    INT_DTYPES,
-    Buffer,
-    host_buffer,
-    make_buffer,
-    out_of_range,
-)
+from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
 from contract import Case
 from mistakes import (
     Mistake,

@@ -41,10 +41,7 @@ def table(device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how:
 
 
 def compare_with_output(
-    weights: Tensor,
-    indices: Tensor,
-    output: Buffer,
-    vocab_range: tuple[int, int] | None = None,
+    weights: Tensor, indices: Tensor, output: Buffer, vocab_range: tuple[int, int] | None = None
 ) -> None:
     """Run with a given output, and prove that nothing else of its memory has changed."""
     twin = output.twin()

@@ -222,10 +222,7 @@ def test_new_results(device: torch.device) -> None:
     """Of the partials' type and an fp32 lse, of the allocator: record_stream() knows them."""
     for dtype in TYPES:
         outs, lses = partials(device, 2, 5, 3, 8, dtype, dtype)
-        for out, lse in (
-            merge_states(outs, lses),
-            merge_state(outs[0], lses[0], outs[1], lses[1]),
-        ):
+        for out, lse in (merge_states(outs, lses), merge_state(outs[0], lses[0], outs[1], lses[1])):
             assert (out.dtype, lse.dtype) == (dtype, F32)
             assert (out.device, lse.device) == (outs.device, outs.device)
             assert out.untyped_storage().resizable()

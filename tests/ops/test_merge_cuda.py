@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from merge_reference import (
-    BF16,
-    F32,
-    FP8,
-    TYPES,
-    assert_merged,
-    assert_same,
-    partials,
-)
+from merge_reference import BF16, F32, FP8, TYPES, assert_merged, assert_same, partials
 
 import jitkern
 from jitkern import merge_state, merge_states

@@ -9,16 +9,7 @@ import itertools
 
 import pytest
 import torch
-from merge_reference import (
-    BF16,
-    F32,
-    LAYOUTS,
-    TYPES,
-    assert_merged,
-    assert_same,
-    call_of,
-    partials,
-)
+from merge_reference import BF16, F32, LAYOUTS, TYPES, assert_merged, assert_same, call_of, partials
 from torch import Tensor
 
 from jitkern import merge_states

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import (
-    Buffer,
-    make_buffer,
-)
+from buffers import Buffer, make_buffer
 from contract import Case
 from mistakes import (
     Mistake,

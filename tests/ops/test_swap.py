@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import (
-    INT_DTYPES,
-    Buffer,
-    distinct,
-    host_buffer,
-    make_buffer,
-    out_of_range,
-    to_index,
-)
+from buffers import INT_DTYPES, Buffer, distinct, host_buffer, make_buffer, out_of_range, to_index
 from contract import Case, store_bits
 from mistakes import (
     ROWS,

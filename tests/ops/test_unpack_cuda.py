@@ -6,16 +6,7 @@ import re
 
 import pytest
 import torch
-from test_unpack import (
-    DIRECTIONS,
-    LEAST,
-    MOST,
-    buffers,
-    places,
-    ref_unpack,
-    rows_of,
-    scattered,
-)
+from test_unpack import DIRECTIONS, LEAST, MOST, buffers, places, ref_unpack, rows_of, scattered
 
 import jitkern
 from jitkern import unpack
