@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from mistakes import Mistake, bad_indices, non_tensors, not_ints, stride_text, unreadable, zeros
+from mistakes import (
+    Mistake,
+    bad_indices,
+    non_tensors,
+    not_ints,
+    not_words,
+    stride_text,
+    unreadable,
+    zeros,
+)
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -174,14 +183,8 @@ def mistakes_of_results() -> list[Mistake]:
         text = f"scale: a tensor, expected None, as output is {dtype_name(dtype)}"
         table.append(({"output": zeros(*SHAPE, dtype=dtype)}, ValueError, text))
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
-        expected = f'expected "{known[0]}" or "{known[1]}"'
-        for word in ("10", "", "E", "heads", known[0] + " "):
-            table.append(({name: word}, ValueError, f'{name}: "{word}", {expected}'))
-        for value, came in (
-            (2, "int"), (None, "None"), (True, "bool"), (["e"], "list"), (b"2", "bytes"),
-            (torch.tensor(2), "Tensor"), (1.5, "float"), (zeros(2).numpy(), "ndarray"),
-        ):  # fmt: skip
-            table.append(({name: value}, TypeError, f"{name}: {came}, {expected}"))
+        words = ("10", "E", "heads", known[0] + " ")
+        table += not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
     return table
 
 

@@ -18,6 +18,7 @@ from mistakes import (
     index_text,
     not_ints,
     not_tensors,
+    not_words,
     overlap_text,
     pair_mistakes,
 )
@@ -229,15 +230,11 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     of_map = "expected shape [3], one entry for each row of src"
     without = "expected a slot_map that says which rows are resident, or False"
-    methods = 'expected "auto", "sm", "cpu" or "both"'
     cores = len(os.sched_getaffinity(0))
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *pair_mistakes(good, "src"),
-        *[({"method": name}, ValueError, f'method: "{name}", {methods}')
-          for name in ("gpu", "CPU", "")],
-        ({"method": True}, TypeError, f"method: bool, {methods}"),
-        ({"method": ["cpu"]}, TypeError, f"method: list, {methods}"),
+        *not_words("method", '"auto", "sm", "cpu" or "both"', "gpu", "CPU", optional=True),
         *[({"num_threads": number}, ValueError,
            f"num_threads: {number}, expected 1 to {cores}, the cores of this process")
           for number in (0, -2, cores + 1)],
@@ -254,7 +251,6 @@ def mistakes() -> list[Mistake]:
          overlap_text("slot_map", "dst")),
         ({"pairs": memory[7].view(2, 2), "slot_map": memory[7, :3]}, ValueError,
          overlap_text("pairs", "slot_map")),
-
         ({"src": memory.view(torch.float32)[:3], "slot_map": memory[1, :3]}, ValueError,
          overlap_text("slot_map", "src")),
         ({"reuse_resident": True, "slot_map": None}, ValueError,

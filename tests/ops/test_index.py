@@ -15,6 +15,7 @@ from mistakes import (
     bad_indices,
     index_text,
     not_ints,
+    not_rows,
     not_tensors,
     overlap_text,
     stride_text,
@@ -154,34 +155,24 @@ _PART = {"vocab_range": (10, 30)}
 
 
 def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
-    pair = "expected (start, length)"
-    return [
-        ({**change, name: 5}, TypeError, f"{name}: 5, {pair}"),
-        ({**change, name: (5,)}, TypeError, f"{name}: (5,), {pair}"),
-        ({**change, name: (1, 2, 3)}, TypeError, f"{name}: (1, 2, 3), {pair}"),
-        ({**change, name: (None, 5)}, TypeError, f"{name}: (None, 5), expected two ints"),
-        ({**change, name: (None, None)}, TypeError, f"{name}: (None, None), expected two ints"),
-        ({**change, name: (0, None)}, TypeError, f"{name}: (0, None), expected two ints"),
-        ({**change, name: (0.0, 5)}, TypeError, f"{name}[0]: float, expected an int"),
-        ({**change, name: (0, 5.0)}, TypeError, f"{name}[1]: float, expected an int"),
-        ({**change, name: (True, 5)}, TypeError, f"{name}[0]: bool, expected an int"),
-        ({**change, name: ("0", 5)}, TypeError, f"{name}[0]: str, expected an int"),
-        ({**change, name: (torch.ones((), device="meta"), 5)}, TypeError,
-         f"{name}[0]: Tensor, expected an int"),
-        ({**change, name: (2**63, 5)}, TypeError,
-         f"{name}[0]: int of more than 64 bits, expected an int"),
+    pair, two = "expected (start, length)", "expected two ints"
+    wrong: list[tuple[Any, str]] = [
+        *((value, f": {value}, {pair}") for value in (5, (5,), (1, 2, 3))),
+        *((value, f": {value}, {two}") for value in ((None, 5), (None, None), (0, None))),
+        *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
+          for one, _, one_text in not_ints(name, optional=True)),
+        ((0, 5.0), "[1]: float, expected an int"),
     ]  # fmt: skip
+    return [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
 
 
 def mistakes_of_ranges() -> list[Mistake]:
     table = _no_ranges("vocab_range", {}) + _no_ranges("added_range", _PART)
     table += [
-        ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {_OF_50}"),
-        ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {_OF_50}"),
-        ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {_OF_50}"),
-        ({**_PART, "added_range": (40, 21)}, ValueError, f"added_range: (40, 21), {_OF_20}"),
-        ({**_PART, "added_range": (-1, 5)}, ValueError, f"added_range: (-1, 5), {_OF_20}"),
-        ({**_PART, "added_range": (90, -1)}, ValueError, f"added_range: (90, -1), {_OF_20}"),
+        *(({"vocab_range": wrong}, ValueError, f"vocab_range: {wrong}, {_OF_50}")
+          for wrong in ((0, 51), (-1, 5), (5, -1))),
+        *(({**_PART, "added_range": wrong}, ValueError, f"added_range: {wrong}, {_OF_20}")
+          for wrong in ((40, 21), (-1, 5), (90, -1))),
         ({"added_range": (50, 0)}, ValueError,
          "added_range: given without vocab_range, expected both"),
         ({"vocab_size": 50}, ValueError, "vocab_size: given without vocab_range, expected both"),
@@ -197,10 +188,10 @@ def mistakes_of_ranges() -> list[Mistake]:
           for change, kind, text in not_ints("vocab_size", optional=True)),
         ({"vocab_size": 40, **_PART, "indices": torch.tensor([-3, 40, 39])}, IndexError,
          index_text("indices", 40, 1, 40)),
+        *(({**_PART, "added_range": added}, ValueError,
+           f"added_range: {added}, expected no index of vocab_range (10, 30)")
+          for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20))),
     ]  # fmt: skip
-    for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20)):
-        text = f"added_range: {added}, expected no index of vocab_range (10, 30)"
-        table.append(({**_PART, "added_range": added}, ValueError, text))
     return table
 
 
@@ -256,13 +247,9 @@ def mistakes() -> list[Mistake]:
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,
          "output: dtype float16, expected float32 as in weights"),
-        ({"output": zeros(4, 8)}, ValueError,
-         "output: shape [4, 8], expected shape [3, 8]"),
-        ({"output": zeros(3, 9)}, ValueError,
-         "output: shape [3, 9], expected shape [3, 8]"),
-        ({"output": zeros(24)}, ValueError, "output: shape [24], expected shape [3, 8]"),
-        ({"output": zeros(3, 4, 2)}, ValueError,
-         "output: shape [3, 4, 2], expected shape [3, 8]"),
+        *(({"output": zeros(*shape)}, ValueError,
+           f"output: shape {shape}, expected shape [3, 8]")
+          for shape in ([4, 8], [3, 9], [24], [3, 4, 2])),
         ({"output": zeros(8, 3).t()}, ValueError,
          stride_text("output", 3, 1, [3, 8], 1)),
         ({"output": zeros(2, 5, 8)[:, :3], "indices": torch.zeros(2, 3, dtype=torch.int32)},
@@ -271,10 +258,7 @@ def mistakes() -> list[Mistake]:
         ({"output": zeros(1, 8).expand(3, 8)}, ValueError, apart_text("output", 0, [3, 8])),
         ({"output": good["weights"][4:7], "weights": good["weights"]}, ValueError,
          overlap_text("output", "weights")),
-        ({"weights": torch.tensor(1.0)}, ValueError,
-         "weights: shape [], expected at least 1 dimension"),
-        ({"weights": zeros(8, 50).t()}, ValueError,
-         stride_text("weights", 50, 1, [50, 8], 1)),
+        *not_rows("weights", [50, 8]),
         ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
          overlap_text("indices", "output")),
         ({"indices": torch.tensor([0, 50, 51])}, IndexError,
