@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES
+from merge_mistakes import mistakes_of_many, mistakes_of_two
 from merge_reference import (
     BF16,
     F16,
@@ -337,8 +338,6 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    from merge_mistakes import mistakes_of_many
-
     return mistakes_of_many(good_arguments())
 
 
@@ -355,3 +354,41 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "out", (outs, lses), {"output": out, "lse": lse}
     half = torch.zeros_like(outs[0], dtype=F16)  # PyTorch's check cannot compare float8
     yield "out", (outs, lses), {"output": half, "lse": None}
+
+
+# -- wrong arguments of merge_state; those of merge_states are in the table of all ops -------------
+
+RESULTS = {"output", "lse", "scale"}
+
+
+def arguments_of_two() -> dict[str, Any]:
+    partials = {"out_a": torch.ones(SHAPE), "lse_a": torch.zeros(SHAPE[:2])}
+    partials |= {"out_b": torch.ones(SHAPE), "lse_b": torch.zeros(SHAPE[:2])}
+    how = {"base": "2", "lse_layout": "tokens_heads", "prefill_tokens_with_context": 2}
+    return {**partials, "output": torch.zeros(SHAPE), "lse": torch.zeros(SHAPE[:2]), **how}
+
+
+def assert_refused(function: Any, good: dict[str, Any], mistake: Mistake) -> None:
+    change, kind, text = mistake
+    with pytest.raises(kind) as caught:
+        function(**{**good, **change})
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"{function.__name__}: {text}"
+
+
+def test_mistakes_of_merge_state() -> None:
+    for mistake in mistakes_of_two():
+        good = arguments_of_two()
+        assert_refused(merge_state, good, mistake)
+        assert not good["output"].any() and not good["lse"].any()
+
+
+def test_without_results_the_messages_are_the_same() -> None:
+    """There they are made in Python, before the checks in C++ can run."""
+    none = dict.fromkeys(RESULTS)
+    for mistake in mistakes_of_two():
+        if not RESULTS & set(mistake[0]):
+            assert_refused(merge_state, {**arguments_of_two(), **none}, mistake)
+    for mistake in mistakes_of_many(good_arguments()):
+        if not RESULTS & set(mistake[0]):
+            assert_refused(merge_states, {**good_arguments(), **none}, mistake)
