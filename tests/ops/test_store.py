@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import Buffer, make_buffer
+from buffers import INT_DTYPES, Buffer, make_buffer
 from contract import Case
 from mistakes import (
     Mistake,
@@ -25,28 +25,23 @@ from mistakes import (
 )
 from ref import ref_store
 from stems import OpCheck, Rows
+from tiny import SM_90
 from torch import Tensor
 
-from jitkern import store_cache
+import jitkern.ops.store
+from jitkern import freeze, store_cache
+from jitkern.errors import FrozenError
 
 SLOTS = 37
 ROWS = 19
 
 
-def caches(
-    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
-) -> list[Buffer]:
-    return [make_buffer((SLOTS, *row), dtype, device, seed=seed, **how) for seed in (1, 2)]
-
-
-def rows(
-    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
-) -> list[Buffer]:
-    return [make_buffer((ROWS, *row), dtype, device, seed=seed, **how) for seed in (3, 4)]
+def caches(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Buffer]:
+    return [make_buffer((SLOTS, *row), dtype, device, seed=seed) for seed in (1, 2)]
 
 
 def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    return [buffer.view for buffer in rows(device, row, dtype)]
+    return [make_buffer((ROWS, *row), dtype, device, seed=seed).view for seed in (3, 4)]
 
 
 def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
@@ -84,6 +79,64 @@ def test_one_row_of_any_stride(device: torch.device) -> None:
     ref_store(k_twin.view, v_twin.view, indices, k[:1], v[:1])
     assert k_cache.same(k_twin)
     assert v_cache.same(v_twin)
+
+
+# -- K and V whose rows are of different sizes -----------------------------------------------------
+
+
+# K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
+# shapes of warps that differ: rows in parts, several rows to a group.
+PAIRS = [(1536, 1024), (384, 256), (1024, 128), (656, 576), (657, 16), (8192, 3), (2, 1), (48, 40)]
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("v_is_longer", [False, True])
+@pytest.mark.parametrize("row_bytes", PAIRS, ids=str)
+def test_rows_of_two_sizes(
+    device: torch.device, row_bytes: tuple[int, int], v_is_longer: bool, index_dtype: torch.dtype
+) -> None:
+    k_bytes, v_bytes = row_bytes[::-1] if v_is_longer else row_bytes
+    buffers = [
+        make_buffer((rows, row_bytes), device=device, seed=seed, gap=gap)
+        for seed, rows in enumerate((SLOTS, ROWS))
+        for row_bytes, gap in ((k_bytes, 0), (v_bytes, 5))
+    ]
+    CASES[0].run_and_compare(buffers, CASES[0].indices(device, index_dtype))
+
+
+def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
+    """Heads of 192 and of 128 side by side: a slot is one row of memory."""
+    cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
+    new = make_buffer((ROWS, 2, 192 + 128), torch.bfloat16, device, seed=1).view
+    twin, indices = cache.twin(), CASES[0].indices(device)
+    sides = [
+        [whole[:, head, start:end] for start, end in ((0, 192), (192, 320))]
+        for whole, head in ((cache.view, 1), (new, 0), (twin.view, 1))
+    ]
+    (k_cache, v_cache), (k, v), (k_twin, v_twin) = sides
+    store_cache(k_cache, v_cache, indices, k, v)
+    ref_store(k_twin, v_twin, indices, k, v)
+    assert cache.same(twin)
+
+
+# -- compiled beforehand ---------------------------------------------------------------------------
+
+
+def test_one_kernel_serves_both_caches_and_one() -> None:
+    store = jitkern.ops.store
+    assert store.specialisations(656) == [(656, 16, 4), (656, 16, 8)]
+    for spec in store.specialisations(656):
+        row_bytes = spec[0]
+        of_a_call = store.kernel(*spec, first_row_bytes=row_bytes)  # as C++ asks for it
+        assert of_a_call.key(SM_90) == store.kernel(*spec).key(SM_90)
+        assert of_a_call.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
+
+
+def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
+    missing = jitkern.ops.store.kernel(4288, 16, 4, first_row_bytes=48)
+    freeze()
+    with pytest.raises(FrozenError, match=r"jitkern warm --replay FILE --arch 9\.0$"):
+        missing.image(SM_90)
 
 
 # -- for the tests that go over all ops ------------------------------------------------------------
