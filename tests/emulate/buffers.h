@@ -106,21 +106,14 @@ class IntBuffer {
   char* base_;
 };
 
-// Words that a kernel reads four at a time: exactly `count` of them, aligned for that.
+// Words that a kernel reads four at a time: exactly as many as it may read, aligned for that.
 class AlignedWords {
  public:
-  AlignedWords(i64 count, u32 value)
-      : words_(static_cast<u32*>(std::aligned_alloc(16, 4 * static_cast<size_t>(count)))) {
-    std::fill(words_, words_ + count, value);
-  }
-  ~AlignedWords() { std::free(words_); }
-  AlignedWords(const AlignedWords&) = delete;
-  AlignedWords& operator=(const AlignedWords&) = delete;
-
-  u32* data() { return words_; }
+  AlignedWords(i64 count, u32 value) : vectors_(count / 4, {value, value, value, value}) {}
+  u32* data() { return &vectors_.data()->x; }
 
  private:
-  u32* words_;
+  std::vector<uint4> vectors_;
 };
 
 // The fault word, and the faults any of which may have been the first to get there.

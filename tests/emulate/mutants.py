@@ -73,10 +73,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("inside ? static_cast<Int>(number) : Int(-1)", "static_cast<Int>(number)"),
         ("outside &= outside - 1", "outside = 0"),
     ),
-    ("index", "ops/index.h"): (
-        ("p.added_row + i64(added)", "i64(added)"),
-        ("u64(index) - u64(p.vocab", "u64(index < 0 ? -1 - index : index) - u64(p.vocab"),
-    ),
     ("merge", "ops/merge.cu"): (
         ("is_row(row < to.num_rows)", "is_row(row <= to.num_rows)"),
         ("head = row - token * to.heads.value", "head = row"),
@@ -219,10 +215,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("kStaged || triple.is_inside(p)", "triple.is_inside(p)"),
     ),
     ("unpack", "ops/unpack.h"): (
-        ("from.end > src_bytes", "from.end > src_bytes + 1"),
-        ("if (to.begin < 0)", "if (false)"),
-        ("a > kMostInt - b ? kMostInt : a + b", "a + b"),
-        ("? ~0ull : exact;", "? exact : exact;"),
         ("if (pieces.src_stride == pieces.len &&", "if ("),
     ),
     ("unpack", "ops/unpack.cuh"): (
