@@ -59,12 +59,13 @@ def test_opcheck(
     row_shape: tuple[int, ...], count: int, index_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Every op that is one for PyTorch, with the calls that its own tests name."""
+    on: Any = {"device": device}
     for op in TABLE:
         import_module(f"jitkern.ops.{op.stem}")
         assert op.has_kernels == (op.function in OVERLOADS) == hasattr(OPS, op.function)
         if not op.has_kernels:
             continue
-        where, on = slots(count, index_dtype, device), {"device": device}
+        where = slots(count, index_dtype, device)
         calls = own_tests(op).opchecks(lambda n: torch.randn(n, *row_shape, **on), SLOTS, where)
         for overload, args, kwargs in calls:
             opcheck(getattr(getattr(OPS, op.function), overload), args, kwargs)
