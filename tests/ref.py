@@ -69,15 +69,15 @@ def ref_h2d_gather(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor | N
         slot_map[flat[:, 0].to(slot_map.device)] = flat[:, 1].to(slot_map)
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width: float8 cannot be indexed everywhere."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(width[tensor.element_size()]) if tensor.element_size() in width else tensor
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    return _as_integers(tensor)[rows].view(tensor.dtype)
+    return as_integers(tensor)[rows].view(tensor.dtype)
 
 
 def _assign_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-    _as_integers(tensor)[rows] = _as_integers(values)
+    as_integers(tensor)[rows] = as_integers(values)

@@ -78,9 +78,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("head = row - token * to.heads.value", "head = row"),
         ("if (is_copy) logs[1] = 0;", ""),
         ("count < to.num_states ? count : to.num_states", "count"),
-        ("token * strides.token + head", "head * strides.token + token"),
         ("place.is_row && team == 0 && vec < kVecs", "team == 0 && vec < kVecs"),
-        ("vec * kOutBytes", "vec * kInBytes"),
         ("if (step == 0 && p.to.lse_is_in_place) __syncthreads();", ""),
         ("__syncthreads();  // the last", "// the last"),
         ("largest == -float_of_bits(0x7f800000) ? 0.0f :", ""),
@@ -92,9 +90,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("all.sum == 1.0f ? all.log : sum_log", "sum_log"),
         ("inverse_of(scale)", "scale"),
     ),
-    ("merge", "ops/floats.cuh"): (
-        ("bits_as<kType>(values[1])", "bits_as<kType>(values[0])"),
-    ),
+    ("merge", "ops/floats.cuh"): (("bits_as<kType>(values[1])", "bits_as<kType>(values[0])"),),
     ("merge", "ops/merge.h"): (
         ("/ value + 1)", "/ value)"),
         ("u64(n) * factor", "u64(n * factor)"),
@@ -193,7 +189,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ("swap", "ops/swap.cu"): (
         ("inside && triple.fetch >= 0", "inside"),
         ("group, back_lead", "group, fetch_lead", 0, 2),
-        ("triple.back * p.host_stride_bytes", "triple.back * p.gpu_stride_bytes"),
         ("if constexpr (kOneWarp && !kStaged) __syncwarp();", ""),
         ("!kLineAligned && Rows::kShape.splits == 1", "true"),
         ("batch += num_warps", "batch = num_batches"),
@@ -214,9 +209,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("p.staging + (group.first_row + r)", "p.staging + group.first_row"),
         ("kStaged || triple.is_inside(p)", "triple.is_inside(p)"),
     ),
-    ("unpack", "ops/unpack.h"): (
-        ("if (pieces.src_stride == pieces.len &&", "if ("),
-    ),
+    ("unpack", "ops/unpack.h"): (("if (pieces.src_stride == pieces.len &&", "if ("),),
     ("unpack", "ops/unpack.cuh"): (
         ("0 - at : 0),", "0 : 0),"),
         ("if (shift == 0) {", "if (false) {"),

@@ -100,29 +100,6 @@ def test_the_next_call_raises_an_earlier_fault_and_does_nothing() -> None:
     assert torch.equal(cache[4:], before[4:])
 
 
-def test_side_streams() -> None:
-    """Each stream works on its own buffers, after a delay that a wrong stream would not see."""
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    results = []
-    for i, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            cache, v_cache = device_bytes(SLOTS, i), device_bytes(SLOTS, i)
-            rows = torch.zeros(ROWS, ROW_BYTES, dtype=torch.uint8, device="cuda")
-            dst = torch.zeros_like(cache)
-            src = pinned_bytes(SLOTS, i + 10)
-            slots = torch.randperm(SLOTS, device="cuda")[:ROWS]
-            pairs = torch.stack([slots, slots], dim=1)
-            torch.cuda._sleep(20_000_000)
-            rows.fill_(i + 1)  # visible to a later kernel of this stream only
-            store_cache(cache, v_cache, slots, rows, rows)
-            h2d_gather(src, dst, pairs)
-            results.append((indexing(cache, slots), rows, dst, src, slots))
-    torch.cuda.synchronize()
-    for found, rows, dst, src, slots in results:
-        assert torch.equal(found, rows)
-        assert torch.equal(dst[slots].cpu(), src[slots.cpu()])
-
-
 @pytest.mark.parametrize("rows", [SLOTS, 40_000], ids=["small", "large"])
 def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     """Both ways over the bus at once, 50 times; large gathers each with scratch memory."""

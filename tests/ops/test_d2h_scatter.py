@@ -18,9 +18,6 @@ SRC_ROWS = 29
 DST_ROWS = 43
 
 
-# -- for the tests that go over all ops ------------------------------------------------------------
-
-
 class Scatter(Case):
     function, argument = staticmethod(d2h_scatter), "pairs"
     rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)

@@ -41,15 +41,11 @@ def table(device: torch.device, row: tuple[int, ...], dtype: torch.dtype = torch
     return make_buffer((VOCAB, *row), dtype, device).view
 
 
-def compare_with_output(
-    weights: Tensor, indices: Tensor, output: Buffer, vocab_range: tuple[int, int] | None = None
-) -> None:
+def compare_with_output(weights: Tensor, indices: Tensor, output: Buffer, **ranges: Any) -> None:
     """Run with a given output, and prove that nothing else of its memory has changed."""
     twin = output.twin()
-    result = indexing(weights, indices, output=output.view, vocab_range=vocab_range)
-    assert result is output.view
-    expected = ref_indexing(weights, indices, vocab_range).reshape(twin.view.shape)
-    store_bits(twin.view, expected)
+    assert indexing(weights, indices, output=output.view, **ranges) is output.view
+    store_bits(twin.view, ref_indexing(weights, indices, **ranges).reshape(twin.view.shape))
     assert output.same(twin)
 
 
@@ -196,13 +192,9 @@ def test_one_range_and_two(
     values = [value for value in (*ends, *extremes) if lowest <= value <= highest]
     indices = to_index(values, index_dtype, device)
     output = make_buffer((len(values), row_bytes), device=device, seed=1, gap=3)
-    twin = output.twin()
-    expected = ref_indexing(weights, indices, vocab_range, added_range)
     ranges: Any = {"vocab_range": vocab_range, "added_range": added_range}
-    assert same_bits(indexing(weights, indices, **ranges), expected)
-    assert indexing(weights, indices, output=output.view, **ranges) is output.view
-    twin.view.copy_(expected)
-    assert output.same(twin)
+    assert same_bits(indexing(weights, indices, **ranges), ref_indexing(weights, indices, **ranges))
+    compare_with_output(weights, indices, output, **ranges)
     check(device)
 
 

@@ -12,6 +12,7 @@ from buffers import INT_DTYPES
 from merge_mistakes import mistakes_of_many, mistakes_of_two
 from merge_reference import (
     BF16,
+    EXPANDED,
     F16,
     F32,
     FP8,
@@ -104,10 +105,8 @@ def test_empty_partials_count_nothing(device: torch.device) -> None:
             outs[lses.isinf()] = garbage
             out, lse = merge_states(outs, lses)
             assert_merged((out, lse), outs, lses)
-            assert not out.isnan().any()
             empty = lses.isinf().all(0)
-            assert empty.any()
-            assert torch.equal(lse == -INF, empty)
+            assert empty.any() and torch.equal(lse == -INF, empty) and not out.isnan().any()
             assert not out[empty].view(torch.int32).any()  # not even a sign
 
 
@@ -140,8 +139,7 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
             for rest in (0.0, -INF, INF):
                 lses[others, 4, 1] = rest
                 out, lse = merge_states(outs, lses)
-                assert out[4, 1].isnan().all()
-                assert lse[4, 1].isnan()
+                assert out[4, 1].isnan().all() and lse[4, 1].isnan()
                 out[4, 1], lse[4, 1] = good[0][4, 1], good[1][4, 1]
                 assert_same((out, lse), good)
 
@@ -193,11 +191,10 @@ def test_prefill_tokens_with_context(
         a[tokens:] = NAN
         (of_a if lse_layout == "tokens_heads" else of_a.t())[tokens:] = NAN
         result = merge_state(a, of_a, out_b, lse_b, **how, prefill_tokens_with_context=tokens)
-        lses = (result[1], every[1], lse_b)
-        if lse_layout == "heads_tokens":
-            lses = tuple(lse.t() for lse in lses)
-        assert_same((result[0][:tokens], lses[0][:tokens]), (every[0][:tokens], lses[1][:tokens]))
-        assert_same((result[0][tokens:], lses[0][tokens:]), (out_b[tokens:], lses[2][tokens:]))
+        for here, wanted in ((slice(tokens), every), (slice(tokens, None), (out_b, lse_b))):
+            of_here = here if lse_layout == "tokens_heads" else (slice(None), here)
+            same = wanted[0][here], wanted[1][of_here]
+            assert_same((result[0][here], result[1][of_here]), same)
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -224,27 +221,24 @@ def test_new_results(device: torch.device) -> None:
     """Of the partials' type and an fp32 lse, of the allocator: record_stream() knows them."""
     for dtype in TYPES:
         outs, lses = partials(device, 2, 5, 3, 8, dtype, dtype)
-        for out, lse in (merge_states(outs, lses), merge_state(outs[0], lses[0], outs[1], lses[1])):
-            assert (out.dtype, lse.dtype) == (dtype, F32)
-            assert (out.device, lse.device) == (outs.device, outs.device)
-            assert out.untyped_storage().resizable()
-            assert lse.untyped_storage().resizable()
-            assert out.is_contiguous()
-            assert lse.is_contiguous()
+        two = merge_state(outs[0], lses[0], outs[1], lses[1])
+        for result in (merge_states(outs, lses), two):
+            for tensor, of_type in zip(result, (dtype, F32), strict=True):
+                assert (tensor.dtype, tensor.device) == (of_type, outs.device)
+                assert tensor.untyped_storage().resizable() and tensor.is_contiguous()
 
 
 def test_without_an_lse(device: torch.device) -> None:
     outs, lses = partials(device, 3, 5, 3, 8)
-    wanted = merge_states(outs, lses)[0]
-    out, lse = merge_states(outs, lses, lse=False)
-    assert lse is None
-    assert torch.equal(out, wanted)
-    given = torch.empty_like(wanted)
-    assert merge_states(outs, lses, lse=False, output=given)[0] is given
+    wanted, given = merge_states(outs, lses)[0], torch.empty_like(outs[0])
+    for result, of_all in (
+        (merge_states(outs, lses, lse=False), wanted),
+        (merge_states(outs, lses, lse=False, output=given), wanted),
+        (merge_state(outs[0], lses[0], outs[1], lses[1], lse=False),
+         merge_states(outs[:2], lses[:2])[0]),
+    ):  # fmt: skip
+        assert result[1] is None and torch.equal(result[0], of_all)
     assert torch.equal(given, wanted)
-    two = merge_state(outs[0], lses[0], outs[1], lses[1], lse=False)
-    assert two[1] is None
-    assert torch.equal(two[0], merge_states(outs[:2], lses[:2])[0])
 
 
 # -- how close it comes to float64, and how it rounds ----------------------------------------------
@@ -270,8 +264,7 @@ def test_what_no_fp32_holds_on_the_way(device: torch.device) -> None:
     for middle in (1e4, -1e4, 3e38, -3e38):
         lses = torch.full((3, 1, 1), middle, device=device)
         out, lse = merge_states(outs, lses)
-        assert out.item() == 3
-        assert lse.item() == pytest.approx(middle + 1.0986123, rel=1e-7)
+        assert out.item() == 3 and lse.item() == pytest.approx(middle + 1.0986123, rel=1e-7)
 
 
 def test_large_and_small_values(device: torch.device) -> None:
@@ -322,7 +315,7 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("out_layout", LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPANDED])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layout: str) -> None:
     """Of all partials, which makes vectors narrow, and of one alone."""
