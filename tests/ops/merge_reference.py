@@ -24,9 +24,6 @@ INF, NAN = math.inf, math.nan
 TOLERANCE = 1e-6
 
 
-# -- reference -------------------------------------------------------------------------------------
-
-
 def ref_merge(
     outs: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
@@ -111,9 +108,6 @@ def assert_merged(
     assert_close(result[0], wanted, error if scale is None else error / scale.cpu())
     if result[1] is not None:
         assert_close(result[1], wanted_lse, TOLERANCE * (1 + wanted_lse.abs().nan_to_num(0, 0, 0)))
-
-
-# -- calls -----------------------------------------------------------------------------------------
 
 
 def partials(

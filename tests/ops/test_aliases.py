@@ -45,8 +45,6 @@ def test_a_million_slots_of_k_and_v_side_by_side(device: torch.device) -> None:
         store_cache(kv[1:, 0], kv[:-1, 0], last, rows, rows)
 
 
-# -- every byte of small memories ------------------------------------------------------------------
-
 SIZES = [1, 2, 3, 5, 8]  # few: on a GPU each pair of them is a kernel
 
 

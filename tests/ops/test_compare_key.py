@@ -91,9 +91,6 @@ def test_start_may_be_the_end_and_keys_may_be_empty(dtype: torch.dtype) -> None:
         assert found == 0 and type(found) is int
 
 
-# -- for the tests that go over all ops ------------------------------------------------------------
-
-
 def good_arguments() -> dict[str, Any]:
     return {"x": torch.arange(9), "y": torch.arange(5), "start": 0, "page_size": 1}
 

@@ -169,9 +169,6 @@ def test_it_is_torch_s_current_one(
         assert torch.equal(found, torch.full_like(found, 3))
 
 
-# -- several GPUs ----------------------------------------------------------------------------------
-
-
 @pytest.mark.multigpu
 def test_each_gpu_by_its_tensors() -> None:
     """The current device does not matter and is left as it was."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
+from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range
 from contract import Case
 from mistakes import (
     Mistake,
@@ -33,16 +33,10 @@ DST_ROWS = 29
 METHODS = ("auto", "sm", "cpu", "both")
 # With a method the pairs are on the CPU.
 WAYS = ({}, {"order": "host"}, *({"method": method} for method in METHODS))
-each_way = pytest.mark.parametrize("how", WAYS, ids=str)
-
-
-def buffers_for(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Buffer]:
-    src = host_buffer((SRC_ROWS, *row), dtype, device)
-    return [src, make_buffer((DST_ROWS, *row), dtype, device, seed=1)]
 
 
 def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device) -> None:
-    src, dst = buffers_for(device, (656,), torch.uint8)
+    src, dst = CASES[0].buffers(device, (656,))
     twin = dst.twin()
     slot_map = torch.full((SRC_ROWS,), -1, device=device)
     slot_map[9] = DST_ROWS
@@ -53,9 +47,6 @@ def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device)
     if device.type == "cuda":
         ref_h2d_gather(src.view, twin.view, pairs[:1])
     assert dst.same(twin)
-
-
-# -- where the source lies -------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -77,10 +68,7 @@ def test_a_source_that_is_not_pinned_or_only_partly_is_refused() -> None:
     assert int(cudart.cudaHostUnregister(begin)) == 0
 
 
-# -- rows that are asked for several times, or resident --------------------------------------------
-
-
-@each_way
+@pytest.mark.parametrize("how", WAYS, ids=str)
 @pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
 @pytest.mark.parametrize("count", [23, 700_000])
 def test_slot_map(
@@ -178,9 +166,6 @@ def test_resident_rows_past_int32_need_int64_pairs(slot_dtype: torch.dtype) -> N
     arg = "slot_map" if slot_dtype == torch.int32 else "pairs"
     with pytest.raises(TypeError, match=f"^h2d_gather: {arg}: dtype int32, expected int64 for "):
         h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=True)
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class Gather(Case):

@@ -58,9 +58,6 @@ def test_calls_that_depend_on_each_other() -> None:
     assert_same((out, lse), (there, logs))
 
 
-# -- host memory -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("n", [2, 3, 12])
 def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
@@ -81,9 +78,6 @@ def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
     assert_same(
         merge_states([outs[0], far[1]], [lses[0], turned]), merge_states(outs[:2], lses[:2])
     )
-
-
-# -- far offsets -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

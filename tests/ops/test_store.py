@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, make_buffer
-from contract import Case
+from buffers import INT_DTYPES, make_buffer
+from contract import Case, views
 from mistakes import (
     Mistake,
     apart_text,
@@ -36,18 +36,10 @@ SLOTS = 37
 ROWS = 19
 
 
-def caches(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Buffer]:
-    return [make_buffer((SLOTS, *row), dtype, device, seed=seed) for seed in (1, 2)]
-
-
-def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    return [make_buffer((ROWS, *row), dtype, device, seed=seed).view for seed in (3, 4)]
-
-
 def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
     """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
     cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
-    k, v = row_views(device, (3, 8), torch.float16)
+    k, v = views(CASES[0].buffers(device, (3, 8), torch.float16))[2:]
     layer = cache.view[:, 1, :, :3]
     twin = cache.twin()
     store_cache(layer[:, 0], layer[:, 1], CASES[0].indices(device), k, v)
@@ -57,28 +49,23 @@ def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device, seed: int) -> None:
-    k_cache, v_cache = caches(device, (48,), torch.uint8)
-    k, v = row_views(device, (48,), torch.uint8)
+    k_cache, v_cache, k, v = views(CASES[0].buffers(device, (48,)))
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(0, 5, (ROWS,), generator=generator)
-    store_cache(k_cache.view, v_cache.view, indices.to(device), k, v)
+    store_cache(k_cache, v_cache, indices.to(device), k, v)
     for cache, new in ((k_cache, k), (v_cache, v)):
         for slot in indices.unique().tolist():
             candidates = new[(indices == slot).to(device)]
-            assert (candidates == cache.view[slot]).any(dim=0).all()
+            assert (candidates == cache[slot]).any(dim=0).all()
 
 
 def test_one_row_of_any_stride(device: torch.device) -> None:
     """The stride of a dimension of size 1 means nothing."""
-    k_cache, v_cache = caches(device, (16,), torch.float32)
-    k_twin, v_twin = k_cache.twin(), v_cache.twin()
-    k, v = row_views(device, (16,), torch.float32)
-    indices = torch.tensor([9], device=device)
-    odd = [new.as_strided((1, 16), (3, 1)) for new in (k, v)]
-    store_cache(k_cache.view, v_cache.view, indices, *odd)
-    ref_store(k_twin.view, v_twin.view, indices, k[:1], v[:1])
-    assert k_cache.same(k_twin)
-    assert v_cache.same(v_twin)
+    *caches, k, v = CASES[0].buffers(device, (16,))
+    odd = [
+        new.part(new.view.as_strided((1, 16), (3, 1), new.view.storage_offset())) for new in (k, v)
+    ]
+    CASES[0].run_and_compare([*caches, *odd], torch.tensor([9], device=device))
 
 
 # -- K and V whose rows are of different sizes -----------------------------------------------------
@@ -119,9 +106,6 @@ def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
     assert cache.same(twin)
 
 
-# -- compiled beforehand ---------------------------------------------------------------------------
-
-
 def test_one_kernel_serves_both_caches_and_one() -> None:
     store = jitkern.ops.store
     assert store.specialisations(656) == [(656, 16, 4), (656, 16, 8)]
@@ -137,9 +121,6 @@ def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
     freeze()
     with pytest.raises(FrozenError, match=r"jitkern warm --replay FILE --arch 9\.0$"):
         missing.image(SM_90)
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class Store(Case):

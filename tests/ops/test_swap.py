@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, host_buffer, make_buffer, out_of_range, to_index
-from contract import Case, store_bits
+from buffers import INT_DTYPES, Buffer, distinct, out_of_range, to_index
+from contract import Case, store_bits, views
 from mistakes import (
     ROWS,
     SLOTS,
@@ -64,13 +64,6 @@ def triples_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor
     return to_index(triples, dtype, device)
 
 
-def buffers_for(
-    device: torch.device, row: tuple[int, ...], dtype: torch.dtype = torch.uint8
-) -> list[Buffer]:
-    host = host_buffer((HOST_ROWS, *row), dtype, device)
-    return [host, make_buffer((GPU_SLOTS, *row), dtype, device, seed=1)]
-
-
 REPEATS = {
     "slot": (
         [[0, 7, 1], [2, 5, 3], [-1, 6, -1], [4, 5, -1], [8, 7, 9]],
@@ -101,14 +94,13 @@ REPEATS = {
 @pytest.mark.parametrize("kind", REPEATS)
 def test_what_would_depend_on_the_order_is_refused(kind: str, index_dtype: torch.dtype) -> None:
     cpu = torch.device("cpu")
-    host, gpu = buffers_for(cpu, (656,))
-    host_twin, gpu_twin = host.twin(), gpu.twin()
+    buffers = CASES[0].buffers(cpu, (656,))
+    twins = [buffer.twin() for buffer in buffers]
     triples, text = REPEATS[kind]
     expected = re.escape(f"swap_rows: {text}; nothing was written")
     with pytest.raises(ValueError, match=f"^{expected}$"):
-        swap_rows(host.view, gpu.view, to_index(triples, index_dtype, cpu))
-    assert host.same(host_twin)
-    assert gpu.same(gpu_twin)
+        swap_rows(*views(buffers), to_index(triples, index_dtype, cpu))
+    assert all(map(Buffer.same, buffers, twins))
 
 
 @pytest.mark.cuda
@@ -117,7 +109,7 @@ def test_what_would_depend_on_the_order_is_refused(kind: str, index_dtype: torch
 def test_what_depends_on_the_order_stays_inside(kind: str, order: Any) -> None:
     """Undefined are the rows that the triples name, and nothing else."""
     cuda = torch.device("cuda")
-    host, gpu = buffers_for(cuda, (656,))
+    host, gpu = CASES[0].buffers(cuda, (656,))
     host_twin, gpu_twin = host.twin(), gpu.twin()
     triples = torch.tensor(REPEATS[kind][0])
     swap_rows(host.view, gpu.view, triples.cuda(), num_sms=2, order=order)
@@ -125,8 +117,7 @@ def test_what_depends_on_the_order_stays_inside(kind: str, order: Any) -> None:
     back = triples[:, 2][triples[:, 2] >= 0]
     host.view[back] = host_twin.view[back]
     gpu.view[triples[:, 1].cuda()] = gpu_twin.view[triples[:, 1].cuda()]
-    assert host.same(host_twin)
-    assert gpu.same(gpu_twin)
+    assert host.same(host_twin) and gpu.same(gpu_twin)
 
 
 @pytest.mark.cuda
@@ -153,9 +144,6 @@ def test_more_triples_than_a_part_holds(bad: int | None) -> None:
     torch.cuda.synchronize()
     assert torch.equal(gpu, expected_gpu)
     assert torch.equal(host.cuda(), expected_host)
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class Swap(Case):
