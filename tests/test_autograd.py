@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from ref import same_bits
+from ref import flat, replaced, same_bits
 from stems import FUNCTIONS, own_tests
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -257,26 +257,6 @@ def test_compiled(device: torch.device, dtype: torch.dtype) -> None:
 def written_by(op: str) -> set[str]:
     schemas = [overload.schema for overload in OVERLOADS.get(op, ())]
     return set(re.findall(r"Tensor\([ab]!\)\??(?:\[\])? (\w+)", " ".join(schemas))) or {"dst"}
-
-
-def flat(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors by their names in messages."""
-    found: dict[str, Tensor] = {}
-    for name, value in arguments.items():
-        values = {f"{name}[{i}]": one for i, one in enumerate(value)} if type(value) is list else {}
-        found |= {n: one for n, one in (values or {name: value}).items() if torch.is_tensor(one)}
-    return found
-
-
-def replaced(arguments: dict[str, Any], change: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Return the arguments with each tensor as `change` makes it of its name and itself."""
-
-    def new(name: str, value: Any) -> Any:
-        if type(value) is list:
-            return [change(f"{name}[{i}]", one) for i, one in enumerate(value)]
-        return change(name, value) if torch.is_tensor(value) else value
-
-    return {name: new(name, value) for name, value in arguments.items()}
 
 
 def right(op: str) -> dict[str, Any]:
