@@ -231,8 +231,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("atomicExch(&p.state->owner, u64(0));", ""),
         ("if (owner != 0) return owner;", ""),
         ("now.slot == begin.slot) return 0;", "true) return 0;"),
-        ("  return p.call;", "  return 0;"),
-        ("(done), turn.generation)", "(done), turn.generation + 1)"),
         ("<= p_.ring.max_descriptors ?", "<= p_.ring.max_descriptors + 1 ?"),
         ("if (__syncthreads_or(old)) {", "if (false) {"),
         ("return !__syncthreads_or(wrong);", "return true;"),
@@ -242,17 +240,11 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ),
     ("unpack_ring", "ops/unpack_ring.cu"): (
         ("num_taken < p.most; ++num_taken", "num_taken <= p.most; ++num_taken"),
-        (
-            "ring_generation(word) != turn.generation",
-            "u32(ring_generation(word)) != u32(turn.generation)",
-        ),
+        ("(word) != turn.generation", "(word) << 32 != turn.generation << 32"),
         ("num_staged, has_long)) break;", "num_staged, has_long)) {}"),
         ("num_staged += ring_count(word);", "num_staged = ring_count(word);"),
         ("    set_turn(ring, turn);\n", ""),
-        (
-            "while ((own.value = load_control(&board->control)) == 0) continue;",
-            "own.value = load_control(&board->control);",
-        ),
+        ("(&board->control)) == 0) continue;", "(&board->control)) == ~0ull) continue;"),
         ("gridDim.x * kWarps);\n    __syncthreads();", "gridDim.x * kWarps);"),
         ("while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;", ""),
         ("i < own.num_taken; ++i", "i < own.num_taken; i = own.num_taken"),

@@ -144,9 +144,6 @@ def test_any_call_within_one_storage(data: st.DataObject) -> None:
     assert torch.equal(memory, before)
 
 
-# -- what PyTorch is told --------------------------------------------------------------------------
-
-
 def test_a_tracer_is_refused() -> None:
     """It would record a graph without the copy."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -230,9 +227,6 @@ def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
         memcpy_2d_async(got, rows, 100, pitch, 100, 2, "h2d")
         torch.cuda.synchronize()
         assert got[0].eq(1).all() and got[1].eq(2).all()
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 def good_arguments() -> dict[str, Any]:

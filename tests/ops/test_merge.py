@@ -197,9 +197,6 @@ def test_prefill_tokens_with_context(
             assert_same((result[0][here], result[1][of_here]), same)
 
 
-# -- the same bits ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [2, 3, 12, 64])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_any_number_of_tokens_gives_the_same_bits(
@@ -212,9 +209,6 @@ def test_any_number_of_tokens_gives_the_same_bits(
     for part in (slice(0, 1), slice(299, 300), slice(7, 24), slice(150, 300)):
         some = merge_states(list(outs[:, part]), list(lses[:, part]))
         assert_same(some, (every[0][part], every[1][part]))
-
-
-# -- what comes back -------------------------------------------------------------------------------
 
 
 def test_new_results(device: torch.device) -> None:
@@ -358,9 +352,6 @@ def test_stacked_tensors(device: torch.device, dtype: torch.dtype, n: int) -> No
     assert_same((turned[0], turned[1].t()), wanted)
     repeated = merge_states(outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
     assert_merged(repeated, outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
-
-
-# -- in place --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "odd", "heads_first"])
