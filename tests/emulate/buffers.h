@@ -4,6 +4,7 @@
 
 #include <jitkern/types.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -94,14 +95,14 @@ class IntBuffer {
   i64 at(i64 i) const;
   i64 size() const { return static_cast<i64>(values_.size()); }
   // The kernel may put `value` at element i; of several expected values any one will do.
-  void expect(i64 i, i64 value) { expected_.emplace_back(i, value); }
+  void expect(i64 i, i64 value) { expected_.emplace(i, value); }
   // Fails unless every element holds what it was made with or, if that was said, is expected.
   void check();
 
  private:
   const char* name_;
   std::vector<i64> values_;
-  std::vector<std::pair<i64, i64>> expected_;
+  std::multimap<i64, i64> expected_;
   int int_bytes_;
   char* base_;
 };

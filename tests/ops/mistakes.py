@@ -70,19 +70,10 @@ def on_cuda(tensor: Tensor) -> Any:
 def non_tensors(argument: str, *, optional: bool = False) -> list[Mistake]:
     """What is not a tensor at all, under the name that Python has for it."""
     values: dict[str, Any] = {
-        "None": None,
-        "int": 7,
-        "int of more than 64 bits": 2**70,
-        "float": 1.5,
-        "bool": True,
-        "str": "cache",
-        "list": [1, 2],
-        "dict": {},
-        "bytes": b"row",
-        "object": NotATensor(),
-        "dtype": torch.float32,
-        "function": zeros,
-    }
+        "None": None, "int": 7, "int of more than 64 bits": 2**70, "float": 1.5, "bool": True,
+        "str": "cache", "list": [1, 2], "dict": {}, "bytes": b"row", "object": NotATensor(),
+        "dtype": torch.float32, "function": zeros,
+    }  # fmt: skip
     return [
         ({argument: value}, TypeError, f"{argument}: {came}, expected a tensor")
         for came, value in values.items()

@@ -331,14 +331,8 @@ CASES = [Index(), IndexOfATableInHostMemory()]
 
 
 def good_arguments() -> dict[str, Any]:
-    return {
-        "weights": zeros(50, 8),
-        "indices": torch.arange(3),
-        "output": zeros(3, 8),
-        "vocab_range": None,
-        "added_range": None,
-        "vocab_size": None,
-    }
+    ranges = {"vocab_range": None, "added_range": None, "vocab_size": None}
+    return {"weights": zeros(50, 8), "indices": torch.arange(3), "output": zeros(3, 8), **ranges}
 
 
 def mistakes() -> list[Mistake]:

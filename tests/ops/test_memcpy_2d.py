@@ -230,17 +230,9 @@ def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
 
 
 def good_arguments() -> dict[str, Any]:
-    return {
-        "dst": torch.zeros(3, 8),
-        "src": torch.ones(3, 8),
-        "dpitch": 32,
-        "spitch": 32,
-        "width": 32,
-        "height": 3,
-        "kind": "h2h",
-        "stream": None,
-        "allow_pageable": False,
-    }
+    sizes = {"dpitch": 32, "spitch": 32, "width": 32, "height": 3}
+    how = {"kind": "h2h", "stream": None, "allow_pageable": False}
+    return {"dst": torch.zeros(3, 8), "src": torch.ones(3, 8), **sizes, **how}
 
 
 def mistakes() -> list[Mistake]:

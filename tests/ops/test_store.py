@@ -157,13 +157,8 @@ ORDER = ", in the order (k_cache, v_cache, indices, k, v)"
 
 
 def good_arguments() -> dict[str, Any]:
-    return {
-        "k_cache": zeros(50, 8),
-        "v_cache": zeros(50, 8),
-        "indices": torch.arange(3),
-        "k": zeros(3, 8),
-        "v": zeros(3, 8),
-    }
+    caches = {"k_cache": zeros(50, 8), "v_cache": zeros(50, 8)}
+    return {**caches, "indices": torch.arange(3), "k": zeros(3, 8), "v": zeros(3, 8)}
 
 
 def mistakes() -> list[Mistake]:
