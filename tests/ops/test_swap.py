@@ -64,30 +64,19 @@ def triples_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor
     return to_index(triples, dtype, device)
 
 
+OTHERS = "expected rows that no other triple writes"
 REPEATS = {
-    "slot": (
-        [[0, 7, 1], [2, 5, 3], [-1, 6, -1], [4, 5, -1], [8, 7, 9]],
-        "triples[..., 1]: 5 at positions 1 and 3, expected distinct slots",
-    ),
-    "slot of nothing": (
-        [[0, 7, 1], [-1, 7, -1]],
-        "triples[..., 1]: 7 at positions 0 and 1, expected distinct slots",
-    ),
-    "write back": (
-        [[0, 4, 9], [1, 3, 9], [-1, 5, 9]],
-        "triples[..., 2]: 9 at positions 0 and 1, expected distinct rows to write back to",
-    ),
-    "fetch": (
-        [[7, 0, -1], [9, 1, 7], [8, 2, 8]],
-        "triples[..., 0]: 7 at position 0, written back to at position 1, expected rows that no "
-        "other triple writes",
-    ),
-    "fetch of an exchange": (
-        [[8, 0, 8], [8, 1, -1]],
-        "triples[..., 0]: 8 at position 1, written back to at position 0, expected rows that no "
-        "other triple writes",
-    ),
-}
+    "slot": ([[0, 7, 1], [2, 5, 3], [-1, 6, -1], [4, 5, -1], [8, 7, 9]],
+        "triples[..., 1]: 5 at positions 1 and 3, expected distinct slots"),
+    "slot of nothing": ([[0, 7, 1], [-1, 7, -1]],
+        "triples[..., 1]: 7 at positions 0 and 1, expected distinct slots"),
+    "write back": ([[0, 4, 9], [1, 3, 9], [-1, 5, 9]],
+        "triples[..., 2]: 9 at positions 0 and 1, expected distinct rows to write back to"),
+    "fetch": ([[7, 0, -1], [9, 1, 7], [8, 2, 8]],
+        f"triples[..., 0]: 7 at position 0, written back to at position 1, {OTHERS}"),
+    "fetch of an exchange": ([[8, 0, 8], [8, 1, -1]],
+        f"triples[..., 0]: 8 at position 1, written back to at position 0, {OTHERS}"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
