@@ -1,6 +1,12 @@
-"""What each op means, in PyTorch: slow and plain on purpose, the kernels are held to it."""
+"""What each op means, in PyTorch: slow and plain on purpose, the kernels are held to it.
+
+And what tests of all ops ask of their arguments.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,15 +75,35 @@ def ref_h2d_gather(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor | N
         slot_map[flat[:, 0].to(slot_map.device)] = flat[:, 1].to(slot_map)
 
 
-def _as_integers(tensor: Tensor) -> Tensor:
+def as_integers(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width: float8 cannot be indexed everywhere."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(width[tensor.element_size()]) if tensor.element_size() in width else tensor
 
 
 def _rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    return _as_integers(tensor)[rows].view(tensor.dtype)
+    return as_integers(tensor)[rows].view(tensor.dtype)
 
 
 def _assign_rows(tensor: Tensor, rows: Tensor, values: Tensor) -> None:
-    _as_integers(tensor)[rows] = _as_integers(values)
+    as_integers(tensor)[rows] = as_integers(values)
+
+
+def flat(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Return all tensors by their names in messages."""
+    found: dict[str, Tensor] = {}
+    for name, value in arguments.items():
+        values = {f"{name}[{i}]": one for i, one in enumerate(value)} if type(value) is list else {}
+        found |= {n: one for n, one in (values or {name: value}).items() if torch.is_tensor(one)}
+    return found
+
+
+def replaced(arguments: dict[str, Any], change: Callable[[str, Tensor], Any]) -> dict[str, Any]:
+    """Return the arguments with each tensor as `change` makes it of its name and itself."""
+
+    def new(name: str, value: Any) -> Any:
+        if type(value) is list:
+            return [change(f"{name}[{i}]", one) for i, one in enumerate(value)]
+        return change(name, value) if torch.is_tensor(value) else value
+
+    return {name: new(name, value) for name, value in arguments.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from ref import same_bits
+from ref import flat, replaced, same_bits
 from stems import FUNCTIONS, own_tests
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -19,6 +19,7 @@ import jitkern.torch_ops
 from jitkern.ops.register import OVERLOADS
 
 ROWS = 12
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 
 
 def double(*shape: int, device: torch.device) -> Tensor:
@@ -72,21 +73,19 @@ def test_gradcheck(device: torch.device, vocab_range: tuple[int, int] | None) ->
     assert torch.autograd.gradgradcheck(lambda w: lookup(w) ** 3, weights)
 
 
-def test_strided_tables_and_no_rows_at_all(device: torch.device) -> None:
+def test_strided_tables(device: torch.device) -> None:
     wide = double(ROWS, 9, device=device)
     indices = torch.tensor([2, 2, 11], device=device)
     jitkern.indexing(wide[:, 3:6], indices).sum().backward()
     expected = torch.zeros(ROWS, 9, dtype=torch.float64, device=device)
     expected[2, 3:6], expected[11, 3:6] = 2, 1
     assert torch.equal(wide.grad, expected)
-    empty = double(0, 4, device=device)
-    result = jitkern.indexing(empty, torch.tensor([-1, -5], device=device))
-    (gradient,) = torch.autograd.grad(result.sum(), empty)
-    assert gradient.shape == (0, 4)
 
 
-def test_func_grad_and_vmap(device: torch.device) -> None:
-    weights = torch.randn(ROWS, 4, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS], ids=str)
+def test_func_grad_and_vmap(device: torch.device, dtype: torch.dtype) -> None:
+    """Of numbers that 16 bits hold exactly."""
+    weights = torch.randint(-3, 4, (ROWS, 4), device=device).to(dtype)
     indices = torch.tensor([[1, -1], [5, 1]], device=device)
 
     def loss(table: Tensor, where: Tensor) -> Tensor:
@@ -156,32 +155,84 @@ def test_wrong_arguments_have_one_text(
         jitkern.indexing(weights, **arguments)
 
 
+# -- where many rows are one -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row_shape", [(8,), (2, 3), (), (1,)], ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_many_gradients_of_a_row(
+    device: torch.device, dtype: torch.dtype, row_shape: tuple[int, ...]
+) -> None:
+    """In their own precision a sum of ones stops at 256, or at 2048."""
+    for count in (1000, 4000):
+        weights = torch.zeros(4, *row_shape, dtype=dtype, device=device, requires_grad=True)
+        indices = torch.zeros(count + 2, dtype=torch.int32, device=device)
+        indices[7], indices[9] = -1, 3
+        jitkern.indexing(weights, indices).sum().backward()
+        assert weights.grad is not None
+        expected = torch.zeros(4, *row_shape, dtype=dtype, device=device)
+        expected[0], expected[3] = count, 1
+        assert torch.equal(weights.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *SIXTEEN_BITS], ids=str)
+def test_no_gradients(device: torch.device, dtype: torch.dtype) -> None:
+    for shape, values in (((3, 4), []), ((3, 0), [0, 0]), ((0, 4), []), ((0, 4), [-1, -5])):
+        weights = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+        indices = torch.tensor(values, dtype=torch.int64, device=device)
+        jitkern.indexing(weights, indices).sum().backward()
+        assert weights.grad is not None
+        assert weights.grad.shape == shape and not weights.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN_BITS], ids=str)
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_the_gradient_is_reproducible(device: torch.device, dtype: torch.dtype, count: int) -> None:
+    table = torch.randn(100, 24, device=device, dtype=dtype, requires_grad=True)
+    indices = torch.randint(0, 100, (count,), device=device)
+    factor = torch.randn(count, 24, device=device, dtype=dtype)
+
+    def gradient() -> Tensor:
+        loss = (jitkern.indexing(table, indices) * factor).sum()
+        return torch.autograd.grad(loss, table)[0]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = gradient()
+        assert all(torch.equal(gradient(), first) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = torch.zeros(100, 24, device=device, dtype=torch.float64)
+    expected.index_add_(0, indices, factor.double())
+    # Sums of 16 bits are rounded once on a GPU; on the CPU at each addition.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 2e-2}[dtype]
+    limit = {"rtol": tolerance, "atol": tolerance * count**0.5}
+    torch.testing.assert_close(first.double(), expected, **limit)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_compiled(device: torch.device, dtype: torch.dtype) -> None:
+    """Fake tensors go the same way, with sizes that are not known yet."""
+    weights = torch.zeros(4, 8, dtype=dtype, device=device, requires_grad=True)
+
+    def plain(table: Tensor, where: Tensor) -> Tensor:
+        return jitkern.indexing(table, where)
+
+    call = torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=True)
+    for count in (1000, 1500):
+        weights.grad = None
+        call(weights, torch.zeros(count, dtype=torch.int64, device=device)).sum().backward()
+        assert weights.grad is not None
+        exact = torch.tensor(float(count), device=device).to(dtype)
+        assert torch.equal(weights.grad[0], exact.expand(8))
+
+
 # -- what is written to: decided by Python, whatever the device ------------------------------------
 
 
 def written_by(op: str) -> set[str]:
     schemas = [overload.schema for overload in OVERLOADS.get(op, ())]
     return set(re.findall(r"Tensor\([ab]!\)\??(?:\[\])? (\w+)", " ".join(schemas))) or {"dst"}
-
-
-def flat(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return all tensors by their names in messages."""
-    found: dict[str, Tensor] = {}
-    for name, value in arguments.items():
-        values = {f"{name}[{i}]": one for i, one in enumerate(value)} if type(value) is list else {}
-        found |= {n: one for n, one in (values or {name: value}).items() if torch.is_tensor(one)}
-    return found
-
-
-def replaced(arguments: dict[str, Any], change: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Return the arguments with each tensor as `change` makes it of its name and itself."""
-
-    def new(name: str, value: Any) -> Any:
-        if type(value) is list:
-            return [change(f"{name}[{i}]", one) for i, one in enumerate(value)]
-        return change(name, value) if torch.is_tensor(value) else value
-
-    return {name: new(name, value) for name, value in arguments.items()}
 
 
 def right(op: str) -> dict[str, Any]:

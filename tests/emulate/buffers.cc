@@ -3,7 +3,6 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 
-#include <limits>
 #include <numeric>
 
 namespace emulate {
@@ -91,17 +90,13 @@ i64 IntBuffer::at(i64 i) const {
 }
 
 void IntBuffer::check() {
-  std::sort(expected_.begin(), expected_.end());
   for (i64 i = 0; i < size(); ++i) {
-    const auto first = std::lower_bound(expected_.begin(), expected_.end(),
-                                        std::make_pair(i, std::numeric_limits<i64>::min()));
-    const bool changes = first != expected_.end() && first->first == i;
-    const bool right = changes
-                           ? std::binary_search(first, expected_.end(), std::make_pair(i, at(i)))
-                           : at(i) == values_[i];
-    if (right) continue;
+    const auto [first, last] = expected_.equal_range(i);
+    const i64 wanted = first == last ? values_[i] : first->second;
+    const auto is_right = [&](const auto& one) { return one.second == at(i); };
+    if (first == last ? at(i) == wanted : std::any_of(first, last, is_right)) continue;
     fail(std::string(name_) + ": element " + std::to_string(i) + " is " + std::to_string(at(i)) +
-         ", expected " + std::to_string(changes ? first->second : values_[i]));
+         ", expected " + std::to_string(wanted));
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <jitkern/types.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -94,33 +95,26 @@ class IntBuffer {
   i64 at(i64 i) const;
   i64 size() const { return static_cast<i64>(values_.size()); }
   // The kernel may put `value` at element i; of several expected values any one will do.
-  void expect(i64 i, i64 value) { expected_.emplace_back(i, value); }
+  void expect(i64 i, i64 value) { expected_.emplace(i, value); }
   // Fails unless every element holds what it was made with or, if that was said, is expected.
   void check();
 
  private:
   const char* name_;
   std::vector<i64> values_;
-  std::vector<std::pair<i64, i64>> expected_;
+  std::multimap<i64, i64> expected_;
   int int_bytes_;
   char* base_;
 };
 
-// Words that a kernel reads four at a time: exactly `count` of them, aligned for that.
+// Words that a kernel reads four at a time: exactly as many as it may read, aligned for that.
 class AlignedWords {
  public:
-  AlignedWords(i64 count, u32 value)
-      : words_(static_cast<u32*>(std::aligned_alloc(16, 4 * static_cast<size_t>(count)))) {
-    std::fill(words_, words_ + count, value);
-  }
-  ~AlignedWords() { std::free(words_); }
-  AlignedWords(const AlignedWords&) = delete;
-  AlignedWords& operator=(const AlignedWords&) = delete;
-
-  u32* data() { return words_; }
+  AlignedWords(i64 count, u32 value) : vectors_(count / 4, {value, value, value, value}) {}
+  u32* data() { return &vectors_.data()->x; }
 
  private:
-  u32* words_;
+  std::vector<uint4> vectors_;
 };
 
 // The fault word, and the faults any of which may have been the first to get there.

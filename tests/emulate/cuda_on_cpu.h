@@ -20,10 +20,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
-#define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __restrict__ __restrict
 #define __shared__ static  // blocks run one after the other; those of clusters use own_shared
 
@@ -93,9 +90,6 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
   const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
   return static_cast<unsigned>(both >> (bits & 31));
-}
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
 }
 
 // ---- memory that others write (ops/system_memory.cuh) ----------------------------------------

@@ -15,47 +15,31 @@ using jitkern::IndexParams;
 constexpr FaultSite kIndicesSite{4};
 constexpr i64 kUntouched = -9;
 
-// Which indices the rows of a table belong to: all of them, one range, or two.
+// Which indices the rows of a table belong to: all of them, one range, or two. What the kernels
+// make of an index, table_row(), is proved in tests/ops/test_index.py.
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
-struct Vocabulary {
-  i64 start = 0;
-  i64 length = 0;
-  i64 added_start = 0;
-  i64 added_length = 0;
-  i64 added_row = 0;
-  i64 last_index = kMaxIndex;
+struct Vocabulary : IndexParams {
   i64 bound = 0;  // a few indices behind the last that is a row
-
-  // What the kernels ask in one comparison without a sign.
-  i64 row_of(i64 index) const {
-    if (index < 0) return -1;
-    if (index >= start && index - start < length) return index - start;
-    if (index >= added_start && index - added_start < added_length) {
-      return added_row + (index - added_start);
-    }
-    return -1;
-  }
 };
 
 Vocabulary any_vocabulary(i64 table_rows, Random& random) {
-  Vocabulary v;
+  Vocabulary v{};
   if (random.below(3) == 0) {  // the whole table
-    v.length = v.bound = table_rows;
+    v.vocab_length = v.bound = table_rows;
     v.last_index = table_rows - 1;
     return v;
   }
-  v.length = random.below(table_rows + 1);
-  v.added_row = v.length;
-  if (random.below(3) != 0) v.added_length = random.below(table_rows - v.length + 1);
+  v.vocab_length = v.added_row = random.below(table_rows + 1);
+  if (random.below(3) != 0) v.added_length = random.below(table_rows - v.vocab_length + 1);
   // Either may be in front of the other, with a gap or without.
   const bool swapped = random.below(2) == 0;
   const i64 first = random.below(30);
-  const i64 second = first + (swapped ? v.added_length : v.length) + random.pick({0, 1, 5});
-  v.start = swapped ? second : first;
+  const i64 second = first + (swapped ? v.added_length : v.vocab_length) + random.pick({0, 1, 5});
+  v.vocab_start = swapped ? second : first;
   v.added_start = swapped ? first : second;
-  const i64 end = std::max(v.start + v.length, v.added_start + v.added_length);
-  if (random.below(2) == 0) v.last_index = end + random.below(4) - 1;
+  const i64 end = std::max(v.vocab_start + v.vocab_length, v.added_start + v.added_length);
+  v.last_index = random.below(2) == 0 ? end + random.below(4) - 1 : kMaxIndex;
   v.bound = end + 3;
   return v;
 }
@@ -71,27 +55,23 @@ std::vector<i64> any_indices(const Vocabulary& v, i64 count, int index_bytes, Ra
 
 IndexParams index_params(RowBuffer& output, const char* weights, i64 weights_stride_bytes,
                          const Vocabulary& v, const IntBuffer& indices, FaultWord& fault) {
-  return {output.row(0),
-          weights,
-          output.stride_bytes(),
-          weights_stride_bytes,
-          indices.data(),
-          indices.size(),
-          v.start,
-          v.length,
-          v.added_start,
-          v.added_length,
-          v.added_row,
-          v.last_index,
-          kIndicesSite,
-          fault.record()};
+  IndexParams params = v;
+  params.output = output.row(0);
+  params.weights = weights;
+  params.output_stride_bytes = output.stride_bytes();
+  params.weights_stride_bytes = weights_stride_bytes;
+  params.indices = indices.data();
+  params.num_rows = indices.size();
+  params.indices_site = kIndicesSite;
+  params.fault = fault.record();
+  return params;
 }
 
 // The row of element i, -1 if none; an index that is too large may be the fault.
 i64 expect_index(const Vocabulary& v, const IntBuffer& indices, i64 i, FaultWord& fault) {
   const i64 index = indices.at(i);
   if (index > v.last_index) fault.expect(kIndicesSite, i, index, v.last_index + 1);
-  return v.row_of(index);
+  return table_row(v, index);
 }
 
 constexpr int num_splits(i64 row_bytes, int vec_bytes) {

@@ -130,32 +130,6 @@ void spoil(Pieces& pieces, DescriptorFormat format, i64 src_bytes, i64 dst_bytes
   }
 }
 
-// Which of two sides is wrong of a descriptor, by numbers that do not overflow.
-struct Wrong {
-  int part = -1;
-  i64 value = 0;
-  i64 bound = 0;
-};
-Wrong wrong_of(const Pieces& pieces, i64 src_bytes, i64 dst_bytes) {
-  using Wide = __int128;
-  if (pieces.len < 0) return {jitkern::kLenPart, pieces.len, kMax};
-  if (pieces.count < 0) return {jitkern::kCountPart, pieces.count, kMax};
-  if (pieces.len == 0 || pieces.count == 0) return {};
-  const i64 offsets[] = {pieces.src_off, pieces.dst_off};
-  const i64 strides[] = {pieces.src_stride, pieces.dst_stride};
-  const i64 sizes[] = {src_bytes, dst_bytes};
-  for (int side = 0; side < 2; ++side) {
-    // More than the largest number says no more than that.
-    const Wide span = std::min<Wide>(
-        Wide(pieces.count - 1) * (strides[side] < 0 ? -Wide(strides[side]) : strides[side]), kMax);
-    const Wide begin = offsets[side] - (strides[side] < 0 ? span : 0);
-    const Wide end = offsets[side] + (strides[side] < 0 ? 0 : span) + pieces.len;
-    if (begin < 0) return {side, static_cast<i64>(std::max<Wide>(begin, kMin)), sizes[side]};
-    if (end > sizes[side]) return {side, static_cast<i64>(std::min<Wide>(end, kMax)), sizes[side]};
-  }
-  return {};
-}
-
 // Descriptors as they lie in memory.
 std::vector<i64> words_of(const std::vector<Pieces>& list, DescriptorFormat format) {
   std::vector<i64> words;
@@ -211,7 +185,9 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
     if (kind != 0 || random.below(one_in) != 0) continue;
     spoil(list.back(), format, src_bytes, dst_bytes, random);
     // What happens to be right may lie over others.
-    if (wrong_of(list.back(), src_bytes, dst_bytes).part < 0) list.back().len = 0;
+    if (verdict_on(list.back(), src_bytes, dst_bytes).part == jitkern::kNumParts) {
+      list.back().len = 0;
+    }
   }
   if (!sparse) std::swap(list.front(), list[random.below(num)]);
   const int count_bytes = random.pick({0, 0, 4, 8});
@@ -223,8 +199,9 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < last; ++i) {
     const Pieces& pieces = list[i];
-    const Wrong wrong = wrong_of(pieces, src_bytes, dst_bytes);
-    if (wrong.part >= 0) {
+    // What that says of any numbers is in tests/ops/test_unpack.py.
+    const jitkern::Verdict wrong = verdict_on(pieces, src_bytes, dst_bytes);
+    if (wrong.part != jitkern::kNumParts) {
       fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), i, wrong.value, wrong.bound);
       continue;
     }

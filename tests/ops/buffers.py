@@ -20,22 +20,10 @@ ROW_BYTES += [256, 576, 656, 657, 1024, 7168, 8192]
 INT_DTYPES = [torch.int32, torch.int64]
 
 DTYPES = [
-    torch.bool,
-    torch.int8,
-    torch.uint8,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int16,
-    torch.uint16,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,
-    torch.float32,
-    torch.int64,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-]
+    torch.bool, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16,
+    torch.uint16, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.int64,
+    torch.float64, torch.complex64, torch.complex128,
+]  # fmt: skip
 
 GUARD_BYTES = 512
 

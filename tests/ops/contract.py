@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from buffers import Buffer, distinct, make_buffer
+from ref import as_integers
 from torch import Tensor
 
 
@@ -104,7 +105,5 @@ class Case:
 
 def store_bits(target: Tensor, values: Tensor) -> None:
     """Copy without a conversion: a bool of 7 stays 7."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    width = integers.get(target.dtype.itemsize, target.dtype)
     if target.numel() > 0:
-        target.view(width).copy_(values.view(width))
+        as_integers(target).copy_(as_integers(values))

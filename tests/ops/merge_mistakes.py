@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from mistakes import Mistake, bad_indices, non_tensors, not_ints, stride_text, unreadable, zeros
+from mistakes import (
+    Mistake,
+    bad_indices,
+    non_tensors,
+    not_ints,
+    not_words,
+    stride_text,
+    unreadable,
+    zeros,
+)
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -71,40 +80,34 @@ def shared_text(argument: str, row_bytes: int, token: int, head: int, shape: lis
     )
 
 
+def of_dtypes(place: Place, dtypes: list[torch.dtype], expected: str) -> list[Mistake]:
+    good = zeros(*{"lse": LSE_SHAPE, "sca": (1,)}.get(place.name[:3], SHAPE))
+    table: list[Mistake] = []
+    for dtype in dtypes:
+        text = f"{place.name}: dtype {dtype_name(dtype)}, expected {expected}"
+        table.append((place.given(good.to(dtype)), TypeError, text))
+    return table
+
+
 def mistakes_of_partials(out: Place, lse: Place, like: str) -> list[Mistake]:
     """Of one partial that is not the first, which is called `like`; the first has none."""
     table: list[Mistake] = []
     for place, good in ((out, zeros(*SHAPE)), (lse, zeros(*LSE_SHAPE))):
         for change, kind, text in not_partials(place.name, good):
             table.append((place.given(change[place.name]), kind, text))
-        for dtype in (torch.float64, torch.int32, FP8, torch.complex64):
-            table.append(
-                (place.given(good.to(dtype)), TypeError,
-                 f"{place.name}: dtype {dtype_name(dtype)}, expected {FLOATS}")
-            )  # fmt: skip
-        for dtype in (torch.float16, torch.bfloat16):
-            first = like if place is out else like.replace("out", "lse")
-            table.append(
-                (place.given(good.to(dtype)), TypeError,
-                 f"{place.name}: dtype {dtype_name(dtype)}, expected float32 as in {first}")
-            )  # fmt: skip
+        table += of_dtypes(place, [torch.float64, torch.int32, FP8, torch.complex64], FLOATS)
+        first = like if place is out else like.replace("out", "lse")
+        table += of_dtypes(place, [torch.float16, torch.bfloat16], f"float32 as in {first}")
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 2], [1, 4, 2, 8], [], [4, 2, 0]):
-        table.append(
-            (out.given(torch.zeros(shape)), ValueError,
-             f"{out.name}: shape {shape}, expected shape [4, 2, 8] as in {like}")
-        )  # fmt: skip
+        text = f"{out.name}: shape {shape}, expected shape [4, 2, 8] as in {like}"
+        table.append((out.given(torch.zeros(shape)), ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], [0, 2], []):
-        table.append(
-            (lse.given(torch.zeros(shape)), ValueError, layouts_text(lse.name, shape, like))
-        )
-    table += [
-        (out.given(zeros(4, 2, 16)[..., ::2]), ValueError,
-         stride_text(out.name, 2, 2, [4, 2, 8], 1)),
-        (out.given(zeros(4, 2, 1).expand(SHAPE)), ValueError,
-         stride_text(out.name, 0, 2, [4, 2, 8], 1)),
-        (out.given(zeros(8, 4, 2).permute(1, 2, 0)), ValueError,
-         stride_text(out.name, 8, 2, [4, 2, 8], 1)),
-    ]  # fmt: skip
+        text = layouts_text(lse.name, shape, like)
+        table.append((lse.given(torch.zeros(shape)), ValueError, text))
+    step, same, far = zeros(4, 2, 16)[..., ::2], zeros(4, 2, 1).expand(SHAPE), zeros(8, 4, 2)
+    for wrong, stride in ((step, 2), (same, 0), (far.permute(1, 2, 0), 8)):
+        text = stride_text(out.name, stride, 2, [4, 2, 8], 1)
+        table.append((out.given(wrong), ValueError, text))
     return table
 
 
@@ -140,48 +143,33 @@ def mistakes_of_results() -> list[Mistake]:
     table: list[Mistake] = []
     for name, good in (("output", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1))):
         table += [*non_tensors(name, optional=True), *unreadable(name, good)]
-    for dtype in (torch.float64, torch.int32, torch.float8_e5m2, torch.bool):
-        name = dtype_name(dtype)
-        table += [
-            ({"output": zeros(*SHAPE).to(dtype)}, TypeError,
-             f"output: dtype {name}, expected float32, float16, bfloat16 or float8_e4m3fn"),
-            ({"lse": zeros(*LSE_SHAPE).to(dtype)}, TypeError,
-             f"lse: dtype {name}, expected {FLOATS}"),
-            ({"scale": zeros(1).to(dtype)}, TypeError, f"scale: dtype {name}, expected float32"),
-        ]  # fmt: skip
-    for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8]):
-        text = f"output: shape {shape}, expected shape [4, 2, 8] as in outs[0]"
-        table.append(({"output": torch.zeros(shape).to(FP8)}, ValueError, text))
-    for shape in ([4, 16], [1, 4, 2, 8], []):
-        text = f"output: shape {shape}, expected [tokens, heads, dim]"
+    odd = [torch.float64, torch.int32, torch.float8_e5m2, torch.bool]
+    table += of_dtypes(Place("output"), odd, f"{FLOATS.replace(' or', ',')} or float8_e4m3fn")
+    table += of_dtypes(Place("lse"), [*odd, FP8], FLOATS) + of_dtypes(
+        Place("scale"), odd, "float32"
+    )
+    for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 16], [1, 4, 2, 8], []):
+        fits = "shape [4, 2, 8] as in outs[0]" if len(shape) == 3 else "[tokens, heads, dim]"
+        text = f"output: shape {shape}, expected {fits}"
         table.append(({"output": torch.zeros(shape).to(FP8)}, ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], []):
-        table.append(
-            ({"lse": torch.zeros(shape)}, ValueError, layouts_text("lse", shape, "output"))
-        )
+        text = layouts_text("lse", shape, "output")
+        table.append(({"lse": torch.zeros(shape)}, ValueError, text))
     table += [
         ({"output": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
          stride_text("output", 2, 2, [4, 2, 8], 1)),
-        ({"lse": zeros(*LSE_SHAPE, dtype=FP8)}, TypeError,
-         f"lse: dtype float8_e4m3fn, expected {FLOATS}"),
         ({"scale": None}, ValueError,
          "scale: None, expected a float32 tensor of 1 element, as output is float8_e4m3fn"),
-        ({"scale": torch.ones(2)}, ValueError, "scale: shape [2], expected 1 element"),
-        ({"scale": torch.ones(0)}, ValueError, "scale: shape [0], expected 1 element"),
+        *(({"scale": torch.ones(n)}, ValueError, f"scale: shape [{n}], expected 1 element")
+          for n in (0, 2)),
         ({"output": None}, ValueError, "scale: a tensor, expected None, as output is float32"),
+        *(({"output": zeros(*SHAPE, dtype=dtype)}, ValueError,
+           f"scale: a tensor, expected None, as output is {dtype_name(dtype)}")
+          for dtype in (torch.float32, torch.float16, torch.bfloat16)),
     ]  # fmt: skip
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        text = f"scale: a tensor, expected None, as output is {dtype_name(dtype)}"
-        table.append(({"output": zeros(*SHAPE, dtype=dtype)}, ValueError, text))
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
-        expected = f'expected "{known[0]}" or "{known[1]}"'
-        for word in ("10", "", "E", "heads", known[0] + " "):
-            table.append(({name: word}, ValueError, f'{name}: "{word}", {expected}'))
-        for value, came in (
-            (2, "int"), (None, "None"), (True, "bool"), (["e"], "list"), (b"2", "bytes"),
-            (torch.tensor(2), "Tensor"), (1.5, "float"), (zeros(2).numpy(), "ndarray"),
-        ):  # fmt: skip
-            table.append(({name: value}, TypeError, f"{name}: {came}, {expected}"))
+        words = ("10", "E", "heads", known[0] + " ")
+        table += not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
     return table
 
 
@@ -190,9 +178,10 @@ def mistakes_of_count() -> list[Mistake]:
     table = non_tensors("count", optional=True) + unreadable("count", good)
     table += bad_indices("count", good)
     each = "expected shape [1] or [4], one for each token"
-    for shape in ([3], [0], [5], [4, 1], [1, 1], [4, 2]):
-        wrong = torch.ones(shape, dtype=torch.int32)
-        table.append(({"count": wrong}, ValueError, f"count: shape {shape}, {each}"))
+    table += [
+        ({"count": torch.ones(shape).int()}, ValueError, f"count: shape {shape}, {each}")
+        for shape in ([3], [0], [5], [4, 1], [1, 1], [4, 2])
+    ]
     words = torch.zeros(40, dtype=torch.int64)
     values, numbers = words.view(FP8)[:64].view(SHAPE), words.view(torch.float32)[:8].view(4, 2)
     table += [
@@ -236,10 +225,9 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
          "lses: a list of 3, expected 1, one for each of outs"),
         ({"outs": stack}, TypeError, "lses: list, expected a stacked tensor, as outs is"),
         ({"lses": logs}, TypeError, "lses: Tensor, expected a list of tensors, as outs is"),
-        ({"outs": stack[0], "lses": logs}, ValueError,
-         "outs: shape [4, 2, 8], expected [n, tokens, heads, dim]"),
-        ({"outs": torch.tensor(1.0), "lses": logs}, ValueError,
-         "outs: shape [], expected [n, tokens, heads, dim]"),
+        *(({"outs": one, "lses": logs}, ValueError,
+           f"outs: shape {list(one.shape)}, expected [n, tokens, heads, dim]")
+          for one in (stack[0], torch.tensor(1.0))),
         ({"outs": stack, "lses": logs[:2]}, ValueError,
          "lses: shape [2, 4, 2], expected a first dimension of 3 as in outs"),
         ({"outs": stack, "lses": logs.mT}, ValueError,
@@ -291,6 +279,8 @@ def mistakes_of_two() -> list[Mistake]:
     for name in ("out_a", "lse_a"):
         table += not_partials(name, zeros(*(SHAPE if "out" in name else LSE_SHAPE)))
     prefill = "prefill_tokens_with_context"
-    for value in (-1, -(2**63)):
-        table.append(({prefill: value}, ValueError, f"{prefill}: {value}, expected 0 or more"))
+    table += [
+        ({prefill: value}, ValueError, f"{prefill}: {value}, expected 0 or more")
+        for value in (-1, -(2**63))
+    ]
     return table + not_ints(prefill, optional=True)

@@ -24,9 +24,6 @@ INF, NAN = math.inf, math.nan
 TOLERANCE = 1e-6
 
 
-# -- reference -------------------------------------------------------------------------------------
-
-
 def ref_merge(
     outs: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
@@ -113,9 +110,6 @@ def assert_merged(
         assert_close(result[1], wanted_lse, TOLERANCE * (1 + wanted_lse.abs().nan_to_num(0, 0, 0)))
 
 
-# -- calls -----------------------------------------------------------------------------------------
-
-
 def partials(
     device: torch.device | str,
     n: int,
@@ -182,18 +176,6 @@ def placed(values: Tensor, layout: str = "contiguous", *, seed: int = 0) -> Buff
     return Buffer(whole, view)
 
 
-def room(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "contiguous",
-    *,
-    seed: int = 77,
-) -> Buffer:
-    """Return a place for a result, within random bytes."""
-    return placed(torch.zeros(shape, dtype=F32).to(dtype).to(device), layout, seed=seed)
-
-
 @dataclass
 class Call:
     """Arguments of merge_states, each within memory of which every byte is accounted for."""
@@ -209,8 +191,7 @@ class Call:
         written = [(buffer, buffer.twin()) for buffer in (self.out, self.lse)]
         outs, lses = ([one.view for one in many] for many in (self.outs, self.lses))
         result = merge_states(outs, lses, output=self.out.view, lse=self.lse.view, **options)
-        assert result[0] is self.out.view
-        assert result[1] is self.lse.view
+        assert result[0] is self.out.view and result[1] is self.lse.view
         assert all(map(Buffer.same, read, twins))
         for buffer, twin in written:  # all around the result is as it was
             twin.view.copy_(buffer.view)
@@ -228,21 +209,19 @@ def call_of(
     layouts: Sequence[str] = ("contiguous",),
     lse_layouts: Sequence[str] = ("contiguous",),
     out_layout: str = "contiguous",
-    merged_lse_layout: str = "contiguous",
 ) -> Call:
     """Return a call on those partials, which are laid out in turn as `layouts` say."""
-    n, device = len(outs), outs.device
+    n, out_dtype = len(outs), out_dtype or outs.dtype
+    out, lse = torch.zeros_like(outs[0], dtype=F32), torch.zeros_like(lses[0])
     return Call(
         [placed(outs[i], layouts[i % len(layouts)], seed=i) for i in range(n)],
         [placed(lses[i], lse_layouts[i % len(lse_layouts)], seed=i + n) for i in range(n)],
-        room(outs.shape[1:], out_dtype or outs.dtype, device, out_layout),
-        room(lses.shape[1:], lse_dtype, device, merged_lse_layout, seed=78),
+        placed(out.to(out_dtype), out_layout, seed=77),
+        placed(lse.to(lse_dtype), seed=78),
     )
 
 
 def assert_same(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> None:
     """Bit for bit, NaN included."""
-    assert same_bits(a[0], b[0])
-    assert a[1] is not None
-    assert b[1] is not None
-    assert same_bits(a[1], b[1])
+    assert a[1] is not None and b[1] is not None
+    assert same_bits(a[0], b[0]) and same_bits(a[1], b[1])

@@ -70,19 +70,10 @@ def on_cuda(tensor: Tensor) -> Any:
 def non_tensors(argument: str, *, optional: bool = False) -> list[Mistake]:
     """What is not a tensor at all, under the name that Python has for it."""
     values: dict[str, Any] = {
-        "None": None,
-        "int": 7,
-        "int of more than 64 bits": 2**70,
-        "float": 1.5,
-        "bool": True,
-        "str": "cache",
-        "list": [1, 2],
-        "dict": {},
-        "bytes": b"row",
-        "object": NotATensor(),
-        "dtype": torch.float32,
-        "function": zeros,
-    }
+        "None": None, "int": 7, "int of more than 64 bits": 2**70, "float": 1.5, "bool": True,
+        "str": "cache", "list": [1, 2], "dict": {}, "bytes": b"row", "object": NotATensor(),
+        "dtype": torch.float32, "function": zeros,
+    }  # fmt: skip
     return [
         ({argument: value}, TypeError, f"{argument}: {came}, expected a tensor")
         for came, value in values.items()
@@ -127,6 +118,42 @@ def not_ints(*arguments: str, optional: bool = False) -> list[Mistake]:
         ({name: value}, TypeError, f"{name}: {came}, expected an int")
         for name in arguments
         for came, value in values
+    ]
+
+
+def not_rows(
+    name: str, shape: list[int], *, written: bool = False, like: str = ""
+) -> list[Mistake]:
+    """What is no table of contiguous rows, or not `like` that other one of float32."""
+    rows, items = shape
+    table: list[Mistake] = [
+        ({name: torch.tensor(1.0)}, ValueError, f"{name}: shape [], expected at least 1 dimension"),
+        ({name: zeros(items, rows).t()}, ValueError, stride_text(name, rows, 1, shape, 1)),
+    ]
+    if written:
+        expanded = zeros(1, items).expand(shape)
+        table.append(({name: expanded}, ValueError, apart_text(name, 0, shape)))
+    if like:
+        text = f"{name}: dtype float16, expected float32 as in {like}"
+        table.append(({name: zeros(rows, items).half()}, TypeError, text))
+    return table
+
+
+def not_num_sms() -> list[Mistake]:
+    few = [({"num_sms": n}, ValueError, f"num_sms: {n}, expected at least 1") for n in (0, -3)]
+    return few + not_ints("num_sms", optional=True)
+
+
+def not_words(name: str, expected: str, *wrong: str, optional: bool = False) -> list[Mistake]:
+    """Return what is none of an argument's words: these, nothing, and what is no str."""
+    values = [
+        ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list", ["e"]),
+        ("Tensor", torch.ones(2, device="meta")), *[("None", None)] * (not optional),
+    ]  # fmt: skip
+    words = [({name: word}, ValueError, f'{name}: "{word}", expected {expected}')
+             for word in (*wrong, "")]  # fmt: skip
+    return words + [
+        ({name: value}, TypeError, f"{name}: {came}, expected {expected}") for came, value in values
     ]
 
 
@@ -179,43 +206,25 @@ def good_pair_arguments() -> dict[str, Any]:
 
 def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
     """What the ops of pairs have in common; `host` is the argument that is in host memory."""
-    orders = 'expected "auto", "given" or "host"'
     table = not_tensors(good, "src", "dst", "pairs") + bad_indices("pairs", good["pairs"])
     table += read_only(good, "src", "dst", "pairs")
     wanted = "expected shape [..., 2] of (source row, destination row)"
     memory = torch.zeros(SLOTS, 4, dtype=torch.int64)
     table += [
-        ({"src": zeros(ROWS, 8, dtype=torch.float16)}, TypeError,
-         "src: dtype float16, expected float32 as in dst"),
-        ({"src": zeros(ROWS, 7)}, ValueError,
-         bytes_text("src", 28, [3, 7], "dst")),
-        ({"src": torch.tensor(1.0)}, ValueError,
-         "src: shape [], expected at least 1 dimension"),
-        ({"src": zeros(8, ROWS).t()}, ValueError,
-         stride_text("src", 3, 1, [3, 8], 1)),
-        ({"dst": torch.tensor(1.0)}, ValueError,
-         "dst: shape [], expected at least 1 dimension"),
-        ({"dst": zeros(8, SLOTS).t()}, ValueError,
-         stride_text("dst", 50, 1, [50, 8], 1)),
+        *not_rows("src", [ROWS, 8], like="dst"),
+        *not_rows("dst", [SLOTS, 8], written=True),
+        ({"src": zeros(ROWS, 7)}, ValueError, bytes_text("src", 28, [3, 7], "dst")),
         ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
         ({"pairs": torch.arange(3)}, ValueError, f"pairs: shape [3], {wanted}"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[7].view(2, 2)}, ValueError,
          overlap_text("pairs", "dst")),
-        ({"dst": zeros(1, 8).expand(SLOTS, 8)}, ValueError, apart_text("dst", 0, [50, 8])),
         ({"src": good["dst"][47:], "dst": good["dst"]}, ValueError, overlap_text("dst", "src")),
-        ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
-        ({"num_sms": -3}, ValueError, "num_sms: -3, expected at least 1"),
-        *not_ints("num_sms", optional=True),
+        *not_num_sms(),
         ({host: on_cuda(good[host])}, ValueError,
          f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
-        ({"order": "source"}, ValueError, f'order: "source", {orders}'),
-        ({"order": "Auto"}, ValueError, f'order: "Auto", {orders}'),
-        ({"order": ""}, ValueError, f'order: "", {orders}'),
-        ({"order": True}, TypeError, f"order: bool, {orders}"),
-        ({"order": zeros(2).numpy()}, TypeError, f"order: Tensor, {orders}"),
-        ({"order": zeros(2).to("meta")}, TypeError, f"order: Tensor, {orders}"),
+        *not_words("order", '"auto", "given" or "host"', "source", "Auto", optional=True),
         ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
          index_text("pairs[..., 0]", 3, 1, 3)),
         ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,

@@ -6,6 +6,7 @@ One body for all such ops; what each has of its own is in its own tests, and `CA
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +25,15 @@ def names(value: Any) -> str:
 
 
 each_case = pytest.mark.parametrize("case", CASES, ids=names)
-each_way = pytest.mark.parametrize(
-    ("case", "how"), [(case, how) for case in CASES for how in case.ways], ids=names
-)
+
+
+def each_way_if(wanted: Callable[[Case], object]) -> pytest.MarkDecorator:
+    """Those cases, in all their ways."""
+    ways = [(case, how) for case in CASES if wanted(case) for how in case.ways]
+    return pytest.mark.parametrize(("case", "how"), ways, ids=names)
+
+
+each_way = each_way_if(lambda case: True)
 each_index = pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
 
 
@@ -75,9 +82,7 @@ def test_one_misaligned_tensor(device: torch.device, case: Case, which: int) -> 
 
 
 @pytest.mark.parametrize("row_bytes", [16, 128, 144, 656, 1024, 4096])
-@pytest.mark.parametrize(
-    ("case", "how"), [(case, how) for case in CASES for how in case.ways if case.on_host], ids=names
-)
+@each_way_if(lambda case: case.on_host)
 def test_host_rows_at_every_place_of_a_line(
     device: torch.device, case: Case, how: dict[str, Any], row_bytes: int
 ) -> None:
@@ -90,11 +95,7 @@ def test_host_rows_at_every_place_of_a_line(
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (), (2, 3), (6, 1), (3, 0)], ids=str)
-@pytest.mark.parametrize(
-    ("case", "how"),
-    [(case, how) for case in CASES for how in case.ways if len(case.columns) > 1],
-    ids=names,
-)
+@each_way_if(lambda case: len(case.columns) > 1)
 def test_shapes_of_pairs(
     device: torch.device, case: Case, how: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
@@ -179,9 +180,7 @@ def test_under_inference_mode(device: torch.device, case: Case) -> None:
         case.run_and_compare(buffers, case.indices(device))
 
 
-@pytest.mark.parametrize(
-    ("case", "how"), [(case, how) for case in CASES for how in case.ways if case.large], ids=names
-)
+@each_way_if(lambda case: case.large)
 def test_large_calls(device: torch.device, case: Case, how: dict[str, Any]) -> None:
     """Several threads on the CPU, the loop of a persistent kernel on CUDA."""
     assert case.large is not None
@@ -192,11 +191,7 @@ def test_large_calls(device: torch.device, case: Case, how: dict[str, Any]) -> N
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("case", "how"),
-    [(case, how) for case in CASES for how in case.ways if not case.indices_on_host],
-    ids=names,
-)
+@each_way_if(lambda case: not case.indices_on_host)
 def test_in_a_graph_from_the_first_call(case: Case, how: dict[str, Any]) -> None:
     """A row size of its own, so that kernels are compiled and loaded while it is captured."""
     cuda, place = torch.device("cuda"), CASES.index(case)
@@ -213,3 +208,22 @@ def test_in_a_graph_from_the_first_call(case: Case, how: dict[str, Any]) -> None
         torch.cuda.synchronize()
         case.reference(views(twins), indices)
         assert all(map(Buffer.same, buffers, twins))
+
+
+@pytest.mark.cuda
+@each_way_if(lambda case: not case.indices_on_host)
+def test_on_the_current_stream(case: Case, how: dict[str, Any]) -> None:
+    """Its indices are padding until that stream comes to the call."""
+    cuda = torch.device("cuda")
+    buffers, indices = case.buffers(cuda, (656,)), case.indices(cuda)
+    twins, now = [buffer.twin() for buffer in buffers], torch.full_like(indices, -1)
+    case.call(views(buffers), now, **how)  # compiles
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        now.copy_(indices)
+        case.call(views(buffers), now, **how)
+        now.fill_(-1)
+    torch.cuda.synchronize()
+    case.reference(views(twins), indices)
+    assert all(map(Buffer.same, buffers, twins))

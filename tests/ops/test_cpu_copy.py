@@ -55,12 +55,12 @@ def test_nothing_is_written_where_the_last_index_is_out_of_range(threads: int) -
 
 
 FORKED = """
-import os, torch
+import os, sys, torch
 torch.set_num_threads(3)
 rows = torch.zeros(4096, 4096, dtype=torch.uint8)
 threes = rows + 3  # by a team of OpenMP, with which GNU's runtime would hang in the child
 slots = torch.randperm(4096)
-if LOAD_FIRST:
+if sys.argv[1] == "True":  # loads first
     from jitkern import store_cache
     store_cache(rows, None, slots, rows.clone())
 child = os.fork()
@@ -76,15 +76,15 @@ os._exit(not bool((rows == 3).all()))
 @pytest.mark.parametrize("load_first", [True, False])
 def test_threads_after_fork(load_first: bool) -> None:
     """Also where the host module is loaded in the child and has seen no fork."""
-    code = FORKED.replace("LOAD_FIRST", str(load_first))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", FORKED, str(load_first)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
 SHARED_THREADS = """
-import os, threading, torch
+import os, sys, threading, torch
 from jitkern import store_cache
-torch.set_num_threads(THREADS)
+torch.set_num_threads(3)
 def count():
     return len(os.listdir("/proc/self/task"))
 def run():
@@ -95,7 +95,7 @@ def run():
     ours = count()
     rows.fill_(1)
     print(ours - before, count() - ours)
-if IN_MAIN_THREAD:
+if sys.argv[1] == "True":  # in the main thread
     run()
 else:
     thread = threading.Thread(target=run)
@@ -108,7 +108,6 @@ else:
 @pytest.mark.parametrize("in_main_thread", [True, False])
 def test_threads_are_those_of_torch(in_main_thread: bool) -> None:
     """As many as torch.get_num_threads() says at the time of the call, and torch uses the same."""
-    code = SHARED_THREADS.replace("THREADS", "3")
-    code = code.replace("IN_MAIN_THREAD", str(in_main_thread))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", SHARED_THREADS, str(in_main_thread)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "0"]

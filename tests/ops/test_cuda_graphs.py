@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import pytest
 import torch
+import tvm_ffi
 from buffers import random_bytes
 from ref import ref_indexing, ref_store
 from torch import Tensor
@@ -95,29 +100,6 @@ def test_the_next_call_raises_an_earlier_fault_and_does_nothing() -> None:
     assert torch.equal(cache[4:], before[4:])
 
 
-def test_side_streams() -> None:
-    """Each stream works on its own buffers, after a delay that a wrong stream would not see."""
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    results = []
-    for i, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            cache, v_cache = device_bytes(SLOTS, i), device_bytes(SLOTS, i)
-            rows = torch.zeros(ROWS, ROW_BYTES, dtype=torch.uint8, device="cuda")
-            dst = torch.zeros_like(cache)
-            src = pinned_bytes(SLOTS, i + 10)
-            slots = torch.randperm(SLOTS, device="cuda")[:ROWS]
-            pairs = torch.stack([slots, slots], dim=1)
-            torch.cuda._sleep(20_000_000)
-            rows.fill_(i + 1)  # visible to a later kernel of this stream only
-            store_cache(cache, v_cache, slots, rows, rows)
-            h2d_gather(src, dst, pairs)
-            results.append((indexing(cache, slots), rows, dst, src, slots))
-    torch.cuda.synchronize()
-    for found, rows, dst, src, slots in results:
-        assert torch.equal(found, rows)
-        assert torch.equal(dst[slots].cpu(), src[slots.cpu()])
-
-
 @pytest.mark.parametrize("rows", [SLOTS, 40_000], ids=["small", "large"])
 def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     """Both ways over the bus at once, 50 times; large gathers each with scratch memory."""
@@ -137,6 +119,54 @@ def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     torch.cuda.synchronize()
     assert torch.equal(arrived[there[:, 1]].cpu(), incoming[there[:, 0].cpu()])
     assert torch.equal(written, outgoing.cpu().flip(0))
+
+
+# -- a call in which no argument is PyTorch's; without a GPU see test_faults.py --------------------
+
+
+class Foreign:
+    """A tensor that says no more than DLPack does, and orders no streams."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: object) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.__dlpack_device__()
+
+
+def stored(cache: Any, indices: Any, rows: Any) -> None:
+    store_cache(cache, None, indices, rows)
+
+
+def looked_up(cache: Any, indices: Any, rows: Any) -> None:
+    indexing(rows, indices, output=cache)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("call", [stored, looked_up])
+@pytest.mark.parametrize("kind", [lambda one: one, tvm_ffi.from_dlpack], ids=["dlpack", "ffi"])
+def test_it_is_torch_s_current_one(
+    kind: Callable[[Any], Any],
+    call: Callable[..., None],
+    mode: Callable[[], AbstractContextManager[object]],
+) -> None:
+    with mode():
+        rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
+        indices = torch.arange(5, device="cuda")
+        given = [kind(Foreign(one)) for one in (cache, indices, rows)]
+        call(*given)  # compiles
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # cycles, of some 2 GHz
+            rows.fill_(3)
+            call(*given)
+            found = cache.clone()
+        stream.synchronize()
+        assert torch.equal(found, torch.full_like(found, 3))
 
 
 @pytest.mark.multigpu

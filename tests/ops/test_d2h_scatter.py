@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from contract import Case
-from mistakes import Mistake, good_pair_arguments, pair_mistakes
+from mistakes import Mistake, good_pair_arguments, not_words, pair_mistakes
 from ref import ref_h2d_gather as ref_copy_pairs
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -16,9 +16,6 @@ from jitkern import d2h_scatter
 
 SRC_ROWS = 29
 DST_ROWS = 43
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class Scatter(Case):
@@ -50,11 +47,8 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    ways = 'expected "auto" or "sm"'
-    return [
-        *pair_mistakes(good_arguments(), "dst"),
-        *(({"method": name}, ValueError, f'method: "{name}", {ways}') for name in ("both", "cpu")),
-    ]
+    words = not_words("method", '"auto" or "sm"', "both", "cpu", optional=True)
+    return pair_mistakes(good_arguments(), "dst") + words
 
 
 def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:

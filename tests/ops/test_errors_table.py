@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from mistakes import Mistake
-from ref import same_bits
+from ref import flat, replaced, same_bits
 from stems import FUNCTIONS, own_tests
-from torch import Tensor
 
 import jitkern
 
@@ -27,19 +26,6 @@ def good_arguments(op: str) -> dict[str, Any]:
     return own_tests(FUNCTIONS[op]).good_arguments()
 
 
-def tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """All of them by name, also those in lists."""
-    lists = {
-        name: value if isinstance(value, list) else [value] for name, value in arguments.items()
-    }
-    return {
-        f"{name}[{i}]": one
-        for name, values in lists.items()
-        for i, one in enumerate(values)
-        if torch.is_tensor(one)
-    }
-
-
 @pytest.mark.parametrize(
     ("op", "change", "kind", "text"),
     [(op, *mistake) for op, table in TABLES.items() for mistake in table],
@@ -47,12 +33,12 @@ def tensors(arguments: dict[str, Any]) -> dict[str, Tensor]:
 )
 def test_mistake(op: str, change: dict[str, Any], kind: type[Exception], text: str) -> None:
     good = good_arguments(op)
-    before = {name: tensor.clone() for name, tensor in tensors(good).items()}
+    before = {name: tensor.clone() for name, tensor in flat(good).items()}
     with pytest.raises(kind) as caught:
         getattr(jitkern, op)(**{**good, **change})
     assert type(caught.value) is kind
     assert str(caught.value) == f"{op}: {text}"
-    for name, tensor in tensors(good).items():
+    for name, tensor in flat(good).items():
         assert same_bits(tensor, before[name])
 
 
@@ -75,15 +61,10 @@ MIXED = [
 @pytest.mark.cuda
 @pytest.mark.parametrize(("op", "argument", "came", "expected"), MIXED)
 def test_mixed_devices(op: str, argument: str, came: str, expected: str) -> None:
-    def on_gpu(value: Any) -> Any:
-        if isinstance(value, list):
-            return [on_gpu(one) for one in value]
-        return value.cuda() if torch.is_tensor(value) else value
-
-    arguments = {
-        name: value if name in (argument, "src") else on_gpu(value)
-        for name, value in good_arguments(op).items()
-    }
+    arguments = replaced(
+        good_arguments(op),
+        lambda n, one: one if n.partition("[")[0] in (argument, "src") else one.cuda(),
+    )
     with pytest.raises(ValueError, match="device") as caught:
         getattr(jitkern, op)(**arguments)
     assert str(caught.value) == f"{op}: {argument}: device {came}, expected {expected}"

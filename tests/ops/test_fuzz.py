@@ -44,27 +44,20 @@ class Fuzzer:
 
     def wrong_tensor(self, good: Tensor) -> Tensor:
         choices: list[Callable[[], Tensor]] = [
-            lambda: good.to(self.rng.choice([torch.int16, torch.float16, torch.float32])),
-            lambda: good.to("meta"),
-            lambda: good.clone().to_sparse(),
+            lambda: good.to("meta"), lambda: good[..., ::2], lambda: good[::2],
+            lambda: good.reshape(-1), lambda: good.reshape(-1)[0], lambda: good[:0],
+            lambda: torch.cat([good, good]), lambda: self.without_storage(good),
+            lambda: torch.empty(0), lambda: torch.tensor(7), lambda: good.expand(3, *good.shape),
+            lambda: torch.full(good.shape, 2**62), lambda: good.clone().to_sparse(),
             lambda: good.float().to_mkldnn(),
+            lambda: good.to(self.rng.choice([torch.int16, torch.float16, torch.float32])),
             lambda: torch.quantize_per_tensor(good.float(), 0.1, 0, torch.quint8),
             lambda: torch.nn.Parameter(good, requires_grad=good.is_floating_point()),
             lambda: (good.float().requires_grad_() * 2).to(good.dtype),
             lambda: good.t() if good.dim() == 2 else good.flip(0),
-            lambda: good[..., ::2],
-            lambda: good[::2],
             lambda: good.unsqueeze(self.rng.randrange(good.dim() + 1)),
-            lambda: good.reshape(-1),
-            lambda: good.reshape(-1)[0],
-            lambda: good.expand(3, *good.shape),
-            lambda: good[:0],
-            lambda: torch.cat([good, good]),
             lambda: torch._efficientzerotensor(good.shape, dtype=good.dtype),
-            lambda: self.without_storage(good),
             lambda: torch.nested.nested_tensor([good, good]),
-            lambda: torch.empty(0),
-            lambda: torch.tensor(7),
             lambda: torch.zeros(1, dtype=good.dtype).expand(good.shape),
             lambda: torch.zeros([1] * 60, dtype=good.dtype),
             lambda: torch.empty(2**20, 0, 2**40, dtype=good.dtype),
@@ -72,9 +65,8 @@ class Fuzzer:
             lambda: good.as_subclass(torch.nn.Buffer),
             lambda: good + 2**30 if not good.is_floating_point() else good,
             *[lambda: self.one_too_large(good)] * 3,
-            lambda: torch.full(good.shape, 2**62),
             lambda: torch.full(good.shape, torch.iinfo(torch.int64).min),
-        ]
+        ]  # fmt: skip
         while True:
             try:
                 return self.rng.choice(choices)()

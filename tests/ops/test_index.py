@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import Buffer, host_buffer, make_buffer
+from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range, to_index
 from contract import Case, store_bits
 from mistakes import (
     Mistake,
@@ -15,6 +15,7 @@ from mistakes import (
     bad_indices,
     index_text,
     not_ints,
+    not_rows,
     not_tensors,
     overlap_text,
     stride_text,
@@ -36,22 +37,15 @@ def tokens(device: torch.device, dtype: torch.dtype = torch.int64, count: int = 
     return values.to(dtype).to(device)
 
 
-def table(device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int) -> Tensor:
-    return make_buffer((VOCAB, *row), dtype, device, **how).view
+def table(device: torch.device, row: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> Tensor:
+    return make_buffer((VOCAB, *row), dtype, device).view
 
 
-def compare_with_output(
-    weights: Tensor,
-    indices: Tensor,
-    output: Buffer,
-    vocab_range: tuple[int, int] | None = None,
-) -> None:
+def compare_with_output(weights: Tensor, indices: Tensor, output: Buffer, **ranges: Any) -> None:
     """Run with a given output, and prove that nothing else of its memory has changed."""
     twin = output.twin()
-    result = indexing(weights, indices, output=output.view, vocab_range=vocab_range)
-    assert result is output.view
-    expected = ref_indexing(weights, indices, vocab_range).reshape(twin.view.shape)
-    store_bits(twin.view, expected)
+    assert indexing(weights, indices, output=output.view, **ranges) is output.view
+    store_bits(twin.view, ref_indexing(weights, indices, **ranges).reshape(twin.view.shape))
     assert output.same(twin)
 
 
@@ -147,6 +141,113 @@ def test_wrong_memory_of_a_table() -> None:
     check()
 
 
+# -- tables of one range of a vocabulary and of two, and of a vocabulary of known size -------------
+
+
+LAST = 2**63 - 1
+
+
+def around(*ranges: tuple[int, int]) -> list[int]:
+    """Return what lies at the ends of ranges, and what no range holds."""
+    near = {end + step for start, length in ranges for end in (start, start + length)
+            for step in (-1, 0, 1)}  # fmt: skip
+    return [*sorted(near), -1, -7, -(2**31)]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 656, 8192])
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("vocab_range", "added_range"),
+    [
+        ((0, 30), (100, 11)),
+        ((0, 30), (30, 11)),  # one behind the other
+        ((100, 30), (3, 11)),  # and in front of it
+        ((11, 30), (0, 11)),
+        ((7, 20), (50, 5)),  # rows to spare
+        ((7, 0), (3, 9)),  # one range only, around the start of no range
+        ((7, 9), (10, 0)),
+        ((7, 0), (7, 0)),
+        ((0, 20), (2**31 - 9, 9)),
+        ((0, 0), None),
+        ((7, 20), None),
+        ((LAST, 20), (0, 5)),  # the first goes on behind the last index
+        ((0, 20), (LAST, 5)),
+        ((LAST - 20, 20), (LAST, 5)),
+        ((2**31 - 4, 20), (2**31 + 16, 20)),
+        ((2**31 - 1, 1), (0, 1)),
+        *(((start, VOCAB), None) for start in (0, 20, 2**31 - VOCAB, 2**40, 2**63 - VOCAB, LAST)),
+    ],
+)  # fmt: skip
+def test_one_range_and_two(
+    device: torch.device,
+    row_bytes: int,
+    index_dtype: torch.dtype,
+    vocab_range: tuple[int, int],
+    added_range: tuple[int, int] | None,
+) -> None:
+    weights = table(device, (row_bytes,))
+    ends = around(vocab_range, added_range or vocab_range)
+    lowest, highest = torch.iinfo(index_dtype).min, torch.iinfo(index_dtype).max
+    extremes = [lowest, lowest + 1, lowest + VOCAB, highest - VOCAB, highest - 1, highest, 2**62]
+    values = [value for value in (*ends, *extremes) if lowest <= value <= highest]
+    indices = to_index(values, index_dtype, device)
+    output = make_buffer((len(values), row_bytes), device=device, seed=1, gap=3)
+    ranges: Any = {"vocab_range": vocab_range, "added_range": added_range}
+    assert same_bits(indexing(weights, indices, **ranges), ref_indexing(weights, indices, **ranges))
+    compare_with_output(weights, indices, output, **ranges)
+    check(device)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("beyond", [0, 1, 2**31 - 1, 2**40, LAST])
+@pytest.mark.parametrize("added_range", [None, (60, 4), (70, 0)])
+def test_the_size_of_the_vocabulary(
+    device: torch.device, index_dtype: torch.dtype, beyond: int, added_range: tuple[int, int] | None
+) -> None:
+    """Its last index is another rank's row, zeros here; the next one is a fault."""
+    size, weights = 70, table(device, (40,))
+    value = max(beyond, size + beyond) if beyond < 2 else beyond
+    if value > torch.iinfo(index_dtype).max:
+        pytest.skip("no such int32")
+    ranges: Any = {"vocab_range": (7, 30), "added_range": added_range, "vocab_size": size}
+    good = to_index([0, 6, 7, 36, 37, 59, 60, 63, 64, size - 1, -1, -5], index_dtype, device)
+    expected = ref_indexing(weights, good, (7, 30), added_range)
+    assert same_bits(indexing(weights, good, **ranges), expected)
+    check(device)
+    bad = good.clone()
+    bad[9] = value
+    output = make_buffer((12, 40), device=device, seed=1)
+    twin = output.twin()
+    text = f"indexing: indices: index {value} at position 9, expected below {size}"
+    with out_of_range(device, text):
+        indexing(weights, bad, output=output.view, **ranges)
+    if device.type == "cuda":  # that row is zeros
+        twin.view.copy_(expected)
+    assert output.same(twin)
+
+
+def test_no_indices_no_rows_no_vocabulary(device: torch.device) -> None:
+    empty: Any = {"vocab_range": (0, 0), "added_range": (0, 0), "vocab_size": 0}
+    weights = table(device, (40,))[:0]
+    assert indexing(weights, to_index([-1, -9], torch.int32, device), **empty).eq(0).all()
+    assert indexing(weights, to_index([], torch.int64, device), **empty).shape == (0, 40)
+    with out_of_range(device, "index 0 at position 1, expected below 0"):
+        indexing(weights, to_index([-1, 0], torch.int64, device), **empty)
+
+
+@pytest.mark.parametrize("count", [65, 70_000])
+def test_ranges_of_a_table_in_host_memory(device: torch.device, count: int) -> None:
+    weights = host_buffer((VOCAB, 5), torch.float32, device).view
+    indices = torch.arange(count, device=device) * 7 % 80 - 3
+    ranges: Any = {"vocab_range": (30, 20), "added_range": (5, 21), "vocab_size": 77}
+    expected = ref_indexing(weights, indices.cpu(), (30, 20), (5, 21))
+    assert same_bits(indexing(weights, indices, **ranges), expected)
+    check(device)
+    with out_of_range(device, f"index 76 at position {count - 9}, expected below 76"):
+        indices.fill_(-1)[count - 9] = 76
+        indexing(weights, indices, **{**ranges, "vocab_size": 76})
+
+
 # -- what may be wrong with ranges, on a table of 50 rows ------------------------------------------
 
 
@@ -157,34 +258,24 @@ _PART = {"vocab_range": (10, 30)}
 
 
 def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
-    pair = "expected (start, length)"
-    return [
-        ({**change, name: 5}, TypeError, f"{name}: 5, {pair}"),
-        ({**change, name: (5,)}, TypeError, f"{name}: (5,), {pair}"),
-        ({**change, name: (1, 2, 3)}, TypeError, f"{name}: (1, 2, 3), {pair}"),
-        ({**change, name: (None, 5)}, TypeError, f"{name}: (None, 5), expected two ints"),
-        ({**change, name: (None, None)}, TypeError, f"{name}: (None, None), expected two ints"),
-        ({**change, name: (0, None)}, TypeError, f"{name}: (0, None), expected two ints"),
-        ({**change, name: (0.0, 5)}, TypeError, f"{name}[0]: float, expected an int"),
-        ({**change, name: (0, 5.0)}, TypeError, f"{name}[1]: float, expected an int"),
-        ({**change, name: (True, 5)}, TypeError, f"{name}[0]: bool, expected an int"),
-        ({**change, name: ("0", 5)}, TypeError, f"{name}[0]: str, expected an int"),
-        ({**change, name: (torch.ones((), device="meta"), 5)}, TypeError,
-         f"{name}[0]: Tensor, expected an int"),
-        ({**change, name: (2**63, 5)}, TypeError,
-         f"{name}[0]: int of more than 64 bits, expected an int"),
+    pair, two = "expected (start, length)", "expected two ints"
+    wrong: list[tuple[Any, str]] = [
+        *((value, f": {value}, {pair}") for value in (5, (5,), (1, 2, 3))),
+        *((value, f": {value}, {two}") for value in ((None, 5), (None, None), (0, None))),
+        *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
+          for one, _, one_text in not_ints(name, optional=True)),
+        ((0, 5.0), "[1]: float, expected an int"),
     ]  # fmt: skip
+    return [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
 
 
 def mistakes_of_ranges() -> list[Mistake]:
     table = _no_ranges("vocab_range", {}) + _no_ranges("added_range", _PART)
     table += [
-        ({"vocab_range": (0, 51)}, ValueError, f"vocab_range: (0, 51), {_OF_50}"),
-        ({"vocab_range": (-1, 5)}, ValueError, f"vocab_range: (-1, 5), {_OF_50}"),
-        ({"vocab_range": (5, -1)}, ValueError, f"vocab_range: (5, -1), {_OF_50}"),
-        ({**_PART, "added_range": (40, 21)}, ValueError, f"added_range: (40, 21), {_OF_20}"),
-        ({**_PART, "added_range": (-1, 5)}, ValueError, f"added_range: (-1, 5), {_OF_20}"),
-        ({**_PART, "added_range": (90, -1)}, ValueError, f"added_range: (90, -1), {_OF_20}"),
+        *(({"vocab_range": wrong}, ValueError, f"vocab_range: {wrong}, {_OF_50}")
+          for wrong in ((0, 51), (-1, 5), (5, -1))),
+        *(({**_PART, "added_range": wrong}, ValueError, f"added_range: {wrong}, {_OF_20}")
+          for wrong in ((40, 21), (-1, 5), (90, -1))),
         ({"added_range": (50, 0)}, ValueError,
          "added_range: given without vocab_range, expected both"),
         ({"vocab_size": 50}, ValueError, "vocab_size: given without vocab_range, expected both"),
@@ -200,10 +291,10 @@ def mistakes_of_ranges() -> list[Mistake]:
           for change, kind, text in not_ints("vocab_size", optional=True)),
         ({"vocab_size": 40, **_PART, "indices": torch.tensor([-3, 40, 39])}, IndexError,
          index_text("indices", 40, 1, 40)),
+        *(({**_PART, "added_range": added}, ValueError,
+           f"added_range: {added}, expected no index of vocab_range (10, 30)")
+          for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20))),
     ]  # fmt: skip
-    for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20)):
-        text = f"added_range: {added}, expected no index of vocab_range (10, 30)"
-        table.append(({**_PART, "added_range": added}, ValueError, text))
     return table
 
 
@@ -240,14 +331,8 @@ CASES = [Index(), IndexOfATableInHostMemory()]
 
 
 def good_arguments() -> dict[str, Any]:
-    return {
-        "weights": zeros(50, 8),
-        "indices": torch.arange(3),
-        "output": zeros(3, 8),
-        "vocab_range": None,
-        "added_range": None,
-        "vocab_size": None,
-    }
+    ranges = {"vocab_range": None, "added_range": None, "vocab_size": None}
+    return {"weights": zeros(50, 8), "indices": torch.arange(3), "output": zeros(3, 8), **ranges}
 
 
 def mistakes() -> list[Mistake]:
@@ -259,13 +344,9 @@ def mistakes() -> list[Mistake]:
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,
          "output: dtype float16, expected float32 as in weights"),
-        ({"output": zeros(4, 8)}, ValueError,
-         "output: shape [4, 8], expected shape [3, 8]"),
-        ({"output": zeros(3, 9)}, ValueError,
-         "output: shape [3, 9], expected shape [3, 8]"),
-        ({"output": zeros(24)}, ValueError, "output: shape [24], expected shape [3, 8]"),
-        ({"output": zeros(3, 4, 2)}, ValueError,
-         "output: shape [3, 4, 2], expected shape [3, 8]"),
+        *(({"output": zeros(*shape)}, ValueError,
+           f"output: shape {shape}, expected shape [3, 8]")
+          for shape in ([4, 8], [3, 9], [24], [3, 4, 2])),
         ({"output": zeros(8, 3).t()}, ValueError,
          stride_text("output", 3, 1, [3, 8], 1)),
         ({"output": zeros(2, 5, 8)[:, :3], "indices": torch.zeros(2, 3, dtype=torch.int32)},
@@ -274,10 +355,7 @@ def mistakes() -> list[Mistake]:
         ({"output": zeros(1, 8).expand(3, 8)}, ValueError, apart_text("output", 0, [3, 8])),
         ({"output": good["weights"][4:7], "weights": good["weights"]}, ValueError,
          overlap_text("output", "weights")),
-        ({"weights": torch.tensor(1.0)}, ValueError,
-         "weights: shape [], expected at least 1 dimension"),
-        ({"weights": zeros(8, 50).t()}, ValueError,
-         stride_text("weights", 50, 1, [50, 8], 1)),
+        *not_rows("weights", [50, 8]),
         ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
          overlap_text("indices", "output")),
         ({"indices": torch.tensor([0, 50, 51])}, IndexError,

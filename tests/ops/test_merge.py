@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES
+from merge_mistakes import mistakes_of_many, mistakes_of_two
 from merge_reference import (
     BF16,
+    EXPANDED,
     F16,
     F32,
     FP8,
     INF,
+    LAYOUTS,
     NAN,
     OUT_TYPES,
     TYPES,
@@ -102,10 +105,8 @@ def test_empty_partials_count_nothing(device: torch.device) -> None:
             outs[lses.isinf()] = garbage
             out, lse = merge_states(outs, lses)
             assert_merged((out, lse), outs, lses)
-            assert not out.isnan().any()
             empty = lses.isinf().all(0)
-            assert empty.any()
-            assert torch.equal(lse == -INF, empty)
+            assert empty.any() and torch.equal(lse == -INF, empty) and not out.isnan().any()
             assert not out[empty].view(torch.int32).any()  # not even a sign
 
 
@@ -138,8 +139,7 @@ def test_nan_stays_in_its_row(device: torch.device) -> None:
             for rest in (0.0, -INF, INF):
                 lses[others, 4, 1] = rest
                 out, lse = merge_states(outs, lses)
-                assert out[4, 1].isnan().all()
-                assert lse[4, 1].isnan()
+                assert out[4, 1].isnan().all() and lse[4, 1].isnan()
                 out[4, 1], lse[4, 1] = good[0][4, 1], good[1][4, 1]
                 assert_same((out, lse), good)
 
@@ -191,14 +191,10 @@ def test_prefill_tokens_with_context(
         a[tokens:] = NAN
         (of_a if lse_layout == "tokens_heads" else of_a.t())[tokens:] = NAN
         result = merge_state(a, of_a, out_b, lse_b, **how, prefill_tokens_with_context=tokens)
-        lses = (result[1], every[1], lse_b)
-        if lse_layout == "heads_tokens":
-            lses = tuple(lse.t() for lse in lses)
-        assert_same((result[0][:tokens], lses[0][:tokens]), (every[0][:tokens], lses[1][:tokens]))
-        assert_same((result[0][tokens:], lses[0][tokens:]), (out_b[tokens:], lses[2][tokens:]))
-
-
-# -- the same bits ---------------------------------------------------------------------------------
+        for here, wanted in ((slice(tokens), every), (slice(tokens, None), (out_b, lse_b))):
+            of_here = here if lse_layout == "tokens_heads" else (slice(None), here)
+            same = wanted[0][here], wanted[1][of_here]
+            assert_same((result[0][here], result[1][of_here]), same)
 
 
 @pytest.mark.parametrize("n", [2, 3, 12, 64])
@@ -215,37 +211,28 @@ def test_any_number_of_tokens_gives_the_same_bits(
         assert_same(some, (every[0][part], every[1][part]))
 
 
-# -- what comes back -------------------------------------------------------------------------------
-
-
 def test_new_results(device: torch.device) -> None:
     """Of the partials' type and an fp32 lse, of the allocator: record_stream() knows them."""
     for dtype in TYPES:
         outs, lses = partials(device, 2, 5, 3, 8, dtype, dtype)
-        for out, lse in (
-            merge_states(outs, lses),
-            merge_state(outs[0], lses[0], outs[1], lses[1]),
-        ):
-            assert (out.dtype, lse.dtype) == (dtype, F32)
-            assert (out.device, lse.device) == (outs.device, outs.device)
-            assert out.untyped_storage().resizable()
-            assert lse.untyped_storage().resizable()
-            assert out.is_contiguous()
-            assert lse.is_contiguous()
+        two = merge_state(outs[0], lses[0], outs[1], lses[1])
+        for result in (merge_states(outs, lses), two):
+            for tensor, of_type in zip(result, (dtype, F32), strict=True):
+                assert (tensor.dtype, tensor.device) == (of_type, outs.device)
+                assert tensor.untyped_storage().resizable() and tensor.is_contiguous()
 
 
 def test_without_an_lse(device: torch.device) -> None:
     outs, lses = partials(device, 3, 5, 3, 8)
-    wanted = merge_states(outs, lses)[0]
-    out, lse = merge_states(outs, lses, lse=False)
-    assert lse is None
-    assert torch.equal(out, wanted)
-    given = torch.empty_like(wanted)
-    assert merge_states(outs, lses, lse=False, output=given)[0] is given
+    wanted, given = merge_states(outs, lses)[0], torch.empty_like(outs[0])
+    for result, of_all in (
+        (merge_states(outs, lses, lse=False), wanted),
+        (merge_states(outs, lses, lse=False, output=given), wanted),
+        (merge_state(outs[0], lses[0], outs[1], lses[1], lse=False),
+         merge_states(outs[:2], lses[:2])[0]),
+    ):  # fmt: skip
+        assert result[1] is None and torch.equal(result[0], of_all)
     assert torch.equal(given, wanted)
-    two = merge_state(outs[0], lses[0], outs[1], lses[1], lse=False)
-    assert two[1] is None
-    assert torch.equal(two[0], merge_states(outs[:2], lses[:2])[0])
 
 
 # -- how close it comes to float64, and how it rounds ----------------------------------------------
@@ -271,8 +258,7 @@ def test_what_no_fp32_holds_on_the_way(device: torch.device) -> None:
     for middle in (1e4, -1e4, 3e38, -3e38):
         lses = torch.full((3, 1, 1), middle, device=device)
         out, lse = merge_states(outs, lses)
-        assert out.item() == 3
-        assert lse.item() == pytest.approx(middle + 1.0986123, rel=1e-7)
+        assert out.item() == 3 and lse.item() == pytest.approx(middle + 1.0986123, rel=1e-7)
 
 
 def test_large_and_small_values(device: torch.device) -> None:
@@ -319,6 +305,92 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
     assert out.isnan().all()
 
 
+# -- where tensors lie; what overlaps is in the table of errors ------------------------------------
+
+
+@pytest.mark.parametrize("out_layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPANDED])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layout: str) -> None:
+    """Of all partials, which makes vectors narrow, and of one alone."""
+    outs, lses = partials(device, 3, 9, 4, 64, dtype, seed=3)
+    for layouts in ([layout], ["contiguous", layout, "contiguous"]):
+        lse_layouts = layouts[::-1]
+        call = call_of(outs, lses, layouts=layouts, lse_layouts=lse_layouts, out_layout=out_layout)
+        call.run_and_compare()
+
+
+def stacks(outs: Tensor, lses: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The same values stacked in other ways: the partials' dimension is anywhere in memory."""
+
+    def in_order(tensor: Tensor, *order: int) -> Tensor:
+        back = [order.index(d) for d in range(tensor.ndim)]
+        return tensor.permute(order).contiguous().permute(back)
+
+    wide = torch.zeros(2 * len(outs), *outs.shape[1:-1], outs.shape[-1] + 24, dtype=outs.dtype)
+    wide = wide.to(outs.device)
+    wide[::2, ..., 8:-16] = outs
+    return [
+        (outs, lses),
+        (in_order(outs, 1, 0, 2, 3), in_order(lses, 1, 2, 0)),  # [tokens, n, heads, dim]
+        (in_order(outs, 1, 2, 0, 3), in_order(lses, 1, 0, 2)),  # [tokens, heads, n, dim]
+        (in_order(outs, 2, 1, 0, 3), in_order(lses, 2, 1, 0)),
+        (in_order(outs, 2, 0, 1, 3), in_order(lses, 0, 2, 1)),
+        (wide[::2, ..., 8:-16], lses.repeat_interleave(3, 0)[::3]),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 17])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_stacked_tensors(device: torch.device, dtype: torch.dtype, n: int) -> None:
+    outs, lses = partials(device, n, 6, 3, 40, dtype)
+    wanted = merge_states(list(outs), list(lses))
+    ways = stacks(outs, lses)
+    for (stack, _), (_, logs) in itertools.product(ways, ways):
+        assert_same(merge_states(stack, logs), wanted)
+    turned = merge_states(ways[1][0], ways[2][1].mT, lse_layout="heads_tokens")
+    assert_same((turned[0], turned[1].t()), wanted)
+    repeated = merge_states(outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
+    assert_merged(repeated, outs[:1].expand(n, -1, -1, -1), lses[:1].expand(n, -1, -1))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "odd", "heads_first"])
+@pytest.mark.parametrize("dim", [8, 576, 5000])
+@pytest.mark.parametrize("n", [2, 12])
+def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
+    """`out` as one of `outs`, `lse` as one of `lses`, and both: the bits of a call that is not."""
+    for dtype, lse_layout in zip((F32, BF16), LSE_LAYOUTS, strict=True):
+        outs, lses = partials(device, n, 3, 2, dim, dtype, lse_layout=lse_layout)
+        how = {"lse_layout": lse_layout, "base": "2"}
+        wanted = merge_states(outs, lses, **how)
+        for of_out, of_lse in ((0, None), (None, n - 1), (n - 1, 0), (1, 1)):
+            call = call_of(outs, lses, layouts=[layout], lse_layouts=[layout])
+            if of_out is not None:
+                call.out = call.outs[of_out]
+            if of_lse is not None:
+                call.lse = call.lses[of_lse]
+            every = [*call.outs, *call.lses, call.out, call.lse]
+            twins = [buffer.twin() for buffer in every]
+            result = merge_states(
+                [one.view for one in call.outs], [one.view for one in call.lses],
+                output=call.out.view, lse=call.lse.view, **how,
+            )  # fmt: skip
+            assert_same(result, wanted)
+            for buffer, twin in zip(every, twins, strict=True):
+                for written in (call.out, call.lse):
+                    if buffer.whole is written.whole:
+                        twin.view.copy_(buffer.view)
+                assert buffer.same(twin)
+
+
+def test_one_tensor_several_times(device: torch.device) -> None:
+    """Among the partials, and then in place of all of them."""
+    outs, lses = partials(device, 1, 9, 2, 40)
+    out, lse = outs[0].clone(), lses[0].clone()
+    merge_states([out] * 4, [lse] * 4, output=out, lse=lse, base="2")
+    assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
+
+
 # -- for the tests that go over all ops ------------------------------------------------------------
 
 SHAPE = (4, 2, 8)
@@ -340,8 +412,6 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    from merge_mistakes import mistakes_of_many
-
     return mistakes_of_many(good_arguments())
 
 
@@ -358,3 +428,41 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "out", (outs, lses), {"output": out, "lse": lse}
     half = torch.zeros_like(outs[0], dtype=F16)  # PyTorch's check cannot compare float8
     yield "out", (outs, lses), {"output": half, "lse": None}
+
+
+# -- wrong arguments of merge_state; those of merge_states are in the table of all ops -------------
+
+RESULTS = {"output", "lse", "scale"}
+
+
+def arguments_of_two() -> dict[str, Any]:
+    partials = {"out_a": torch.ones(SHAPE), "lse_a": torch.zeros(SHAPE[:2])}
+    partials |= {"out_b": torch.ones(SHAPE), "lse_b": torch.zeros(SHAPE[:2])}
+    how = {"base": "2", "lse_layout": "tokens_heads", "prefill_tokens_with_context": 2}
+    return {**partials, "output": torch.zeros(SHAPE), "lse": torch.zeros(SHAPE[:2]), **how}
+
+
+def assert_refused(function: Any, good: dict[str, Any], mistake: Mistake) -> None:
+    change, kind, text = mistake
+    with pytest.raises(kind) as caught:
+        function(**{**good, **change})
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"{function.__name__}: {text}"
+
+
+def test_mistakes_of_merge_state() -> None:
+    for mistake in mistakes_of_two():
+        good = arguments_of_two()
+        assert_refused(merge_state, good, mistake)
+        assert not good["output"].any() and not good["lse"].any()
+
+
+def test_without_results_the_messages_are_the_same() -> None:
+    """There they are made in Python, before the checks in C++ can run."""
+    none = dict.fromkeys(RESULTS)
+    for mistake in mistakes_of_two():
+        if not RESULTS & set(mistake[0]):
+            assert_refused(merge_state, {**arguments_of_two(), **none}, mistake)
+    for mistake in mistakes_of_many(good_arguments()):
+        if not RESULTS & set(mistake[0]):
+            assert_refused(merge_states, {**good_arguments(), **none}, mistake)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from merge_reference import (
-    BF16,
-    F32,
-    FP8,
-    TYPES,
-    assert_merged,
-    assert_same,
-    partials,
-)
+from merge_reference import BF16, F32, FP8, TYPES, assert_merged, assert_same, partials
 
 import jitkern
 from jitkern import merge_state, merge_states
@@ -66,9 +58,6 @@ def test_calls_that_depend_on_each_other() -> None:
     assert_same((out, lse), (there, logs))
 
 
-# -- host memory -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("n", [2, 3, 12])
 def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
@@ -89,12 +78,6 @@ def test_partials_in_pinned_host_memory(n: int, dtype: torch.dtype) -> None:
     assert_same(
         merge_states([outs[0], far[1]], [lses[0], turned]), merge_states(outs[:2], lses[:2])
     )
-
-
-# -- the CPU beside it -----------------------------------------------------------------------------
-
-
-# -- far offsets -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import (
-    Buffer,
-    make_buffer,
-)
-from contract import Case
+from buffers import INT_DTYPES, make_buffer
+from contract import Case, views
 from mistakes import (
     Mistake,
     apart_text,
@@ -19,6 +16,7 @@ from mistakes import (
     bytes_text,
     count_text,
     index_text,
+    not_rows,
     not_tensors,
     overlap_text,
     read_only,
@@ -27,34 +25,21 @@ from mistakes import (
 )
 from ref import ref_store
 from stems import OpCheck, Rows
+from tiny import SM_90
 from torch import Tensor
 
-from jitkern import store_cache
+import jitkern.ops.store
+from jitkern import freeze, store_cache
+from jitkern.errors import FrozenError
 
 SLOTS = 37
 ROWS = 19
 
 
-def caches(
-    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
-) -> list[Buffer]:
-    return [make_buffer((SLOTS, *row), dtype, device, seed=seed, **how) for seed in (1, 2)]
-
-
-def rows(
-    device: torch.device, row: tuple[int, ...], dtype: torch.dtype, **how: int
-) -> list[Buffer]:
-    return [make_buffer((ROWS, *row), dtype, device, seed=seed, **how) for seed in (3, 4)]
-
-
-def row_views(device: torch.device, row: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    return [buffer.view for buffer in rows(device, row, dtype)]
-
-
 def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
     """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
     cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
-    k, v = row_views(device, (3, 8), torch.float16)
+    k, v = views(CASES[0].buffers(device, (3, 8), torch.float16))[2:]
     layer = cache.view[:, 1, :, :3]
     twin = cache.twin()
     store_cache(layer[:, 0], layer[:, 1], CASES[0].indices(device), k, v)
@@ -64,34 +49,78 @@ def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slot_named_twice_holds_bytes_of_one_of_its_rows(device: torch.device, seed: int) -> None:
-    k_cache, v_cache = caches(device, (48,), torch.uint8)
-    k, v = row_views(device, (48,), torch.uint8)
+    k_cache, v_cache, k, v = views(CASES[0].buffers(device, (48,)))
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(0, 5, (ROWS,), generator=generator)
-    store_cache(k_cache.view, v_cache.view, indices.to(device), k, v)
+    store_cache(k_cache, v_cache, indices.to(device), k, v)
     for cache, new in ((k_cache, k), (v_cache, v)):
         for slot in indices.unique().tolist():
             candidates = new[(indices == slot).to(device)]
-            assert (candidates == cache.view[slot]).any(dim=0).all()
+            assert (candidates == cache[slot]).any(dim=0).all()
 
 
 def test_one_row_of_any_stride(device: torch.device) -> None:
     """The stride of a dimension of size 1 means nothing."""
-    k_cache, v_cache = caches(device, (16,), torch.float32)
-    k_twin, v_twin = k_cache.twin(), v_cache.twin()
-    k, v = row_views(device, (16,), torch.float32)
-    indices = torch.tensor([9], device=device)
-    odd = [new.as_strided((1, 16), (3, 1)) for new in (k, v)]
-    store_cache(k_cache.view, v_cache.view, indices, *odd)
-    ref_store(k_twin.view, v_twin.view, indices, k[:1], v[:1])
-    assert k_cache.same(k_twin)
-    assert v_cache.same(v_twin)
+    *caches, k, v = CASES[0].buffers(device, (16,))
+    odd = [
+        new.part(new.view.as_strided((1, 16), (3, 1), new.view.storage_offset())) for new in (k, v)
+    ]
+    CASES[0].run_and_compare([*caches, *odd], torch.tensor([9], device=device))
 
 
-# -- what goes in comes out ------------------------------------------------------------------------
+# -- K and V whose rows are of different sizes -----------------------------------------------------
 
 
-# -- for the tests that go over all ops ------------------------------------------------------------
+# K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
+# shapes of warps that differ: rows in parts, several rows to a group.
+PAIRS = [(1536, 1024), (384, 256), (1024, 128), (656, 576), (657, 16), (8192, 3), (2, 1), (48, 40)]
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("v_is_longer", [False, True])
+@pytest.mark.parametrize("row_bytes", PAIRS, ids=str)
+def test_rows_of_two_sizes(
+    device: torch.device, row_bytes: tuple[int, int], v_is_longer: bool, index_dtype: torch.dtype
+) -> None:
+    k_bytes, v_bytes = row_bytes[::-1] if v_is_longer else row_bytes
+    buffers = [
+        make_buffer((rows, row_bytes), device=device, seed=seed, gap=gap)
+        for seed, rows in enumerate((SLOTS, ROWS))
+        for row_bytes, gap in ((k_bytes, 0), (v_bytes, 5))
+    ]
+    CASES[0].run_and_compare(buffers, CASES[0].indices(device, index_dtype))
+
+
+def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
+    """Heads of 192 and of 128 side by side: a slot is one row of memory."""
+    cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
+    new = make_buffer((ROWS, 2, 192 + 128), torch.bfloat16, device, seed=1).view
+    twin, indices = cache.twin(), CASES[0].indices(device)
+    sides = [
+        [whole[:, head, start:end] for start, end in ((0, 192), (192, 320))]
+        for whole, head in ((cache.view, 1), (new, 0), (twin.view, 1))
+    ]
+    (k_cache, v_cache), (k, v), (k_twin, v_twin) = sides
+    store_cache(k_cache, v_cache, indices, k, v)
+    ref_store(k_twin, v_twin, indices, k, v)
+    assert cache.same(twin)
+
+
+def test_one_kernel_serves_both_caches_and_one() -> None:
+    store = jitkern.ops.store
+    assert store.specialisations(656) == [(656, 16, 4), (656, 16, 8)]
+    for spec in store.specialisations(656):
+        row_bytes = spec[0]
+        of_a_call = store.kernel(*spec, first_row_bytes=row_bytes)  # as C++ asks for it
+        assert of_a_call.key(SM_90) == store.kernel(*spec).key(SM_90)
+        assert of_a_call.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
+
+
+def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:
+    missing = jitkern.ops.store.kernel(4288, 16, 4, first_row_bytes=48)
+    freeze()
+    with pytest.raises(FrozenError, match=r"jitkern warm --replay FILE --arch 9\.0$"):
+        missing.image(SM_90)
 
 
 class Store(Case):
@@ -128,13 +157,8 @@ ORDER = ", in the order (k_cache, v_cache, indices, k, v)"
 
 
 def good_arguments() -> dict[str, Any]:
-    return {
-        "k_cache": zeros(50, 8),
-        "v_cache": zeros(50, 8),
-        "indices": torch.arange(3),
-        "k": zeros(3, 8),
-        "v": zeros(3, 8),
-    }
+    caches = {"k_cache": zeros(50, 8), "v_cache": zeros(50, 8)}
+    return {**caches, "indices": torch.arange(3), "k": zeros(3, 8), "v": zeros(3, 8)}
 
 
 def mistakes() -> list[Mistake]:
@@ -145,40 +169,31 @@ def mistakes() -> list[Mistake]:
     for change, kind, text in bad_indices("indices", good["indices"]):
         is_order = kind is TypeError and "int16" not in text
         table.append((change, kind, text + ORDER if is_order else text))
-    halves, cache = zeros(3, 8, dtype=torch.float16), zeros(50, 8)
+    cache, memory = zeros(50, 8), torch.zeros(50, 4, dtype=torch.int64)
     for argument in ("k_cache", "v_cache"):
         table += [
-            ({argument: cache[:1].expand(50, 8)}, ValueError, apart_text(argument, 0, [50, 8])),
+            *not_rows(argument, [50, 8], written=True),
             ({argument: zeros(300).as_strided((50, 8), (4, 1))}, ValueError,
              apart_text(argument, 16, [50, 8])),
+            ({argument: memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
+             overlap_text("indices", argument)),
         ]  # fmt: skip
-    memory = torch.zeros(50, 4, dtype=torch.int64)
-    for argument, other in (("k", "v"), ("v", "k")):
+    for argument in ("k", "v"):
         table += [
-            ({argument: halves}, TypeError,
-             f"{argument}: dtype float16, expected float32 as in k_cache"),
+            *not_rows(argument, [3, 8], like="k_cache"),
             ({argument: zeros(3, 8, dtype=torch.int32)}, TypeError,
              f"{argument}: dtype int32, expected float32 as in k_cache"),
             ({argument: zeros(3, 7)}, ValueError,
              bytes_text(argument, 28, [3, 7], f"{argument}_cache")),
-            ({argument: zeros(4, 8)}, ValueError,
-             count_text(argument, 4, [4, 8], 3)),
-            ({argument: zeros(0, 8)}, ValueError,
-             count_text(argument, 0, [0, 8], 3)),
-            ({argument: zeros(8, 3).t()}, ValueError,
-             stride_text(argument, 3, 1, [3, 8], 1)),
-            ({argument: zeros(3, 16)[:, ::2]}, ValueError,
-             stride_text(argument, 2, 1, [3, 8], 1)),
+            *(({argument: zeros(n, 8)}, ValueError, count_text(argument, n, [n, 8], 3))
+              for n in (0, 4)),
+            ({argument: zeros(3, 16)[:, ::2]}, ValueError, stride_text(argument, 2, 1, [3, 8], 1)),
             ({argument: zeros(3, 1).expand(3, 8)}, ValueError,
              stride_text(argument, 0, 1, [3, 8], 1)),
             ({argument: zeros(3, 4, 3)[:, :, :2]}, ValueError,
              stride_text(argument, 3, 1, [3, 4, 2], 2)),
-            ({argument: torch.tensor(1.0)}, ValueError,
-             f"{argument}: shape [], expected at least 1 dimension"),
-            ({f"{argument}_cache": cache, argument: cache[4:7]}, ValueError,
-             overlap_text(argument, f"{argument}_cache")),
-            ({f"{other}_cache": cache, argument: cache[4:7]}, ValueError,
-             overlap_text(argument, f"{other}_cache")),
+            *(({written: cache, argument: cache[4:7]}, ValueError, overlap_text(argument, written))
+              for written in ("k_cache", "v_cache")),
         ]  # fmt: skip
     for argument, other in (("v", "v_cache"), ("v_cache", "v")):
         came = f"{argument}: None, expected a tensor along with {other}"
@@ -192,12 +207,6 @@ def mistakes() -> list[Mistake]:
          f"{overlap_text('v_cache', 'k_cache')}; for a single cache give None as v_cache and v"),
         ({"v_cache": zeros(49, 8)}, ValueError,
          "v_cache: 49 rows (shape [49, 8]), expected 50 rows as in k_cache"),
-        ({"v_cache": zeros(8, 50).t()}, ValueError,
-         stride_text("v_cache", 50, 1, [50, 8], 1)),
-        ({"k_cache": torch.tensor(1.0)}, ValueError,
-         "k_cache: shape [], expected at least 1 dimension"),
-        ({"k_cache": zeros(8, 50).t()}, ValueError,
-         stride_text("k_cache", 50, 1, [50, 8], 1)),
         ({"k_cache": zeros(3, 8), "v_cache": zeros(3, 8), "indices": zeros(50, 8),
           "k": zeros(50, 8), "v": torch.arange(3)}, TypeError,
          f"indices: dtype float32, expected int32 or int64{ORDER}"),  # as in sglang
@@ -207,18 +216,10 @@ def mistakes() -> list[Mistake]:
         ({"v_cache": zeros(50, 4, 8)}, ValueError,
          "v_cache: rows of 128 bytes (shape [50, 4, 8]), expected 32 bytes as in v "
          "(shape [3, 8]); of pages of 4 slots give v_cache.view(-1, 8)"),
-        ({"indices": torch.zeros(3, 1, dtype=torch.int64)}, ValueError,
-         "indices: shape [3, 1], expected 1 dimension"),
-        ({"indices": torch.tensor(3)}, ValueError,
-         "indices: shape [], expected 1 dimension"),
-        ({"indices": torch.arange(4)}, ValueError,
-         count_text("k", 3, [3, 8], 4)),
-        ({"k_cache": memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
-         overlap_text("indices", "k_cache")),
-        ({"v_cache": memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
-         overlap_text("indices", "v_cache")),
-        ({"indices": torch.tensor([4, 50, 51])}, IndexError,
-         index_text("indices", 50, 1, 50)),
+        *(({"indices": torch.zeros(shape, dtype=torch.int64)}, ValueError,
+           f"indices: shape {shape}, expected 1 dimension") for shape in ([3, 1], [])),
+        ({"indices": torch.arange(4)}, ValueError, count_text("k", 3, [3, 8], 4)),
+        ({"indices": torch.tensor([4, 50, 51])}, IndexError, index_text("indices", 50, 1, 50)),
         ({"indices": torch.tensor([-4, -50, 2**40])}, IndexError,
          index_text("indices", 1099511627776, 2, 50)),
     ]  # fmt: skip

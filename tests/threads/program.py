@@ -48,10 +48,7 @@ class Program:
 
 
 CPU_OPS = Program(
-    "ops",
-    ("host/[!u]*.cc", "ops/*.cc"),
-    ("ops.cc",),
-    {"libtorch_cpu.so": ("team.cc",)},
+    "ops", ("host/[!u]*.cc", "ops/*.cc"), ("ops.cc",), {"libtorch_cpu.so": ("team.cc",)}
 )
 STAGING = Program(
     "staging",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from buffers import make_buffer
-from mistakes import Mistake, not_tensors, stride_text, zeros
+from mistakes import Mistake, not_rows, not_tensors, zeros
 from stems import OpCheck, Rows
 from torch import Tensor
 
@@ -39,8 +39,7 @@ def good_arguments() -> dict[str, Any]:
 def mistakes() -> list[Mistake]:
     return [
         *not_tensors(good_arguments(), "rows", "output"),
-        ({"rows": torch.tensor(1.0)}, ValueError, "rows: shape [], expected at least 1 dimension"),
-        ({"rows": zeros(8, 3).t()}, ValueError, stride_text("rows", 3, 1, [3, 8], 1)),
+        *not_rows("rows", [3, 8]),
         ({"output": zeros(5, 8)}, ValueError,
          "output: 5 rows, expected 6, two for each of rows"),
         ({"output": zeros(6, 8, dtype=torch.int32)}, TypeError,
