@@ -14,8 +14,7 @@
 
 namespace jitkern {
 
-// The number of the choice that `value` names; None is the first, "auto". TypeError or ValueError
-// on anything else.
+// The number of the choice that `value` names; None is 0. TypeError or ValueError on anything else.
 int choice_arg(const char* op, const char* arg, AnyView value,
                std::initializer_list<const char*> choices);
 
@@ -68,7 +67,7 @@ struct Grid : Tensor {
   std::vector<Rows> lines() const;
 };
 
-// The number of valid entries of a list: 1 element on the list's device. None: all are valid.
+// The number of entries of a list that are used: 1 element on the list's device, or None for all.
 struct CountArg {
   std::optional<Indices> indices;
 

@@ -53,8 +53,7 @@ struct Range {
     return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
            static_cast<u64>(other.start) < end();
   }
-  // Cut off after kMaxIndex: kernels subtract unsigned, so a longer range would hold negative
-  // indices.
+  // Cut off after kMaxIndex, as kernels subtract unsigned and would accept negative indices.
   i64 length_in_use() const {
     return length - 1 > kMaxIndex - start ? kMaxIndex - start + 1 : length;
   }

@@ -20,8 +20,7 @@ struct IndexKernel {
     const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
 
-    // Straight-line loops, one for each step: a branch between two loads would make the second wait
-    // for the first.
+    // One loop for each step: after a branch between two loads the second waits for the first.
     i64 index[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {

@@ -78,8 +78,8 @@ i64 extent_bytes(const Tensor& view) {
 
 // Whether the reach is within the view or its storage. `storages` is None, or the address and bytes
 // of each side's storage. False if these are needed; ValueError if the reach is too long.
-bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, AnyView storages,
-               int side) {
+bool is_within(const Tensor& view, i64 pitch, i64 width, i64 height, AnyView storages, int side) {
+  const i64 reach = reach_bytes(pitch, width, height);
   if (reach <= extent_bytes(view)) return true;
   i64 bytes = 0;  // an empty view has no address
   if (view.numel() > 0) {
@@ -140,8 +140,8 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
                              : &device_of(on_gpu, dst.on_cuda() ? src : dst, stream, ordinal);
   if (width == 0 || height == 0) return kDone;
 
-  if (!is_within(dst, reach_bytes(dpitch, width, height), dpitch, width, height, storages, 0) ||
-      !is_within(src, reach_bytes(spitch, width, height), spitch, width, height, storages, 1)) {
+  if (!is_within(dst, dpitch, width, height, storages, 0) ||
+      !is_within(src, spitch, width, height, storages, 1)) {
     return kStorageIsNeeded;
   }
   const Rows to(dst, height, width, dpitch);

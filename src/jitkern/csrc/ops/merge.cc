@@ -86,7 +86,7 @@ bool check_written(const Grid& written, const std::vector<Grid>& same,
   return in_place;
 }
 
-// A checked call. `options` is None, or (is_base_2, heads_first, scale, last). Grids are [tokens,
+// A checked call. `options` is None or (is_base_2, heads_first, scale, last). Grids: [tokens,
 // heads].
 struct MergeCall {
   const char* op;

@@ -91,7 +91,7 @@ struct Merge {
       return is_copy <= team * kStates + s && team * kStates + s < end;
     };
 
-    // Straight-line loops: all loads are issued before the first use.
+    // One loop for each step: all loads are issued before the first use.
     Bits<kLse> logs[kStates];
     i64 at = place.offset(p.states[0].lse_strides);
 #pragma unroll

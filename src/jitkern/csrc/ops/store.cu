@@ -36,8 +36,8 @@ struct StoreKernel {
     const Rows group(thread_number() - i64(blocks_before) * kThreads);
     wait_for_earlier_kernels<kUsePdl>();
 
-    // Straight-line loops, one for each step: a branch between two loads would make the second wait
-    // for the first. Rows are read without their indices, so all loads are in flight together.
+    // One loop for each step: after a branch between two loads the second waits for the first. Rows
+    // are read without their indices, so all loads are in flight together.
     i64 slot[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {

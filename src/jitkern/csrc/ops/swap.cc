@@ -148,8 +148,7 @@ void swap_cpu(const SwapArgs& args) {
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
-// Staging and lists of one part of a sorted call: 750,000 rows of 656 bytes. Larger parts gain
-// nothing.
+// For one part of a sorted call: 750,000 rows of 656 bytes. Larger parts gain nothing.
 constexpr i64 kMaxScratchBytes = i64(512) << 20;
 
 // Entry points of the module for sorted calls: see kernel() in ops/swap.py.

@@ -57,8 +57,7 @@ struct SwapRows {
     }
   }
 
-  // Straight-line loops, one for each step: a branch between two loads would make the second wait
-  // for the first.
+  // One loop for each step: after a branch between two loads the second waits for the first.
   static __device__ void swap_rows(const Params& p, const Rows group) {
     char* slot[Rows::kRows];
     const char* source[Rows::kRows];

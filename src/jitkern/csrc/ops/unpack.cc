@@ -90,8 +90,8 @@ struct UnpackCall : UnpackSides {
     return params;
   }
 
-  // The valid descriptors on the CPU, each read once, simplified. IndexError for the first that is
-  // out of range.
+  // The descriptors on the CPU, up to `count`, each read once, simplified. IndexError for the first
+  // that is out of range.
   std::vector<Pieces> checked_descriptors() const {
     const i64 bound = count.read(num_descriptors);
     std::vector<Pieces> list;

@@ -106,8 +106,7 @@ struct Unpack {
     return (work.num_segments() - own_segments(p, team, work) + kUnitSegments - 1) / kUnitSegments;
   }
 
-  // The position of the last of `size` rising numbers that is not above `value`. The first is 0. By
-  // all lanes.
+  // The position of the last of `size` rising numbers, from 0 on, that is <= `value`; by all lanes.
   static __device__ u32 find_last(const u64* rising, u32 size, u64 value) {
     u32 base = 0;
     for (u32 width = size; width > 1;) {

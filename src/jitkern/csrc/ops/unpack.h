@@ -6,8 +6,7 @@
 
 namespace jitkern {
 
-// The number of int64 in a descriptor: (src_off, dst_off, len), and (count, src_stride,
-// dst_stride).
+// int64 in a descriptor: (src_off, dst_off, len), and (count, src_stride, dst_stride).
 enum DescriptorFormat : int { kTriples = 3, kSextuples = 6 };
 
 // The part of a descriptor that is out of range.
@@ -19,7 +18,7 @@ struct UnpackParams {
   i64 dst_bytes;
   i64 src_bytes;
   const void* descriptors;
-  const void* count;  // in device memory: the number of valid descriptors; null: all
+  const void* count;  // in device memory: the number of descriptors that are used; null: all
   u32 num_descriptors;
   i32 count_bytes;  // 4 or 8
   u32 num_copiers;  // blocks; further ones copy the rests of long descriptors

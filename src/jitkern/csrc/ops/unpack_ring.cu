@@ -221,12 +221,11 @@ struct ServeRing {
   static __device__ u32 size_of(u32 count, u32 begin) {
     return count - begin < kChunk ? count - begin : kChunk;
   }
-  static __device__ u32 all_warps() { return cluster_size() * kWarps; }
 
   static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
     const u32 size = size_of(ring_count(first.reader.word), begin);
     const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
-    Copy::copy(p, first.vectors, size, first.has_long, warp, all_warps());
+    Copy::copy(p, first.vectors, size, first.has_long, warp, cluster_size() * kWarps);
   }
 };
 

@@ -181,8 +181,7 @@ struct Indices : Tensor {
 i64 int_arg(const char* op, const char* arg, AnyView value);
 bool bool_arg(const char* op, const char* arg, AnyView value);
 
-// The widest vector (16 to 1 bytes) that divides all of some addresses and sizes. `bits` are
-// these, or-ed.
+// The widest vector (16 to 1 bytes) that divides all addresses and sizes that `bits` are or-ed of.
 inline int widest_vec(u64 bits) {
   bits |= 16;
   return static_cast<int>(bits & ~(bits - 1));
