@@ -1,6 +1,5 @@
 // When sorting by host address pays, and the launches of a large call on pairs: lists, then copies.
 #include <algorithm>
-#include <string>
 
 #include "host/tuning.h"
 #include "pairs_host.h"

@@ -1,6 +1,5 @@
 // swap_rows on the host: checks, CPU implementation, launch.
 #include <algorithm>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
