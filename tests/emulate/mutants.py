@@ -285,7 +285,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
             "ring_generation(word) != turn.generation",
             "u32(ring_generation(word)) != u32(turn.generation)",
         ),
-        ("to, has_long)) break;", "to, has_long)) {}"),
+        ("num_staged, has_long)) break;", "num_staged, has_long)) {}"),
         ("num_staged += ring_count(word);", "num_staged = ring_count(word);"),
         ("    set_turn(ring, turn);\n", ""),
         (

@@ -51,7 +51,7 @@ __device__ inline void complete_push(const RingParams& p, const Turn& turn) {
   store_release(reinterpret_cast<u64*>(done), turn.generation);
 }
 
-template <u32 kThreads>
+template <u32 kThreads, class Copy>
 class RingReader {
  public:
   static constexpr u32 kAtOnce = kThreads / 4;  // descriptors that come with the word
@@ -79,19 +79,18 @@ class RingReader {
     return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
-  // Copies descriptors [begin, end) of the push to `to`, four vectors each; the last one names the
+  // Reads descriptors [begin, end) of the push into `to`, four vectors each; the last one names the
   // descriptor for faults. Sets `has_long` if this thread read one that Copy may call long. False
   // if a seal is not the word: these descriptors are not of this push.
-  template <class Copy>
-  __device__ bool stage(u64 word, u32 slot, u32 begin, u32 end, uint4* to, bool& has_long) {
+  __device__ bool read(u64 word, Turn turn, u32 begin, u32 end, void* to, bool& has_long) {
     const u32 first = 4 * begin;
     const auto take = [&](u32 number, uint4 vector) {
       if (number % 4 == 1) has_long |= Copy::may_be_long(vector);
       if (number % 4 == 3) {
         vector.x = number / 4;
-        vector.y = slot;
+        vector.y = turn.slot;
       }
-      to[number - first] = vector;
+      static_cast<uint4*>(to)[number - first] = vector;
     };
     if (begin == 0 && has_first_) {
       const u32 vectors = 4 * (end < kAtOnce ? end : kAtOnce);

@@ -15,8 +15,8 @@ template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ConsumeRing {
   using Params = ConsumeParams;
-  using Reader = RingReader<kThreads>;
   using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
+  using Reader = RingReader<kThreads, Copy>;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
 
@@ -69,8 +69,7 @@ struct ConsumeRing {
         if (num_taken == 0) own.owner = take_ring(ring, begin);
       });
       if (own.owner != 0 || ring_generation(word) != turn.generation) break;
-      uint4* const to = reinterpret_cast<uint4*>(p.staged + num_staged);
-      if (!reader.template stage<Copy>(word, turn.slot, 0, ring_count(word), to, has_long)) break;
+      if (!reader.read(word, turn, 0, ring_count(word), p.staged + num_staged, has_long)) break;
       num_staged += ring_count(word);
       turn = turn.next(ring.ring.num_slots);
     }
@@ -115,8 +114,8 @@ template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
   using Params = ServeParams;
-  using Reader = RingReader<kThreads>;
   using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
+  using Reader = RingReader<kThreads, Copy>;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
   static constexpr u32 kChunk = 2 * Reader::kAtOnce;  // descriptors that are handed over at once
@@ -136,7 +135,7 @@ struct ServeRing {
       if (leads) wait_for_push(p, reader, turn, own);
       u32 begin = 0, count = 0;
       do {
-        if (leads && !own.ends) hand_over(p, reader, begin, own);
+        if (leads && !own.ends) hand_over(p, reader, turn, begin, own);
         cluster_sync();
         ends = first.ends;
         count = ring_count(first.reader.word);
@@ -155,7 +154,6 @@ struct ServeRing {
     typename Reader::Shared reader;
     u64 owner;
     Turn turn;  // the first
-    u32 slot;
     bool has_long;
     bool is_told;  // to stop
     bool is_idle;  // for too long
@@ -180,7 +178,6 @@ struct ServeRing {
   // producer would keep it running.
   static __device__ void wait_for_push(const Params& p, Reader& reader, const Turn& turn,
                                        Shared& own) {
-    if (threadIdx.x == 0) own.slot = turn.slot;
     const u64 since = nanoseconds();
     const auto look_at_end = [&] {
       own.is_told = load_fresh(p.stop) != 0;
@@ -195,17 +192,17 @@ struct ServeRing {
   }
 
   // The descriptors from `begin` on of the push that was found.
-  static __device__ void hand_over(const Params& p, Reader& reader, u32 begin, Shared& own) {
+  static __device__ void hand_over(const Params& p, Reader& reader, const Turn& turn, u32 begin,
+                                   Shared& own) {
     const u64 word = own.reader.word;
     const u32 size = size_of(ring_count(word), begin);
     bool is_long = false;
-    const bool is_whole =
-        reader.template stage<Copy>(word, own.slot, begin, begin + size, own.vectors, is_long);
+    const bool is_whole = reader.read(word, turn, begin, begin + size, own.vectors, is_long);
     const bool has_long = __syncthreads_or(is_long);
     if (threadIdx.x != 0) return;
     own.has_long = has_long;
     if (!is_whole) {
-      report_fault(p.ring.fault, p.ring.broken, own.slot, 0, 0);
+      report_fault(p.ring.fault, p.ring.broken, turn.slot, 0, 0);
       own.ends = true;
     }
   }
