@@ -1,6 +1,6 @@
-// Thread block clusters (compute capability 9.0 and up): blocks that run at the same time, wait for
-// each other at barriers and read each other's shared memory. The launch says how many they are.
-// Elsewhere, and where it says nothing, a block is a cluster of its own.
+// Thread block clusters (compute capability 9.0 and up): blocks that run at the same time, share
+// barriers and read each other's shared memory. The launch sets the number of blocks in a cluster.
+// Without it, and on older GPUs, each block is a cluster of its own.
 #pragma once
 
 #include <jitkern/types.h>
@@ -20,7 +20,7 @@ inline u64 address_of_block(u64 address, u32 rank) {
 
 #else
 
-// This block's instance of a type in shared memory: there is one for each T in a kernel.
+// This block's instance of a type in shared memory; a kernel has one for each T.
 template <class T>
 __device__ inline T& own_shared() {
   __shared__ T shared;
@@ -29,7 +29,7 @@ __device__ inline T& own_shared() {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The number of this block in its cluster, and of how many.
+// The number of this block in its cluster, and the number of blocks.
 __device__ inline u32 cluster_rank() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -41,10 +41,10 @@ __device__ inline u32 cluster_size() {
   return size;
 }
 
-// A barrier of all threads of the cluster in two halves: all see after the second what any of them
-// wrote before the first, to shared or global memory. Between them a thread may work, but not come
-// to another barrier of the cluster. A block must not return before the others have read what is in
-// its shared memory: this is what the last barrier of a kernel is for.
+// A barrier of all threads of the cluster in two halves. After the wait they see what any thread
+// wrote to shared or global memory before it arrived. Between the halves a thread may work, but not
+// use another barrier of the cluster. A kernel ends with a barrier, so that no block returns while
+// others read its shared memory.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -73,8 +73,8 @@ __device__ inline void cluster_sync() {
   cluster_wait();
 }
 
-// The instance of another block of the cluster; `own` may be a part of one. The block must have
-// begun, as it has after a barrier, and not returned.
+// The instance of another block of the cluster; `own` may be a part of one. That block must have
+// started, as after a barrier, and not returned.
 template <class T>
 __device__ inline T& of_block(T& own, u32 rank) {
   return *reinterpret_cast<T*>(address_of_block(reinterpret_cast<u64>(&own), rank));

@@ -18,10 +18,10 @@ int choice_arg(const char* op, const char* arg, AnyView value,
   for (const char* choice : choices) {
     if (text && *text == choice) return number;
     const bool is_last = ++number == static_cast<int>(choices.size());
-    expected += (number == 1 ? "" : is_last ? " or " : ", ") + ("\"" + std::string(choice) + "\"");
+    expected += str(number == 1 ? "" : is_last ? " or " : ", ", '"', choice, '"');
   }
   if (!text) raise_type_error(op, arg, value, expected);
-  raise_value_error(op, arg, "\"" + std::string(*text) + "\"", expected);
+  raise_value_error(op, arg, str('"', *text, '"'), expected);
 }
 
 std::optional<i64> num_sms_arg(const char* op, AnyView value) {
@@ -35,43 +35,35 @@ void require_host_memory(const Rows& host, const Rows& device, const char* order
   if (!host.on_cuda()) return;
   const bool are_swapped = !device.on_cuda();
   host.value_error("device " + host.device_name(),
-                   are_swapped ? std::string("cpu, in the order ") + order : "cpu");
+                   are_swapped ? str("cpu, in the order ", order) : "cpu");
 }
 
 void require_last_dim(const Indices& indices, i64 size, const char* what) {
   const DLTensor& dl = *indices.dl;
   if (dl.ndim >= 1 && dl.shape[dl.ndim - 1] == size) return;
-  indices.value_error("shape " + indices.shape_text(),
-                      "shape [..., " + std::to_string(size) + "] of (" + what + ")");
+  indices.shape_error(str("shape [..., ", size, "] of (", what, ")"));
 }
 
 std::vector<std::string> item_names(const char* arg, int count) {
   std::vector<std::string> names;
-  for (int i = 0; i < count; ++i) {
-    names.push_back(std::string(arg) + "[" + std::to_string(i) + "]");
-  }
+  for (int i = 0; i < count; ++i) names.push_back(str(arg, "[", i, "]"));
   return names;
 }
 
 int float_type(const Tensor& tensor, bool with_fp8) {
-  const DLDataType& dtype = tensor.dl->dtype;
-  const auto is = [&dtype](DLDataTypeCode code, int bits) {
-    return dtype.code == code && dtype.bits == bits && dtype.lanes == 1;
-  };
-  if (is(kDLFloat, 32)) return kFloat32;
-  if (is(kDLFloat, 16)) return kFloat16;
-  if (is(kDLBfloat, 16)) return kBFloat16;
-  if (with_fp8 && is(kDLFloat8_e4m3fn, 8)) return kFloat8E4M3;
-  tensor.type_error(
-      "dtype " + tensor.dtype_name(),
-      with_fp8 ? "float32, float16, bfloat16 or float8_e4m3fn" : "float32, float16 or bfloat16");
+  if (tensor.has_dtype(kDLFloat, 32)) return kFloat32;
+  if (tensor.has_dtype(kDLFloat, 16)) return kFloat16;
+  if (tensor.has_dtype(kDLBfloat, 16)) return kBFloat16;
+  if (with_fp8 && tensor.has_dtype(kDLFloat8_e4m3fn, 8)) return kFloat8E4M3;
+  tensor.dtype_error(with_fp8 ? "float32, float16, bfloat16 or float8_e4m3fn"
+                              : "float32, float16 or bfloat16");
 }
 
 // -- grids ---------------------------------------------------------------------------------------
 
 namespace {
 
-// Whether two rows with strides a and b share a byte: |i * a + j * b| < bytes for some |i| < num_a
+// Whether two rows at strides a and b share a byte: |i * a + j * b| < bytes for some |i| < num_a
 // and |j| < num_b, not both zero.
 bool rows_meet(i64 a, i64 num_a, i64 b, i64 num_b, i64 bytes) {
   if ((num_a > 1 && a < bytes) || (num_b > 1 && b < bytes)) return true;
@@ -79,7 +71,7 @@ bool rows_meet(i64 a, i64 num_a, i64 b, i64 num_b, i64 bytes) {
   // Nearly always all rows of one dimension lie between two of the other.
   if ((num_a - 1) * a + bytes <= b || (num_b - 1) * b + bytes <= a) return false;
   for (i64 j = 1; j < num_b; ++j) {
-    const i64 below = std::min(j * b / a, num_a - 1);  // the nearest i, or the one above
+    const i64 below = std::min(j * b / a, num_a - 1);  // this i is the nearest, or the next one
     if (j * b - below * a < bytes) return true;
     if (below + 1 < num_a && (below + 1) * a - j * b < bytes) return true;
   }
@@ -121,21 +113,20 @@ bool Grid::is_same_place_as(const Grid& other) const {
 
 void Grid::distinct_rows() const {
   if (empty() || !rows_meet(outer_stride, outer, inner_stride, inner, row_bytes)) return;
-  value_error("rows of " + std::to_string(row_bytes) + " bytes that overlap, " +
-                  std::to_string(outer_stride) + " and " + std::to_string(inner_stride) +
-                  " bytes apart (shape " + shape_text() + ")",
+  value_error(str("rows of ", row_bytes, " bytes that overlap, ", outer_stride, " and ",
+                  inner_stride, " bytes apart (shape ", shape_text(), ")"),
               "rows apart in a tensor that is written; .clone() one that was expanded");
 }
 
 void Grid::apart_from(const Grid& other, const char* expected) const {
   if (empty() || other.empty() || begin >= other.end || other.begin >= end) return;
-  // Rows of one may lie between those of the other, as K and V of one tensor.
+  // Rows may interleave, as K and V of one tensor do.
   for (const Rows& rows : lines()) {
     for (const Rows& others : other.lines()) rows.apart_from(others, expected);
   }
 }
 
-// Equally spaced rows each: of the longer dimension, or all in one.
+// The grid as lines of equally spaced rows: one line if possible, else along the longer dimension.
 std::vector<Rows> Grid::lines() const {
   const bool by_outer = outer < inner;
   i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
@@ -173,22 +164,19 @@ CountArg::CountArg(const char* op, AnyView value, const Indices& list) {
   if (is_none(value)) return;
   indices.emplace(op, "count", value);
   indices->same_device(list);
-  if (indices->count != 1) indices->value_error("shape " + indices->shape_text(), "1 element");
+  if (indices->count != 1) indices->shape_error("1 element");
 }
 
 i64 CountArg::read(i64 size) const {
   i64 count = size;
-  if (indices) {
-    indices->with_index(
-        [&](const auto index_at) { count = std::clamp<i64>(index_at(0), 0, size); });
-  }
+  if (indices) indices->with_index([&](const auto at) { count = std::clamp<i64>(at(0), 0, size); });
   return count;
 }
 
 void require_no_capture(const LaunchScope& scope, const Indices& host_list,
                         const std::string& expected) {
-  if (is_capturing(scope.stream()))
-    host_list.value_error("device cpu while a graph is captured", expected);
+  if (!is_capturing(scope.stream())) return;
+  host_list.value_error("device cpu while a graph is captured", expected);
 }
 
 }  // namespace jitkern

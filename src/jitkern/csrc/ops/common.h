@@ -14,15 +14,14 @@
 
 namespace jitkern {
 
-// Which of `choices` the string `value` is; None is the first, "auto". TypeError or ValueError on
-// anything else.
+// The number of the choice that `value` names; None is 0. TypeError or ValueError on anything else.
 int choice_arg(const char* op, const char* arg, AnyView value,
                std::initializer_list<const char*> choices);
 
-// How many SMs a caller allows, or none. TypeError or ValueError on anything else.
+// The most SMs that the caller allows, or none. TypeError or ValueError on anything else.
 std::optional<i64> num_sms_arg(const char* op, AnyView value);
 
-// ValueError unless `host` is in host memory. If the two are swapped it names their right `order`.
+// ValueError unless `host` is in host memory. It names the right `order` if the two are swapped.
 void require_host_memory(const Rows& host, const Rows& device, const char* order);
 
 // ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)".
@@ -31,34 +30,33 @@ void require_last_dim(const Indices& indices, i64 size, const char* what);
 // "outs[0]", "outs[1]", ... for `arg` "outs".
 std::vector<std::string> item_names(const char* arg, int count);
 
-// One of FloatType; `with_fp8`: float8_e4m3fn too. TypeError for any other.
+// The tensor's FloatType; float8_e4m3fn only `with_fp8`. TypeError for any other dtype.
 int float_type(const Tensor& tensor, bool with_fp8 = false);
 
-// A tensor seen as rows of bytes that two dimensions count, such as tokens and heads, at any
-// strides.
+// A tensor as rows of bytes [outer, inner], such as [tokens, heads], at any strides.
 struct Grid : Tensor {
   char* data;
-  i64 outer;  // how many
+  i64 outer;
   i64 inner;
-  i64 outer_stride;  // in bytes, 0 of a dimension of one
+  i64 outer_stride;  // in bytes; 0 if the dimension is 1
   i64 inner_stride;
   i64 row_bytes;
   u64 begin;  // address of the first byte, unless it is empty
   u64 end;    // after the last
 
-  // A row is the dimensions from `row_dim` on. ValueError unless it is contiguous, or if another
+  // A row is the dimensions from `row_dim` on. ValueError unless rows are contiguous, and if a
   // stride is negative.
   Grid(const Tensor& tensor, int outer_dim, int inner_dim, int row_dim);
 
   bool empty() const { return outer == 0 || inner == 0 || row_bytes == 0; }
   char* row(i64 i, i64 j) const { return data + i * outer_stride + j * inner_stride; }
   u64 stride_bits() const { return static_cast<u64>(outer_stride | inner_stride); }
-  // The same `bytes` further on.
+  // The same grid, `bytes` further on.
   Grid moved_by(i64 bytes) const;
   bool is_same_place_as(const Grid& other) const;
-  // ValueError if two rows of a tensor that is written share bytes.
+  // ValueError if two rows share bytes; for tensors that the op writes.
   void distinct_rows() const;
-  // ValueError if a row shares a byte with one of `other`.
+  // ValueError if a row shares a byte with a row of `other`.
   void apart_from(const Grid& other, const char* expected = kOwnMemory) const;
   // All of its memory as one row.
   Rows whole() const;
@@ -69,7 +67,7 @@ struct Grid : Tensor {
   std::vector<Rows> lines() const;
 };
 
-// How many entries of a list count: 1 element on the list's device, or None: all.
+// The number of entries of a list that are used: 1 element on the list's device, or None for all.
 struct CountArg {
   std::optional<Indices> indices;
 
@@ -78,7 +76,7 @@ struct CountArg {
   void apart_from(const Rows& written) const {
     if (indices) indices->apart_from(written);
   }
-  // Of `size` entries, on the CPU.
+  // The count, 0 to `size`. On the CPU.
   i64 read(i64 size) const;
   // Sets `count` and `count_bytes` of a kernel's parameters if it is on the GPU.
   template <class Params>
@@ -93,13 +91,12 @@ struct CountArg {
 void require_no_capture(const LaunchScope& scope, const Indices& host_list,
                         const std::string& expected);
 
-// From torch's caching allocator.
 inline tvm::ffi::Tensor allocate_bytes(i64 bytes, DLDevice device) {
   return allocate({bytes}, DLDataType{kDLUInt, 8, 1}, device);
 }
 
-// Copies `count` items to new device memory, through pinned memory: `write(block, begin, count)`
-// writes items from number `begin` on. Compile kernels before: this holds a lock.
+// Copies `count` items to new device memory. `write(block, begin, count)` writes the items from
+// `begin` on to pinned memory. Compile kernels before, as this holds a lock.
 template <class Write>
 tvm::ffi::Tensor upload(const LaunchScope& scope, i64 count, i64 item_bytes, const Write& write) {
   const RelaxedCapture relaxed;

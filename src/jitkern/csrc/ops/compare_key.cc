@@ -13,7 +13,7 @@ constexpr const char* kOp = "fast_compare_key";
 
 #define JITKERN_INLINED inline __attribute__((always_inline))
 
-// Whether any of these words differ. The compiler makes vectors of it, and one branch.
+// Whether any of these words differ. The compiler vectorises this and emits one branch.
 template <int kWords>
 JITKERN_INLINED bool differ(const u32* a, const u32* b) {
   u32 any = 0;
@@ -30,8 +30,8 @@ JITKERN_INLINED i64 first_difference(const u32* a, const u32* b, i64 n) {
   return i;
 }
 
-// The same by vectors of the CPU: 4,096 items in 232 ns by 256-bit ones, 374 by those of all CPUs.
-// 512-bit ones from Ice Lake and Zen 4 on (VBMI2): older CPUs run at a lower clock after them.
+// By the CPU's widest vectors: 4,096 items take 232 ns with 256 bits, 374 with baseline x86-64.
+// 512 bits from Ice Lake and Zen 4 on (VBMI2), as older CPUs lower their clock after them.
 i64 first_difference_portable(const u32* a, const u32* b, i64 n) {
   return first_difference(a, b, n);
 }
@@ -53,7 +53,7 @@ const auto best_first_difference = first_difference_portable;
 Indices key_of(const char* arg, AnyView value) {
   const Tensor key(kOp, arg, value);
   if (key.on_cuda()) key.value_error("device " + key.device_name(), "cpu");
-  if (key.dl->ndim != 1) key.value_error("shape " + key.shape_text(), "1 dimension");
+  if (key.dl->ndim != 1) key.shape_error("1 dimension");
   return Indices(key);
 }
 
@@ -64,12 +64,10 @@ i64 compare_key(AnyView x_arg, AnyView y_arg, AnyView start_arg, AnyView page_si
   const i64 start = int_arg(kOp, "start", start_arg);
   if (start < 0 || start > x.count) {
     raise_value_error(kOp, "start", std::to_string(start),
-                      "0 to " + std::to_string(x.count) + ", the length of x");
+                      str("0 to ", x.count, ", the length of x"));
   }
   const i64 page_size = int_arg(kOp, "page_size", page_size_arg);
-  if (page_size < 1) {
-    raise_value_error(kOp, "page_size", std::to_string(page_size), "at least 1");
-  }
+  if (page_size < 1) raise_value_error(kOp, "page_size", std::to_string(page_size), "at least 1");
   // The first word that differs lies in the first item that differs.
   const int item_words = x.index_bytes / 4;
   const i64 num_items = std::min(x.count - start, y.count);

@@ -1,4 +1,4 @@
-// Floating-point types in vectors of a GPU.
+// Vectors of floating-point numbers to and from float, on a GPU.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -40,7 +40,7 @@ __device__ inline Bits<kType> rounded(float value) {
   return bits_as<kType>(value);
 }
 
-// Two of 16 bits in one instruction, as above.
+// Two values of a 16-bit type, by one instruction.
 template <int kType>
 __device__ inline u32 rounded_pair(const float* values) {
 #ifndef JITKERN_EMULATED
@@ -57,7 +57,7 @@ __device__ inline u32 rounded_pair(const float* values) {
   return bits_as<kType>(values[0]) | u32(bits_as<kType>(values[1])) << 16;
 }
 
-// Two of 8 bits.
+// Two values of float8_e4m3fn.
 __device__ inline u32 rounded_pair_of_e4m3(const float* values) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   unsigned short pair;
@@ -68,7 +68,7 @@ __device__ inline u32 rounded_pair_of_e4m3(const float* values) {
 #endif
 }
 
-// A vector as words of 32 bits, or less than one.
+// A vector as words of 32 bits; one of less than 4 bytes as part of a word.
 template <int kBytes>
 union Words {
   Vec<kBytes> vec;
@@ -92,7 +92,7 @@ __device__ inline void floats_of(const Words<kCount * item_bytes_of(kType)>& fro
   }
 }
 
-// And back, of each type.
+// A vector of any type.
 template <int kType, int kCount>
 __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* values) {
   Words<kCount * item_bytes_of(kType)> to;
@@ -113,7 +113,7 @@ __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* val
   return to;
 }
 
-// A number of a type that is known at run time, but for the smallest.
+// Stores a number whose type is known at run time; float8_e4m3fn is none.
 __device__ inline void store_float(char* address, int type, float value) {
   if (type == kFloat32) {
     *reinterpret_cast<u32*>(address) = bits_of_float(value);

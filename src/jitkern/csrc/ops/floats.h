@@ -1,5 +1,5 @@
-// Floating-point types of tensors as bits, and as float. By arithmetic without branches, which
-// compilers vectorise on the CPU; GPUs have instructions of their own: floats.cuh.
+// Conversions between float and the bits of other floating-point types. They have no branches, so
+// that CPU compilers vectorise them. GPUs have instructions for them: floats.cuh.
 #pragma once
 
 #include <jitkern/types.h>
@@ -12,22 +12,14 @@ JITKERN_HOST_DEVICE constexpr int item_bytes_of(int type) {
   return type == kFloat32 ? 4 : type == kFloat8E4M3 ? 1 : 2;
 }
 
-template <int kBytes>
-struct BitsOf;
-template <>
-struct BitsOf<1> {
-  using Type = unsigned char;
-};
-template <>
-struct BitsOf<2> {
-  using Type = unsigned short;
-};
-template <>
-struct BitsOf<4> {
-  using Type = u32;
-};
 template <int kType>
-using Bits = typename BitsOf<item_bytes_of(kType)>::Type;
+JITKERN_HOST_DEVICE constexpr auto any_bits() {
+  if constexpr (kType == kFloat32) return u32(0);
+  if constexpr (kType == kFloat16 || kType == kBFloat16) return static_cast<unsigned short>(0);
+  if constexpr (kType == kFloat8E4M3) return static_cast<unsigned char>(0);
+}
+template <int kType>
+using Bits = decltype(any_bits<kType>());
 
 JITKERN_HOST_DEVICE inline float float_of_bits(u32 bits) {
 #ifdef __CUDA_ARCH__
@@ -49,8 +41,8 @@ JITKERN_HOST_DEVICE inline u32 bits_of_float(float value) {
 #endif
 }
 
-// A smaller type's number as bits, rounded to even: its mantissa bits, the exponent of its least
-// normal number, and the bits of overflow (from `beyond` on) and of NaN.
+// A float as bits of a smaller type, rounded to even. The type has kMantissa bits of mantissa, and
+// 2^kLeastExponent is its least normal number. From `beyond` on the result is `overflow`.
 template <int kMantissa, int kLeastExponent>
 JITKERN_HOST_DEVICE inline u32 rounded_bits(float value, u32 beyond, u32 overflow, u32 nan) {
   constexpr u32 kDropped = 23 - kMantissa;
@@ -58,7 +50,7 @@ JITKERN_HOST_DEVICE inline u32 rounded_bits(float value, u32 beyond, u32 overflo
   const u32 size = bits & 0x7fffffff;
   const u32 half = (1u << (kDropped - 1)) - 1 + (size >> kDropped & 1);
   const u32 normal = ((size + half) >> kDropped) - (u32(kLeastExponent + 126) << kMantissa);
-  // Added to a float whose last bit is worth what the least subnormal number is.
+  // Added to a float whose last bit is worth the least subnormal number.
   const u32 shift = u32(kLeastExponent - kMantissa + 23 + 127) << 23;
   const u32 subnormal = bits_of_float(float_of_bits(size) + float_of_bits(shift)) - shift;
   u32 result = size < (u32(kLeastExponent + 127) << 23) ? subnormal : normal;
@@ -73,16 +65,16 @@ JITKERN_HOST_DEVICE inline float float_of(Bits<kType> bits) {
   } else if constexpr (kType == kBFloat16) {
     return float_of_bits(u32(bits) << 16);
   } else {
-    static_assert(kType == kFloat16, "nothing reads the others");
+    static_assert(kType == kFloat16, "float8 is only written");
     const u32 size = u32(bits & 0x7fff) << 13;
-    // By the difference of the exponents' offsets, which makes subnormal numbers normal ones.
+    // The factor adds the difference of the exponent biases and normalises subnormal numbers.
     const u32 finite = bits_of_float(float_of_bits(size) * float_of_bits((127u + 112) << 23));
     return float_of_bits((size >= 0x7c00u << 13 ? size | 0x7f800000 : finite) | u32(bits & 0x8000)
                                                                                     << 16);
   }
 }
 
-// Rounded to even; what float8_e4m3fn does not hold becomes its largest number, 448.
+// Rounded to even. Numbers too large for float8_e4m3fn become its largest, 448.
 template <int kType>
 JITKERN_HOST_DEVICE inline Bits<kType> bits_as(float value) {
   const u32 bits = bits_of_float(value);

@@ -19,37 +19,9 @@ namespace {
 
 constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
-
-struct IndexArgs {
-  // `more`: (added_range, vocab_size), or None: each argument from Python takes 15 to 35 ns.
-  IndexArgs(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more);
-
-  // A table in host memory may be read by a GPU that has the indices.
-  bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }
-
-  Rows weights;
-  Indices indices;
-  Rows output;  // a row for each index
-  IndexParams params;
-};
-
-// No index is larger.
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
-void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
-  if (row_bytes == 0) return;
-  if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
-  indices.with_index([&](const auto index_at) {
-    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
-      const i64 row = table_row(p, index_at(i));
-      return CpuRow{p.output + i * p.output_stride_bytes,
-                    row >= 0 ? p.weights + row * p.weights_stride_bytes : nullptr};
-    });
-  });
-}
-
-// `output` as one row for each index. Checks where the three lie, in the order of the arguments,
-// and its shape.
+// `output` as one row for each index. Checks devices, in the order of the arguments, and its shape.
 Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
   const bool host_table = !weights.on_cuda() && indices.on_cuda();
   if (!host_table) indices.same_device(weights);
@@ -64,27 +36,24 @@ Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
       !std::equal(table.shape + 1, table.shape + table.ndim, out.shape + in.ndim)) {
     std::vector<int64_t> shape(in.shape, in.shape + in.ndim);
     shape.insert(shape.end(), table.shape + 1, table.shape + table.ndim);
-    output.value_error("shape " + output.shape_text(),
-                       "shape " + shape_text(shape.data(), shape.size()));
+    output.shape_error("shape " + shape_text(shape.data(), shape.size()));
   }
   return Rows(output, in.ndim);
 }
 
-// Of indices.
+// A range of indices.
 struct Range {
   const char* arg;
   i64 start;
   i64 length;
 
   u64 end() const { return static_cast<u64>(start) + static_cast<u64>(length); }
-  std::string text() const {
-    return "(" + std::to_string(start) + ", " + std::to_string(length) + ")";
-  }
+  std::string text() const { return str("(", start, ", ", length, ")"); }
   bool meets(const Range& other) const {
     return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
            static_cast<u64>(other.start) < end();
   }
-  // A range past kMaxIndex would hold negative indices, as kernels subtract without a sign.
+  // Cut off after kMaxIndex, as kernels subtract unsigned and would accept negative indices.
   i64 length_in_use() const {
     return length - 1 > kMaxIndex - start ? kMaxIndex - start + 1 : length;
   }
@@ -94,7 +63,7 @@ struct RangeNames {
   const char* range;
   const char* start;
   const char* length;
-  const char* rows;  // what it may have
+  const char* rows;  // the rows it may have
 };
 constexpr RangeNames kVocabRange = {"vocab_range", "vocab_range[0]", "vocab_range[1]",
                                     "the rows of weights"};
@@ -108,14 +77,14 @@ Range range_arg(const RangeNames& names, AnyView value, i64 num_rows) {
   Range range{names.range, int_arg(kOp, names.start, (*given)[0]), 0};
   range.length = int_arg(kOp, names.length, (*given)[1]);
   if (range.start < 0 || range.length < 0 || range.length > num_rows) {
-    raise_value_error(kOp, names.range, range.text(),
-                      "(start, length) with start >= 0 and 0 <= length <= " +
-                          std::to_string(num_rows) + ", " + names.rows);
+    raise_value_error(
+        kOp, names.range, range.text(),
+        str("(start, length) with start >= 0 and 0 <= length <= ", num_rows, ", ", names.rows));
   }
   return range;
 }
 
-// Checks which indices are rows of `weights`, where not simply all of its rows are.
+// Checks and sets the ranges of indices that read `weights`; by default every row is in range.
 void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyView vocab_size,
                  i64 num_rows) {
   if (is_none(vocab_range)) {
@@ -136,7 +105,7 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
     for (const Range& range : {vocab, added}) {
       if (size >= 0 && static_cast<u64>(size) >= range.end()) continue;
       raise_value_error(kOp, "vocab_size", std::to_string(size),
-                        "at least " + std::to_string(range.end()) + ", the end of " + range.arg);
+                        str("at least ", range.end(), ", the end of ", range.arg));
     }
     p.last_index = size - 1;
   }
@@ -147,35 +116,57 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
   p.added_row = vocab.length;
 }
 
-IndexArgs::IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg,
-                     AnyView vocab_range, AnyView more)
-    : weights(kOp, "weights", weights_arg),
-      indices(kOp, "indices", indices_arg),
-      output(output_rows(output_arg, indices, weights)),
-      params{} {
-  output.distinct_rows();
-  output.apart_from(weights);
-  indices.apart_from(output);
-  params.output = output.data;
-  params.weights = weights.data;
-  params.output_stride_bytes = output.stride_bytes;
-  params.weights_stride_bytes = weights.stride_bytes;
-  params.indices = indices.data;
-  params.num_rows = indices.count;
-  params.vocab_length = weights.num_rows;
-  params.last_index = weights.num_rows - 1;
-  params.indices_site = kIndicesSite;
-  Any added_range, vocab_size;
-  if (!is_none(more)) {
-    const auto given = more.cast<Array<Any>>();
-    added_range = given[0];
-    vocab_size = given[1];
+struct IndexArgs {
+  Rows weights;
+  Indices indices;
+  Rows output;  // a row for each index
+  IndexParams params{};
+
+  // `more`: (added_range, vocab_size), or None: each argument from Python takes 15 to 35 ns.
+  IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView vocab_range,
+            AnyView more)
+      : weights(kOp, "weights", weights_arg),
+        indices(kOp, "indices", indices_arg),
+        output(output_rows(output_arg, indices, weights)) {
+    output.distinct_rows();
+    output.apart_from(weights);
+    indices.apart_from(output);
+    params.output = output.data;
+    params.weights = weights.data;
+    params.output_stride_bytes = output.stride_bytes;
+    params.weights_stride_bytes = weights.stride_bytes;
+    params.indices = indices.data;
+    params.num_rows = indices.count;
+    params.vocab_length = weights.num_rows;
+    params.last_index = weights.num_rows - 1;
+    params.indices_site = kIndicesSite;
+    Any added_range, vocab_size;
+    if (!is_none(more)) {
+      const auto given = more.cast<Array<Any>>();
+      added_range = given[0];
+      vocab_size = given[1];
+    }
+    if (is_none(vocab_range) && is_none(added_range) && is_none(vocab_size)) return;
+    choose_rows(params, vocab_range, added_range, vocab_size, weights.num_rows);
   }
-  if (is_none(vocab_range) && is_none(added_range) && is_none(vocab_size)) return;
-  choose_rows(params, vocab_range, added_range, vocab_size, weights.num_rows);
+
+  // A table in host memory may be read by a GPU that has the indices.
+  bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }
+};
+
+void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
+  if (row_bytes == 0) return;
+  if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
+  indices.with_index([&](const auto index_at) {
+    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
+      const i64 row = table_row(p, index_at(i));
+      return CpuRow{p.output + i * p.output_stride_bytes,
+                    row >= 0 ? p.weights + row * p.weights_stride_bytes : nullptr};
+    });
+  });
 }
 
-// Launches the kernel of tables in device memory; few rows of a table in host memory use it too.
+// Launches the kernel of tables in device memory. Small calls on host tables use it too.
 void launch_index(const LaunchScope& scope, const IndexArgs& args) {
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
   IndexParams params = args.params;
@@ -191,7 +182,7 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
 // Entry point of a module: see kernel() in ops/index.py.
 constexpr int kPairsOfIndices = 1;
 
-// By int32 pairs.
+// The largest row of an int32 pair.
 constexpr i64 kMaxListedRow = std::numeric_limits<i32>::max();
 
 PairCall fetch_call(const IndexArgs& args) {
@@ -212,7 +203,7 @@ PairCall fetch_call(const IndexArgs& args) {
 }
 
 bool is_large(const PairCall& call) {
-  // A row of a second range may be past what an int32 index reaches: pairs are of its type.
+  // Pairs have the type of the indices. A row of the second range may be too large for int32.
   const bool fits = call.index_bytes == 8 || call.params.num_src_rows - 1 <= kMaxListedRow;
   return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
          call.params.num_pairs <= kMaxListedPairs && fits;

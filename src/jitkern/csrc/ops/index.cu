@@ -11,18 +11,16 @@ template <i64 kRowBytes, int kSplits, int kThreads, int kMaxOccupancy, bool kUse
 struct IndexKernel {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   using Params = IndexParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     using Rows = Group<kRowBytes, kVecBytes, kInFlight, kSplits>;
-    static_assert(Rows::kShape.splits == kSplits, "each split is of some use, and small enough");
+    static_assert(Rows::kShape.splits == kSplits, "no split is empty or too long");
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
     const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
 
-    // Straight-line loops, one for each step: a branch between two loads would make the second wait
-    // for the first.
+    // One loop for each step: after a branch between two loads the second waits for the first.
     i64 index[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
@@ -67,17 +65,16 @@ struct IndexKernel {
 };
 
 // -- large calls on a table in pinned host memory: the indices become pairs of rows, which are
-// fetched as those of h2d_gather, each row once and in the order of a large table.
+// fetched as in h2d_gather, each row once and sorted by address in a large table.
 
-// Pair i is the row of index i in the table and row i of the output. Where the index is outside of
-// the table it is padding, and the output's row is zeros by the end of this kernel.
+// Pair i is (row of index i in the table, row i of the output). If the index is outside of the
+// table the pair is padding, and this kernel fills the output's row with zeros.
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kThreads, int kMaxOccupancy>
 struct PairsOfIndices {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
   using Params = IndexPairsParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     const i64 number = thread_number();
@@ -93,7 +90,7 @@ struct PairsOfIndices {
         report_fault(p.fault, p.indices_site, number, index, p.last_index + 1);
       }
     }
-    // A warp writes the zeros of each of its rows together.
+    // All lanes of a warp write the zeros of one row together.
     const i64 lane = threadIdx.x % 32;
     u32 outside = __ballot_sync(0xffffffffu, is_asked && !inside);
     for (; outside != 0; outside &= outside - 1) {

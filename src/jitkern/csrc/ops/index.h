@@ -17,23 +17,23 @@ struct IndexParams {
   i64 added_start;  // index `added_start + r` reads row `added_row + r`: a second range
   i64 added_length;
   i64 added_row;
-  // Larger ones are faults. Without a vocab_size none is: rows outside of this part of a table may
-  // be another rank's, and are zeros here.
+  // Larger indices are faults. Without a vocab_size none is: indices outside of this part of the
+  // table may be another rank's and give zeros.
   i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
 };
 
-// The row of `weights` that an index reads; -1: none, it is zeros. The ranges share no index.
+// The row of `weights` that an index reads; -1: zeros. The ranges share no index.
 JITKERN_HOST_DEVICE inline i64 table_row(const IndexParams& p, i64 index) {
-  // Unsigned, so that one comparison also sends negative indices outside.
+  // Unsigned, so that one comparison also excludes negative indices.
   const u64 row = u64(index) - u64(p.vocab_start);
   const u64 added = u64(index) - u64(p.added_start);
   const i64 other = added < u64(p.added_length) ? p.added_row + i64(added) : -1;
   return row < u64(p.vocab_length) ? i64(row) : other;
 }
 
-// Of a table in host memory, whose rows are fetched as pairs.
+// For a table in host memory, whose rows are fetched as pairs.
 struct IndexPairsParams : IndexParams {
   void* pairs;  // [num_rows, 2]: row of `weights`, row of `output`, or both -1
 };

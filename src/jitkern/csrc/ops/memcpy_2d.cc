@@ -21,7 +21,7 @@ constexpr const char* kPinned =
     "pinned host memory: a tensor of a PinnedPool, torch.empty(..., pin_memory=True) or "
     ".pin_memory(); or allow_pageable=True for a slow copy that waits";
 
-// What a call comes back to Python with.
+// The result of a call for Python.
 enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kStorageIsNeeded };
 
 // `value` is a CopyKind, or an array of what the caller gave instead of one.
@@ -30,16 +30,16 @@ CopyKind kind_arg(AnyView value, const Tensor& dst, const Tensor& src) {
   const auto kind = value.as<int64_t>();
   if (kind && *kind == right) return static_cast<CopyKind>(right);
   if (kind) {
-    raise_value_error(kOp, "kind",
-                      "\"" + std::string(kKinds[*kind]) + "\" from " + src.device_name() + " to " +
-                          dst.device_name(),
-                      "\"" + std::string(kKinds[right]) + "\"");
+    raise_value_error(
+        kOp, "kind",
+        str('"', kKinds[*kind], "\" from ", src.device_name(), " to ", dst.device_name()),
+        str('"', kKinds[right], '"'));
   }
   constexpr const char* kExpected = "\"h2d\", \"d2h\", \"d2d\" or \"h2h\"";
   const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
   const auto text = given.as<tvm::ffi::String>();
   if (!text) raise_type_error(kOp, "kind", given, kExpected);
-  raise_value_error(kOp, "kind", "\"" + std::string(*text) + "\"", kExpected);
+  raise_value_error(kOp, "kind", str('"', *text, '"'), kExpected);
 }
 
 i64 size_arg(const char* arg, AnyView value) {
@@ -52,13 +52,12 @@ i64 pitch_arg(const char* arg, AnyView value, i64 width, i64 height) {
   const i64 pitch = size_arg(arg, value);
   if (height > 1 && pitch < width) {
     raise_value_error(kOp, arg, std::to_string(pitch),
-                      "at least " + std::to_string(width) + ", the width of its " +
-                          std::to_string(height) + " rows");
+                      str("at least ", width, ", the width of its ", height, " rows"));
   }
   return height > 1 ? pitch : width;
 }
 
-// Bytes from the first to the end of the last row on one side.
+// Bytes from the start of the first row to the end of the last, on one side.
 i64 reach_bytes(i64 pitch, i64 width, i64 height) {
   i64 reach = 0;
   const bool overflows = __builtin_mul_overflow(pitch, height - 1, &reach) ||
@@ -66,7 +65,7 @@ i64 reach_bytes(i64 pitch, i64 width, i64 height) {
   return overflows ? std::numeric_limits<i64>::max() : reach;
 }
 
-// Bytes from the view's first to its end.
+// Bytes from the start of the view to its end.
 i64 extent_bytes(const Tensor& view) {
   if (view.dl->strides == nullptr || view.numel() == 0) return view.numel() * view.item_bytes();
   i64 items = 1;
@@ -77,12 +76,12 @@ i64 extent_bytes(const Tensor& view) {
   return items * view.item_bytes();
 }
 
-// Whether the reach is within the view, or within its storage: `storages` is None, or an array of
-// each side's address and bytes. False if the storage must be asked for.
-bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, AnyView storages,
-               int side) {
+// Whether the reach is within the view or its storage. `storages` is None, or the address and bytes
+// of each side's storage. False if these are needed; ValueError if the reach is too long.
+bool is_within(const Tensor& view, i64 pitch, i64 width, i64 height, AnyView storages, int side) {
+  const i64 reach = reach_bytes(pitch, width, height);
   if (reach <= extent_bytes(view)) return true;
-  i64 bytes = 0;  // a view of nothing has no address
+  i64 bytes = 0;  // an empty view has no address
   if (view.numel() > 0) {
     if (is_none(storages)) return false;
     const auto known = storages.cast<tvm::ffi::Array<int64_t>>();
@@ -90,25 +89,24 @@ bool is_within(const Tensor& view, i64 reach, i64 pitch, i64 width, i64 height, 
             static_cast<i64>(address(view.data()));
   }
   if (reach <= bytes) return true;
-  view.value_error(std::to_string(height) + " rows of " + std::to_string(width) + " bytes, " +
-                       std::to_string(pitch) + " bytes apart, which end " + std::to_string(reach) +
-                       " bytes behind its first",
-                   "at most " + std::to_string(std::max(bytes, extent_bytes(view))) +
-                       ", where its storage ends");
+  view.value_error(
+      str(height, " rows of ", width, " bytes, ", pitch, " bytes apart, which end ", reach,
+          " bytes behind its first"),
+      str("at most ", std::max(bytes, extent_bytes(view)), ", where its storage ends"));
 }
 
-// The device of torch's current stream, or of `stream`, which is one of device `ordinal`.
+// The device to copy on: that of `stream`, which is `ordinal`, or else the device of `on_gpu`.
 Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, AnyView ordinal) {
   Device& device = Device::get(on_gpu.ordinal());
   if (is_none(stream)) return device;
   const i64 given = ordinal.cast<int64_t>();
   if (given == on_gpu.ordinal()) return device;
   if (given == other.ordinal()) return Device::get(other.ordinal());
-  raise_value_error(kOp, "stream", "a stream of cuda:" + std::to_string(given),
-                    "one of " + on_gpu.device_name() + ", as " + on_gpu.arg);
+  raise_value_error(kOp, "stream", str("a stream of cuda:", given),
+                    str("one of ", on_gpu.device_name(), ", as ", on_gpu.arg));
 }
 
-// Whether the host's rows may be queued whole. ValueError if the engine cannot copy them.
+// Whether the host's rows may be queued as one copy. ValueError if the engine cannot copy them.
 bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pageable) {
   if (!allow_pageable) return is_one_registration(host, kPinned);
   const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };
@@ -132,7 +130,7 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
   const CopyKind kind = kind_arg(kind_value, dst, src);
   const bool allow_pageable = bool_arg(kOp, "allow_pageable", allow_pageable_arg);
   if (kind == CopyKind::kH2H && !is_none(stream)) {
-    raise_value_error(kOp, "stream", "a stream of cuda:" + std::to_string(ordinal.cast<int64_t>()),
+    raise_value_error(kOp, "stream", str("a stream of cuda:", ordinal.cast<int64_t>()),
                       "None for a copy on the CPU, which is done at once");
   }
   if (torch_has_to_see_it()) return kTorchHasToSeeIt;
@@ -142,8 +140,8 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
                              : &device_of(on_gpu, dst.on_cuda() ? src : dst, stream, ordinal);
   if (width == 0 || height == 0) return kDone;
 
-  if (!is_within(dst, reach_bytes(dpitch, width, height), dpitch, width, height, storages, 0) ||
-      !is_within(src, reach_bytes(spitch, width, height), spitch, width, height, storages, 1)) {
+  if (!is_within(dst, dpitch, width, height, storages, 0) ||
+      !is_within(src, spitch, width, height, storages, 1)) {
     return kStorageIsNeeded;
   }
   const Rows to(dst, height, width, dpitch);

@@ -31,12 +31,11 @@ constexpr const char* kPlace = "memory of its own, or exactly that of a partial,
 Grid value_rows(const Tensor& tensor, int first_dim = 0) {
   const DLTensor& dl = *tensor.dl;
   if (dl.ndim != first_dim + 3) {
-    tensor.value_error("shape " + tensor.shape_text(),
-                       first_dim ? "[n, tokens, heads, dim]" : "[tokens, heads, dim]");
+    tensor.shape_error(first_dim ? "[n, tokens, heads, dim]" : "[tokens, heads, dim]");
   }
   const i64 dim = dl.shape[first_dim + 2];
   if (dim == 0 || dim > kMostDim) {
-    tensor.value_error("dim " + std::to_string(dim), "1 to " + std::to_string(kMostDim));
+    tensor.value_error(str("dim ", dim), str("1 to ", kMostDim));
   }
   return Grid(tensor, first_dim, first_dim + 1, first_dim + 2);
 }
@@ -56,10 +55,9 @@ Grid lse_rows(const Tensor& lse, const Grid& like, bool heads_first, int first_d
     return shape_text(shape.data(), shape.size()) +
            (is_heads_first ? " of (heads, tokens)" : " of (tokens, heads)");
   };
-  lse.value_error("shape " + lse.shape_text(),
-                  fitting(heads_first) + ", as " + like.arg + " has shape " + like.shape_text() +
-                      "; or with lse_layout=\"" + kLayouts[!heads_first] + "\" " +
-                      fitting(!heads_first));
+  lse.shape_error(str(fitting(heads_first), ", as ", like.arg, " has shape ", like.shape_text(),
+                      "; or with lse_layout=\"", kLayouts[!heads_first], "\" ",
+                      fitting(!heads_first)));
 }
 
 Tensor stacked(const char* op, const char* arg, AnyView value) {
@@ -71,11 +69,10 @@ Tensor stacked(const char* op, const char* arg, AnyView value) {
 
 void check_count(const char* op, const char* what, i64 count) {
   if (count >= 1 && count <= kMostStates) return;
-  raise_value_error(op, "outs", what + std::to_string(count),
-                    "1 to " + std::to_string(kMostStates) + " partial results");
+  raise_value_error(op, "outs", str(what, count), str("1 to ", kMostStates, " partial results"));
 }
 
-// Whether it is in place of a partial; ValueError where it shares memory with one in another way.
+// Whether `written` is in place of a partial. ValueError if it shares memory in another way.
 bool check_written(const Grid& written, const std::vector<Grid>& same,
                    const std::vector<Grid>& others) {
   written.distinct_rows();
@@ -89,8 +86,8 @@ bool check_written(const Grid& written, const std::vector<Grid>& same,
   return in_place;
 }
 
-// A checked call. `options` is None, or (is_base_2, heads_first, scale, last); a Grid's outer
-// dimension is tokens, its inner one heads.
+// A checked call. `options` is None or (is_base_2, heads_first, scale, last). Grids: [tokens,
+// heads].
 struct MergeCall {
   const char* op;
   bool heads_first = false;
@@ -102,7 +99,7 @@ struct MergeCall {
   i64 tokens_of_first = std::numeric_limits<i64>::max();
   i64 dim = 0;
   int in_type = kFloat32, out_type = kFloat32;
-  int lse_type = kFloat32, merged_lse_type = kFloat32;  // of the partials', of the result's
+  int lse_type = kFloat32, merged_lse_type = kFloat32;  // of the partials, of the result
   float log2_of_base = 1.44269504f, base_log_of_2 = 0.69314718f;
   bool lse_is_in_place = false;
 
@@ -127,8 +124,7 @@ struct MergeCall {
       out.same_dtype(first);
       if (out.dl->ndim != first.dl->ndim ||
           !std::equal(out.dl->shape, out.dl->shape + out.dl->ndim, first.dl->shape)) {
-        out.value_error("shape " + out.shape_text(),
-                        "shape " + first.shape_text() + " as in " + first.arg);
+        out.shape_error(str("shape ", first.shape_text(), " as in ", first.arg));
       }
       lse.same_dtype(lses[0]);
     }
@@ -144,8 +140,7 @@ struct MergeCall {
     check_count(op, "a first dimension of ", count);
     const Grid first_lse = lse_rows(lse, first, heads_first, 1);
     if (lse.dl->shape[0] != count) {
-      lse.value_error("shape " + lse.shape_text(),
-                      "a first dimension of " + std::to_string(count) + " as in outs");
+      lse.shape_error(str("a first dimension of ", count, " as in outs"));
     }
     for (i64 i = 0; i < count; ++i) {
       outs.push_back(first.moved_by(i * out.stride(0) * out.item_bytes()));
@@ -166,8 +161,8 @@ struct MergeCall {
     const size_t count = list->size();
     check_count(op, "a list of ", static_cast<i64>(count));
     if (lse_list->size() != count) {
-      raise_value_error(op, "lses", "a list of " + std::to_string(lse_list->size()),
-                        std::to_string(count) + ", one for each of outs");
+      raise_value_error(op, "lses", str("a list of ", lse_list->size()),
+                        str(count, ", one for each of outs"));
     }
     static const auto& out_names = *new auto(item_names("outs", kMostStates));
     static const auto& lse_names = *new auto(item_names("lses", kMostStates));
@@ -187,10 +182,9 @@ struct MergeCall {
     const Grid& like = outs[0];
     const int64_t shape[] = {like.outer, like.inner, like.dl->shape[like.dl->ndim - 1]};
     if (!std::equal(shape, shape + 3, tensor.dl->shape)) {
-      tensor.value_error("shape " + tensor.shape_text(),
-                         "shape " + shape_text(shape, 3) + " as in " + like.arg);
+      tensor.shape_error(str("shape ", shape_text(shape, 3), " as in ", like.arg));
     }
-    // A partial may be with the result, or in pinned host memory for a GPU.
+    // For a result on a GPU, a partial may also be in pinned host memory.
     for (size_t i = 0; i < outs.size(); ++i) {
       for (const Grid* one : {&outs[i], &lses[i]}) {
         if (one->on_cuda() || !tensor.on_cuda()) one->same_device(tensor);
@@ -207,7 +201,7 @@ struct MergeCall {
     take_scale();
   }
 
-  // float8_e4m3fn has one, other types have none.
+  // Required for float8_e4m3fn, refused for other types.
   void take_scale() {
     const bool is_fp8 = out_type == kFloat8E4M3;
     if (is_none(scale_given)) {
@@ -216,11 +210,8 @@ struct MergeCall {
                         "a float32 tensor of 1 element, as output is float8_e4m3fn");
     }
     scale.emplace(op, "scale", scale_given);
-    const DLDataType& dtype = scale->dl->dtype;
-    if (dtype.code != kDLFloat || dtype.bits != 32 || dtype.lanes != 1) {
-      scale->type_error("dtype " + scale->dtype_name(), "float32");
-    }
-    if (scale->numel() != 1) scale->value_error("shape " + scale->shape_text(), "1 element");
+    if (!scale->has_dtype(kDLFloat, 32)) scale->dtype_error("float32");
+    if (scale->numel() != 1) scale->shape_error("1 element");
     scale->same_device(*out);
     const Rows one(*scale, 1, 4, 4);
     one.apart_from(out->whole());
@@ -233,9 +224,7 @@ struct MergeCall {
     num_valid.emplace(op, "count", last);
     num_valid->same_device(*out);
     if (num_valid->dl->ndim > 1 || (num_valid->count != 1 && num_valid->count != out->outer)) {
-      num_valid->value_error(
-          "shape " + num_valid->shape_text(),
-          "shape [1] or [" + std::to_string(out->outer) + "], one for each token");
+      num_valid->shape_error(str("shape [1] or [", out->outer, "], one for each token"));
     }
     num_valid->apart_from(out->whole());
     if (lse) num_valid->apart_from(lse->whole());
@@ -245,57 +234,13 @@ struct MergeCall {
 // -- on the CPU ----------------------------------------------------------------------------------
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Values that are added up before they go to memory: they stay in L1, and loops that the compiler
-// vectorises are long enough.
+// Values that are summed before they go to memory: few enough for L1, enough for vectorised loops.
 constexpr i64 kPartDim = 512;
 
-float load_lse(const char* from, int type) {
-  float value = 0;
-  if (type == kFloat32) {
-    std::memcpy(&value, from, 4);
-    return value;
-  }
-  unsigned short bits = 0;
-  std::memcpy(&bits, from, 2);
-  return type == kFloat16 ? float_of<kFloat16>(bits) : float_of<kBFloat16>(bits);
+template <int kIn>
+float load(const char* from) {
+  return float_of<kIn>(*reinterpret_cast<const Bits<kIn>*>(from));
 }
-
-void store_lse(char* to, int type, float value) {
-  const unsigned short half =
-      type == kFloat16 ? bits_as<kFloat16>(value) : bits_as<kBFloat16>(value);
-  type == kFloat32 ? std::memcpy(to, &value, 4) : std::memcpy(to, &half, 2);
-}
-
-// What each partial of a row weighs, and all together: see merge.cu, which does the same.
-struct Shares {
-  float of[kMostStates];
-  float sum = 0;
-  float lse = -kInfinity;
-
-  Shares(const MergeCall& call, i64 token, i64 head, i64 num_valid) {
-    if (token >= call.tokens_of_first) {  // the second of two as it is
-      of[0] = 0;
-      of[1] = sum = 1;
-      lse = load_lse(call.lses[1].row(token, head), call.lse_type);
-      return;
-    }
-    float largest = -kInfinity;
-    for (i64 i = 0; i < call.num_states(); ++i) {
-      of[i] = -kInfinity;
-      if (i < num_valid) of[i] = log_of(load_lse(call.lses[i].row(token, head), call.lse_type));
-      largest = std::fmax(largest, of[i]);
-    }
-    const float center = largest == -kInfinity ? 0 : largest;
-    for (i64 i = 0; i < call.num_states(); ++i) {
-      of[i] = std::exp2((of[i] - center) * call.log2_of_base);
-      sum += of[i];
-    }
-    const float factor = sum == 0 ? 0 : 1 / sum;
-    for (i64 i = 0; i < call.num_states(); ++i) of[i] *= factor;
-    // One alone keeps its own, to the sign of a zero.
-    lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
-  }
-};
 
 template <int kIn>
 void add(const char* from, float share, float* values, i64 count) {
@@ -310,10 +255,43 @@ void store(char* to, const float* values, float factor, i64 count) {
 }
 
 // In the order of FloatType.
+constexpr float (*kLoad[])(const char*) = {load<kFloat32>, load<kFloat16>, load<kBFloat16>};
 constexpr void (*kAdd[])(const char*, float, float*, i64) = {add<kFloat32>, add<kFloat16>,
                                                              add<kBFloat16>};
 constexpr void (*kStore[])(char*, const float*, float, i64) = {
     store<kFloat32>, store<kFloat16>, store<kBFloat16>, store<kFloat8E4M3>};
+
+// The weight of each partial of a row, their sum, and the merged lse: the same as in merge.cu.
+struct Shares {
+  float of[kMostStates];
+  float sum = 0;
+  float lse = -kInfinity;
+
+  Shares(const MergeCall& call, i64 token, i64 head, i64 num_valid) {
+    const auto load_lse = kLoad[call.lse_type];
+    if (token >= call.tokens_of_first) {  // a copy of the second partial
+      of[0] = 0;
+      of[1] = sum = 1;
+      lse = load_lse(call.lses[1].row(token, head));
+      return;
+    }
+    float largest = -kInfinity;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      of[i] = -kInfinity;
+      if (i < num_valid) of[i] = log_of(load_lse(call.lses[i].row(token, head)));
+      largest = std::fmax(largest, of[i]);
+    }
+    const float center = largest == -kInfinity ? 0 : largest;
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      of[i] = std::exp2((of[i] - center) * call.log2_of_base);
+      sum += of[i];
+    }
+    const float factor = sum == 0 ? 0 : 1 / sum;
+    for (i64 i = 0; i < call.num_states(); ++i) of[i] *= factor;
+    // A single partial keeps its lse, even the sign of a zero.
+    lse = sum == 1 ? largest : center + std::log2(sum) * call.base_log_of_2;
+  }
+};
 
 void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
   const auto add_part = kAdd[call.in_type];
@@ -344,7 +322,7 @@ void merge_rows(const MergeCall& call, i64 begin, i64 end) {
     }
     const Shares shares(call, token, head, num_valid);
     merge_row(call, shares, scale, token, head);
-    if (call.lse) store_lse(call.lse->row(token, head), call.merged_lse_type, shares.lse);
+    if (call.lse) kStore[call.merged_lse_type](call.lse->row(token, head), &shares.lse, 1, 1);
   }
 }
 
@@ -357,11 +335,11 @@ void merge_by_cpu(const MergeCall& call) {
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
-// Up to so many threads in all, blocks have 128 threads rather than 512: one token of 32 heads
-// takes 1.22 us and not 1.50, 64 tokens 1.73 and not 1.92, but 1,024 tokens 7.7 and not 7.5.
+// A call of at most so many threads an SM has blocks of 128 threads, not 512: one token of 32 heads
+// takes 1.22 us instead of 1.50, 64 tokens 1.73 instead of 1.92, but 1,024 tokens 7.7, not 7.5.
 constexpr i64 kSmallThreadsOfSm = 1024;
 
-// Elements of the widest vectors that all rows allow, the same number on both sides.
+// Elements of the widest vector that all rows allow, partials and result alike.
 i64 elems_of_vector(const MergeCall& call) {
   const auto bits = [](const Grid& rows) {
     return address(rows.data) | static_cast<u64>(rows.row_bytes) | rows.stride_bits();
@@ -379,7 +357,7 @@ i64 elems_of_vector(const MergeCall& call) {
   return elems;
 }
 
-// The one stride of all rows, or -1.
+// The stride of all rows; -1 if there is no single one.
 i64 row_stride(const Grid& rows) {
   const bool is_one = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
   return rows.inner == 1 ? rows.outer_stride : is_one ? rows.inner_stride : -1;
@@ -387,8 +365,8 @@ i64 row_stride(const Grid& rows) {
 
 // Whether all partials count, with one stride for all rows of all of them.
 bool is_plain(const MergeCall& call) {
-  if (call.num_valid || call.tokens_of_first < call.out->outer || call.outs.size() < 2)
-    return false;
+  if (call.num_valid || call.tokens_of_first < call.out->outer) return false;
+  if (call.outs.size() < 2) return false;
   const i64 of_outs = row_stride(call.outs[0]);
   const i64 of_lses = row_stride(call.lses[0]);
   const i64 of_lse = call.lse ? row_stride(*call.lse) : 0;
@@ -399,9 +377,9 @@ bool is_plain(const MergeCall& call) {
   return true;
 }
 
-// A kernel takes the first of the partials, as many as it is made for.
+// For a kernel of any capacity: it takes the first bytes of these.
 MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
-  // A plain kernel takes the head stride as the row stride, the first partial's for all.
+  // A plain kernel reads the head stride as the stride of all rows.
   const auto strides = [&](const Grid& rows) {
     const bool by_token = plain && rows.inner == 1;
     return HeadStrides{rows.outer_stride, by_token ? rows.outer_stride : rows.inner_stride};
@@ -440,14 +418,14 @@ void merge_by_gpu(const MergeCall& call) {
   const LaunchScope scope(*call.out);
   if (call.out->empty()) return;
   if (call.num_rows() > kMostRows) {
-    call.out->value_error(std::to_string(call.num_rows()) + " rows", "less than 2^31");
+    call.out->value_error(str(call.num_rows(), " rows"), "less than 2^31");
   }
-  // `rows` of a small block; a large block has `times` as many.
+  // A small block has `rows` rows, a large one `times` as many.
   static KernelTable table(
       "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
       [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
   const bool plain = is_plain(call);
-  int capacity = 2;  // of partials that a kernel is made for: a power of two
+  int capacity = 2;  // a kernel's number of partials: a power of two
   while (capacity < call.num_states()) capacity *= 2;
   const LoadedKernels& loaded =
       table.find(scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,

@@ -1,9 +1,9 @@
-// Merges partial results of attention: for each row [token, head] the mean of all partials' values,
-// weighted by exp(lse), and the logarithm of the weights' sum as the new lse.
+// Merges partial results of attention. The output is, for each row [token, head], the mean of the
+// partials' values, weighted by exp(lse); the new lse is the logarithm of the weights' sum.
 //
 // A thread loads one vector of a row from up to 8 partials before it uses any: one trip to memory.
-// With more partials, further teams of threads read 8 each, and the first team adds up in order.
-// Every thread of a row computes the weights, which costs nothing beside the loads.
+// With more partials, further teams of threads read 8 each, and the first team sums up in order.
+// Every thread of a row computes the weights, which is free beside the loads.
 #include <jitkern/pdl.cuh>
 
 #include "floats.cuh"
@@ -11,8 +11,8 @@
 
 namespace jitkern {
 
-// By the GPU's own functions, which are right to 2 ulp: with the exact ones a kernel of two
-// partials takes half as long again, and no longer waits for memory alone.
+// The GPU's approximate functions, right to 2 ulp. With the exact ones a kernel of two partials
+// takes 1.5 times as long, as it is no longer bound by memory.
 #ifdef JITKERN_EMULATED
 inline float exp2_of(float x) { return exp2f(x); }
 inline float log2_of(float x) { return log2f(x); }
@@ -35,18 +35,18 @@ __device__ inline float inverse_of(float x) {
 }
 #endif
 
-// The weight of some partials together: base^log * sum, where `log` is their largest lse.
+// The total weight of some partials: base^log * sum, where `log` is their largest lse.
 struct Weight {
   float log;
   float sum;
 };
 
-// If all partials are empty the lse is -inf, which must not be subtracted.
+// The lse to subtract. It is -inf if all partials are empty, and -inf must not be subtracted.
 __device__ inline float center_of(float largest) {
   return largest == -float_of_bits(0x7f800000) ? 0.0f : largest;
 }
 
-// What `log` weighs beside `center`: -inf is nothing, NaN is NaN.
+// The weight of `log` relative to `center`: 0 for -inf, NaN for NaN.
 __device__ inline float share_of(float log, float center, float log2_of_base) {
   return exp2_of((log - center) * log2_of_base);
 }
@@ -55,8 +55,7 @@ template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool
           int kThreads, int kMaxOccupancy, bool kUsePdl, int kRowThreads>
 struct Merge {
   using Params = MergeParams<kCapacity>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static constexpr int kStates = kCapacity < kStatesOfThread ? kCapacity : kStatesOfThread;
   static constexpr int kTeams = kCapacity / kStates;
@@ -87,12 +86,12 @@ struct Merge {
     const bool is_copy = kCapacity == 2 && !kPlain && place.token >= p.to.tokens_of_first;
     const int end = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
     const auto is_there = [&](int s) {
-      // There is no plain call of one partial.
+      // A plain call has at least two partials.
       if (kPlain && kCapacity == 2) return place.is_row;
       return is_copy <= team * kStates + s && team * kStates + s < end;
     };
 
-    // Straight-line loops: all loads come before the first use.
+    // One loop for each step: all loads are issued before the first use.
     Bits<kLse> logs[kStates];
     i64 at = place.offset(p.states[0].lse_strides);
 #pragma unroll
@@ -118,7 +117,7 @@ struct Merge {
     let_next_kernel_start<kUsePdl>();
 
     const float lse_of_copy = float_of<kLse>(logs[1]);
-    if (is_copy) logs[1] = 0;  // it counts, whatever its lse
+    if (is_copy) logs[1] = 0;  // the second partial counts, even if its lse is -inf or NaN
     float shares[kStates];
     Weight own = weigh(logs, shares, p.to.log2_of_base);
     if (is_copy) own.log = lse_of_copy;
@@ -131,7 +130,7 @@ struct Merge {
       if (step == 0 && p.to.lse_is_in_place) __syncthreads();
       if (writes && vec == 0 && p.to.lse != nullptr) {
         const float sum_log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
-        const float log = all.sum == 1.0f ? all.log : sum_log;  // to the sign of a zero
+        const float log = all.sum == 1.0f ? all.log : sum_log;  // keeps the sign of a zero
         at = place.offset(p.to.lse_strides);
         store_float(p.to.lse + at, p.to.lse_type, log);
       }
@@ -186,7 +185,7 @@ struct Merge {
     return all;
   }
 
-  // Makes them parts of 1 before they multiply values, so that large values do not overflow.
+  // Normalises the shares before they multiply values, so that large values do not overflow.
   template <int kCount>
   static __device__ void share_out(float sum, float* shares) {
     const float factor = sum == 0.0f ? 0.0f : inverse_of(sum);
@@ -194,13 +193,13 @@ struct Merge {
     for (int i = 0; i < kCount; ++i) shares[i] *= factor;
   }
 
-  // -0 to start with, so that the zeros of a single partial keep their signs.
+  // Sums start from -0, so that the zeros of a single partial keep their signs.
   static __device__ void start(float sum, float* values) {
 #pragma unroll
     for (int i = 0; i < kElems; ++i) values[i] = sum == 0.0f ? 0.0f : -0.0f;
   }
 
-  // A partial of weight 0 counts nothing, even if it is NaN.
+  // A partial of weight 0 is ignored, even if its values are NaN.
   static __device__ void add(float share, const float* from, float* values) {
     if (share == 0.0f) return;
 #pragma unroll
@@ -217,7 +216,7 @@ struct Merge {
     }
   }
 
-  // To be called by all threads. In the first team: what all weigh, and `values` of all.
+  // All threads call it. The first team gets the weight and `values` of all teams together.
   static __device__ Weight with_other_teams(int team, int member, Weight own, float* values,
                                             float log2_of_base) {
     if constexpr (kTeams == 1) return own;
@@ -235,7 +234,7 @@ struct Merge {
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) {
       const Weight weight = shared.weights[t][member];
-      // 0 times NaN is NaN, which no largest lse shows.
+      // A NaN lse is lost in the maximum, but weight.sum keeps it: 0 times NaN is NaN.
       shares[t] = share_of(weight.log, center_of(all.log), log2_of_base) * weight.sum;
       all.sum += shares[t];
     }

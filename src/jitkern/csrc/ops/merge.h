@@ -6,7 +6,7 @@
 namespace jitkern {
 
 constexpr int kMostStates = 64;
-// Partials that one thread reads; with more, several threads read so many each.
+// The most partials that one thread reads; with more, several threads share them.
 constexpr int kStatesOfThread = 8;
 
 // In bytes.
@@ -19,7 +19,7 @@ struct HeadStrides {
   }
 };
 
-// One partial result: rows [token, head] of values, and a number for each.
+// One partial result: rows [token, head] of values, and an lse for each row.
 struct PartialState {
   const char* out;
   const char* lse;
@@ -27,7 +27,7 @@ struct PartialState {
   HeadStrides lse_strides;
 };
 
-// Division of numbers below 2^31 by one known before the launch: two instructions, not 20.
+// Divides numbers below 2^31 by a value known before the launch, in 2 instructions instead of 20.
 struct Divisor {
   u32 value;
   u32 factor;
@@ -45,7 +45,7 @@ struct Divisor {
   }
 };
 
-// Rows without keys have an lse of +inf in FlashAttention 2 and vLLM, -inf elsewhere.
+// -inf for rows without keys, for which FlashAttention 2 and vLLM give +inf.
 JITKERN_HOST_DEVICE inline float log_of(float lse) {
   const float infinity = float_of_bits(0x7f800000);
   return lse == infinity ? -infinity : lse;
@@ -53,21 +53,21 @@ JITKERN_HOST_DEVICE inline float log_of(float lse) {
 
 struct MergeTarget {
   char* out;
-  char* lse;  // null: not asked for
+  char* lse;  // or null
   HeadStrides out_strides;
   HeadStrides lse_strides;
-  const float* scale;     // what values are divided by, or null
-  const void* num_valid;  // how many of the partials count, or null
+  const float* scale;     // values are divided by it; or null
+  const void* num_valid;  // the number of partials that count, or null
   i32 num_valid_bytes;    // 4 or 8
-  bool valid_per_token;   // or one for all
-  bool lse_is_in_place;   // some thread reads what another one writes
+  bool valid_per_token;   // or one number for all
+  bool lse_is_in_place;   // a thread may read what another one writes
   i32 num_states;
-  i32 lse_type;         // of FloatType
-  float log2_of_base;   // what a number times this is a logarithm to base 2
+  i32 lse_type;         // a FloatType
+  float log2_of_base;   // lse times this is a logarithm to base 2
   float base_log_of_2;  // its inverse
   u32 num_rows;
   u32 rows_of_block;
-  u32 tokens_of_first;  // of two partials: later tokens have the second one's row as it is
+  u32 tokens_of_first;  // of two partials: later tokens copy the second one's row
   Divisor heads;
 };
 

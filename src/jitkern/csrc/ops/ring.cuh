@@ -1,7 +1,7 @@
-// Reading a push of a DescriptorRing, by all threads of one block, and copying what it asks for.
-// Host memory is a round trip of 1.2 us away, and several reads of one of its lines are served one
-// after the other, each in 1.06 us. So one block reads each line once, and the word comes with the
-// first descriptors, which their seals allow (both/ring.h).
+// Reads a push of a DescriptorRing, by all threads of one block, and copies its descriptors'
+// pieces. Host memory is a round trip of 1.2 us away, and several reads of one line are served one
+// after the other, each in 1.06 us. So one block reads each line once, and reads the word together
+// with the first descriptors, which seals make safe (both/ring.h).
 #pragma once
 
 #include "system_memory.cuh"
@@ -10,7 +10,7 @@
 
 namespace jitkern {
 
-// A slot and a generation of it.
+// A slot and its generation.
 struct Turn {
   u64 generation;
   u32 slot;
@@ -28,14 +28,14 @@ __device__ inline void set_turn(const RingParams& p, const Turn& turn) {
   p.state->slot = turn.slot;
 }
 
-// What the call has done is seen by the one that takes the ring next.
+// The next owner of the ring sees everything that this call did.
 __device__ inline void release_ring(const RingParams& p) {
   __threadfence();
   atomicExch(&p.state->owner, u64(0));
 }
 
-// Makes a call the owner of the ring; returns the owner if there is another. If a call of another
-// stream ended after `begin` was read, that is old, and the ring counts as owned.
+// Makes this call the owner of the ring, and returns 0; or returns the other owner. If a call of
+// another stream ended after `begin` was read, `begin` is old and the ring counts as owned.
 __device__ inline u64 take_ring(const RingParams& p, const Turn& begin) {
   const u64 owner = claim(&p.state->owner, p.call);
   if (owner != 0) return owner;
@@ -51,7 +51,7 @@ __device__ inline void complete_push(const RingParams& p, const Turn& turn) {
   store_release(reinterpret_cast<u64*>(done), turn.generation);
 }
 
-template <u32 kThreads>
+template <u32 kThreads, class Copy>
 class RingReader {
  public:
   static constexpr u32 kAtOnce = kThreads / 4;  // descriptors that come with the word
@@ -62,7 +62,7 @@ class RingReader {
 
   __device__ RingReader(const RingParams& p, Shared& shared) : p_(p), shared_(shared) {}
 
-  // Reads a slot's word, with its first descriptors if `whole`; 0 if it is none. Meanwhile one
+  // Reads a slot's word, with its first descriptors if `whole`; 0 if it is invalid. Meanwhile one
   // thread calls `alongside`; all threads then see what it wrote to shared memory.
   template <class Alongside>
   __device__ u64 look(u32 number, bool whole, const Alongside& alongside) {
@@ -79,15 +79,24 @@ class RingReader {
     return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
-  // Gives `take(number, vector)` the vectors of descriptors [begin, end) of the push, four of each;
-  // false if a seal is not the word: they are not of this push.
-  template <class Take>
-  __device__ bool read(u64 word, u32 begin, u32 end, const Take& take) {
+  // Reads descriptors [begin, end) of the push into `to`, four vectors each; the last one names the
+  // descriptor for faults. Sets `has_long` if this thread read one that Copy may call long. False
+  // if a seal is not the word: these descriptors are not of this push.
+  __device__ bool read(u64 word, Turn turn, u32 begin, u32 end, void* to, bool& has_long) {
+    const u32 first = 4 * begin;
+    const auto take = [&](u32 number, uint4 vector) {
+      if (number % 4 == 1) has_long |= Copy::may_be_long(vector);
+      if (number % 4 == 3) {
+        vector.x = number / 4;
+        vector.y = turn.slot;
+      }
+      static_cast<uint4*>(to)[number - first] = vector;
+    };
     if (begin == 0 && has_first_) {
       const u32 vectors = 4 * (end < kAtOnce ? end : kAtOnce);
       bool old = threadIdx.x < vectors && !is_sealed(threadIdx.x, first_, word);
       if (__syncthreads_or(old)) {
-        // They came before the word did: read them again.
+        // They were read before the push was complete: read them again.
         if (threadIdx.x < vectors) first_ = load_fresh(&vectors_[threadIdx.x]);
         old = threadIdx.x < vectors && !is_sealed(threadIdx.x, first_, word);
         if (__syncthreads_or(old)) return false;
@@ -118,10 +127,10 @@ class RingReader {
   bool has_first_ = false;
 };
 
-// Each descriptor is copied by warps of its own, as by unpack; then all warps copy the long ones.
+// Each descriptor is copied by its own warps, as in unpack; then all warps copy the long ones.
 template <u32 kPieceInFlight, u32 kInFlight, u32 kPartsInFlight, u32 kOwnSegments>
 struct RingCopy {
-  // How many segments of a descriptor its own warps copy.
+  // The most segments of a descriptor that its own warps copy.
   static __device__ u64 own_segments(u32 count, u32 warps) {
     return count == 0 || count >= warps ? kOwnSegments : u64(warps / count) * kOwnSegments;
   }
@@ -129,7 +138,7 @@ struct RingCopy {
     return is_longer(i64(sizes.x), i64(sizes.y), own_segments(count, warps));
   }
 
-  // By whatever number of warps.
+  // Whether a descriptor is long for some number of warps.
   static __device__ bool may_be_long(const uint4& sizes) {
     return is_longer(i64(sizes.x), i64(sizes.y), kOwnSegments);
   }

@@ -1,7 +1,5 @@
-// When the order of the host's memory pays, and the launches of a large call on pairs: its lists,
-// then the copies that they ask for.
+// When sorting by host address pays, and the launches of a large call on pairs: lists, then copies.
 #include <algorithm>
-#include <string>
 
 #include "host/tuning.h"
 #include "pairs_host.h"
@@ -10,22 +8,22 @@ namespace jitkern {
 
 namespace {
 
-// A miss lasts as long as 1.7 KB: rows of 2 KB out of 16 GiB come at 45 GB/s unsorted and 51
-// sorted, rows of 3 KB at 51 either way.
+// A translation miss costs the time of 1.7 KB: rows of 2 KB out of 16 GiB reach 45 GB/s unsorted
+// and 51 sorted, rows of 3 KB 51 either way.
 constexpr i64 kMaxRowBytesToOrder = 2048;
-// The sort takes 10 us. Calls of 2,048 rows are faster without it, calls of 4,096 as fast (64 GiB)
-// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses. swap_rows is alike:
-// 2,048 triples take 92 us in either order from 1.5 GiB, 156 and 164 from 16 GiB; 4,096 take 203
+// The sort takes 10 us. Calls of 2,048 rows are faster without it; calls of 4,096 as fast (64 GiB)
+// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses. swap_rows, unsorted
+// and sorted: 2,048 triples take 92 and 92 us from 1.5 GiB, 156 and 164 from 16 GiB; 4,096 take 203
 // and 156, 311 and 273.
 constexpr i64 kMinRowsToOrder = 4096;
 constexpr double kMinMissesToOrder = 2560;
 
-// In flight in a sorted call: 4 SMs with rows of 656 bytes (3 lose 5 % at 8 GiB); 8 SMs beyond,
-// which at 16 GiB move 43.2 GB/s where 4 move 41.1 ...
+// In flight in a sorted call: 4 SMs with rows of 656 bytes (3 lose 5 % at 8 GiB). Above that 8 SMs:
+// at 16 GiB they move 43.2 GB/s, 4 move 41.1 ...
 constexpr i64 kOrderedBytesInFlight = 512 << 10;
 constexpr i64 kLargeSpanBytes = i64(8) << 30;
-// ... but no more rows than lie within 1 GiB of each other: 32,768 from 64 GiB come at 23.7 GB/s
-// on 4 SMs, at 20.7 on 8.
+// ... but no more rows than lie within 1 GiB: 32,768 rows from 64 GiB reach 23.7 GB/s on 4
+// SMs, 20.7 on 8.
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
 bool goes_by_lists(const PairCall& call, const Lists& lists) {
@@ -37,7 +35,7 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
-// Sorts the pairs of the call into lists, and copies what they ask for.
+// Sorts the pairs of the call into lists, and copies these.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                    const Lists& lists) {
   const PairCopyParams& p = call.params;

@@ -1,9 +1,9 @@
-// Sorting the rows of a large call by their regions of host memory, before they are moved.
+// Sorts the rows of a large call by regions of host memory, before they are moved.
 //
-// On a pool larger than the reach of the link's address translation, rows as they come miss in it
-// at nearly every row (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). In
-// the order of their regions they hit; the order within a region does not matter, so this is a
-// counting sort of one pass. Its kernels know no row size: one module serves all.
+// If a pool is larger than the reach of the link's address translation, unsorted rows miss in it
+// nearly always (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). Sorted
+// by region they hit. The order within a region does not matter, so this is a counting sort of one
+// pass. Its kernels do not depend on the row size: one module serves all.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -23,7 +23,7 @@ __device__ inline u32 take_rank(const Regions& regions, i64 offset, u32 kind = 0
   return atomicAdd(&regions.last_ranks[kind * kNumRegions + region], 1u) + 1u;
 }
 
-// The place, of `num`, of the row with that rank; -1 if the row has changed since it was ranked.
+// The place, below `num`, of the row with that rank; -1 if the row has changed since it was ranked.
 __device__ inline i64 place_of(const Regions& regions, i64 offset, u32 rank, i64 num, u32 kind = 0,
                                u32 kind_start = 0) {
   const u64 region = region_of(regions, offset);
@@ -32,12 +32,11 @@ __device__ inline i64 place_of(const Regions& regions, i64 offset, u32 rank, i64
   return place < num ? place : -1;
 }
 
-// Where the rows of each region start: one block, four regions a thread, one kind after the other.
+// Computes where the rows of each region start: one block, four regions a thread, kind after kind.
 template <int kThreads, int kMaxOccupancy>
 struct ScanRegions {
   using Params = Regions;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     static_assert(kThreads * 4 == kNumRegions, "a uint4 is what a thread reads and writes");
@@ -48,7 +47,7 @@ struct ScanRegions {
     for (u32 kind = 0; kind < p.num_kinds; ++kind) {
       const u32 four = kind * kThreads + threadIdx.x;
       const uint4 last = reinterpret_cast<const uint4*>(p.last_ranks)[four];
-      const u32 count = last.x + last.y + last.z + last.w + 4u;  // the last number of none is -1
+      const u32 count = last.x + last.y + last.z + last.w + 4u;  // of no rows the last rank is -1
       u32 sum = count;                                           // of the lanes up to this one
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -93,8 +92,8 @@ __device__ inline bool is_inside_or_fault(const Params& p, i64 number, i64 src_r
   return false;
 }
 
-// The pair that owns `src_row`, and its place in the table: pair `number` if it is the first to
-// come. The table is at least twice as large as the number of pairs, so a free place is near.
+// The pair that owns `src_row`, and its place in the table: pair `number` if no other pair was
+// first. The table has at least twice as many places as there are pairs, so a free place is near.
 template <class Int, class Params>
 __device__ inline u32 claim_row(const Params& p, u32 number, i64 src_row, u32& place) {
   place = hash_of_row(src_row) & p.table_mask;
@@ -106,13 +105,12 @@ __device__ inline u32 claim_row(const Params& p, u32 number, i64 src_row, u32& p
   }
 }
 
-// Lists the pairs as they come, or numbers those to fetch for PlacePairs.
+// Lists the pairs in any order, or ranks those to fetch for PlacePairs.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
 struct ListPairs {
   using Params = ListParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     __shared__ u32 block_counts[2];
@@ -186,8 +184,7 @@ template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
 struct PlacePairs {
   using Params = ListParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     const i64 number = thread_number();
@@ -226,7 +223,7 @@ __device__ inline SwapTriple read_triple(const SwapParams& p, i64 number) {
   return {triple[0], triple[1], triple[2]};
 }
 
-// Records the fault of a triple that is past an end.
+// Records the fault of a triple that is out of range.
 __device__ inline void report_triple(const SwapParams& p, const SwapTriple& triple, i64 number) {
   if (triple.is_padding() || triple.is_inside(p)) return;
   const i64 position = p.first_position + number;
@@ -239,12 +236,11 @@ __device__ inline void report_triple(const SwapParams& p, const SwapTriple& trip
   }
 }
 
-// Numbers each triple's rows in their regions.
+// Ranks each triple's rows in their regions.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy>
 struct ListTriples {
   using Params = SwapListParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     const i64 number = thread_number();
@@ -269,13 +265,13 @@ struct ListTriples {
   }
 };
 
-// Writes each row to its move: exchanges, then rows to fetch beside rows to write back to.
+// Writes each row to its move. Exchanges come first; then each move pairs a row to fetch with a row
+// to write back.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy>
 struct PlaceTriples {
   using Params = SwapListParams;
   using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
     const i64 number = thread_number();
@@ -308,7 +304,8 @@ struct PlaceTriples {
   }
 
  private:
-  // The number of the row's move, or -1. Rows to write back begin where rows to fetch do.
+  // The number of the row's move, or -1. Rows to write back start at the same move as rows to
+  // fetch.
   static __device__ i64 move_of(const Params& p, MoveKind kind, i64 row, u32 rank) {
     const u32* const starts = p.regions.starts;
     u32 kind_start = 0;

@@ -5,7 +5,6 @@
 
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "host/cpu_copy.h"
@@ -17,7 +16,7 @@ namespace {
 constexpr const char* kOp = "store_cache";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
-// A cache, and the rows that go to it.
+// A cache and the rows to store in it.
 struct Table {
   Rows cache;
   Rows rows;
@@ -40,25 +39,23 @@ struct Table {
     rows.apart_from(cache);
   }
 
-  // ValueError if a row of the cache may be a page of slots. It is not taken as one: pages of
-  // [heads, slots, dim] have the same shape if there are as many heads as slots.
+  // ValueError with the fix if a row of the cache may be a page of slots. Paged caches are not
+  // guessed: [heads, slots, dim] looks the same if there are as many heads as slots.
   void refuse_pages() const {
     const DLTensor& dl = *cache.dl;
     if (dl.ndim < 3 || dl.shape[1] * rows.row_bytes != cache.row_bytes) return;
     std::string slots = "-1";
     for (int d = 2; d < dl.ndim; ++d) slots += ", " + std::to_string(dl.shape[d]);
     cache.value_error(
-        "rows of " + std::to_string(cache.row_bytes) + " bytes (shape " + cache.shape_text() + ")",
-        std::to_string(rows.row_bytes) + " bytes as in " + rows.arg + " (shape " +
-            rows.shape_text() + "); of pages of " + std::to_string(dl.shape[1]) + " slots give " +
-            cache.arg + ".view(" + slots + ")");
+        str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
+        str(rows.row_bytes, " bytes as in ", rows.arg, " (shape ", rows.shape_text(),
+            "); of pages of ", dl.shape[1], " slots give ", cache.arg, ".view(", slots, ")"));
   }
 };
 
 [[noreturn]] void raise_one_is_none(const char* arg, const char* other) {
-  raise_type_error(
-      kOp, arg, nullptr,
-      std::string("a tensor along with ") + other + ", or None as both for a single cache");
+  raise_type_error(kOp, arg, nullptr,
+                   str("a tensor along with ", other, ", or None as both for a single cache"));
 }
 
 void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes, i64 row_bytes,
@@ -66,26 +63,24 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
   if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
   indices.with_index([&](const auto index_at) {
-    // K and V take turns, so that an index comes from memory once: row 2 i is of K, 2 i + 1 of V.
-    const auto copy_in_turn = [&](const auto count, const StoreParams::Copy* copies, i64 bytes) {
+    // K and V take turns if they can, so that each index is read from memory once: row 2 i is K,
+    // row 2 i + 1 is V.
+    const auto copy_tables = [&](const StoreParams::Copy* copies, bool both, i64 bytes) {
+      const i64 count = both ? 2 : 1;
       copy_rows<kRandomTargets>(
           count * p.num_rows, bytes, count * p.num_slots * bytes,
-          [&p, index_at, copies, count](i64 row) {
-            const i64 i = row / count;
+          [&p, index_at, copies, both](i64 row) {
+            const i64 i = both ? row / 2 : row;
             const i64 slot = index_at(i);
-            const StoreParams::Copy& copy = copies[row % count];
+            const StoreParams::Copy& copy = copies[both ? row % 2 : 0];
             const bool inside = is_below(slot, p.num_slots);
             return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
                           copy.rows + i * copy.row_stride_bytes};
           });
     };
-    const std::integral_constant<i64, 1> one;
-    const std::integral_constant<i64, 2> both;
-    if (num_copies == 2 && first_row_bytes == row_bytes) {
-      return copy_in_turn(both, p.copies, row_bytes);
-    }
-    copy_in_turn(one, p.copies, first_row_bytes);
-    if (num_copies == 2) copy_in_turn(one, p.copies + 1, row_bytes);
+    const bool both = num_copies == 2 && first_row_bytes == row_bytes;
+    copy_tables(p.copies, both, first_row_bytes);
+    if (num_copies == 2 && !both) copy_tables(p.copies + 1, false, row_bytes);
   });
 }
 
@@ -104,19 +99,18 @@ void launch_two_sizes(KernelTable& table, const LaunchScope& scope, const Spec& 
   scope.launch(kernel, blocks(first) + blocks(kernels.shape), params);
 }
 
-// `v`: none for a single cache. The second half of a call that PyTorch took apart leaves earlier
-// faults to the next call.
+// `v`: none for a single cache. kSecond, the second half of a call that PyTorch split, leaves
+// earlier faults to the next call.
 enum class Half { kNone, kSecond };
 void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg,
                   Half half = Half::kNone) {
   const Tensor given(kOp, "indices", indices_arg);
   if (given.dl->dtype.code != kDLInt) {
-    given.type_error("dtype " + given.dtype_name(),
-                     "int32 or int64, in the order (k_cache, v_cache, indices, k, v)");
+    given.dtype_error("int32 or int64, in the order (k_cache, v_cache, indices, k, v)");
   }
   const Indices indices(given);
   indices.same_device(k.cache);
-  if (indices.dl->ndim != 1) indices.value_error("shape " + indices.shape_text(), "1 dimension");
+  if (indices.dl->ndim != 1) indices.shape_error("1 dimension");
   k.check(k.cache, indices);
   if (v) {
     v->cache.same_device(k.cache);
@@ -160,7 +154,7 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
   launch_two_sizes(kernels, scope, spec, params);
 }
 
-// v_cache and v are None where there is one cache.
+// v_cache and v are None for a single cache.
 void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyView k_arg,
            AnyView v_arg) {
   const Table k("k_cache", k_cache_arg, "k", k_arg);
@@ -173,7 +167,7 @@ void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyVie
   store_tables(k, v, indices_arg);
 }
 
-// The other half of a call that PyTorch took apart; messages name v_cache.
+// The second half of a call that PyTorch split; messages name v_cache.
 void store_v(AnyView v_cache_arg, AnyView indices_arg, AnyView v_arg) {
   store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg, Half::kSecond);
 }

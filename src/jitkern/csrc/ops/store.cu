@@ -13,10 +13,9 @@ struct StoreKernel {
                 "a row is a whole number of vectors");
   static_assert(kFirstRowBytes <= kRowBytes, "shorter rows come first");
   using Params = StoreParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
-  // Rows of two sizes need different numbers of blocks, so these lie in one dimension: in two,
+  // Rows of two sizes need different numbers of blocks, so the grid has one dimension. With two,
   // empty blocks cost 20 % of a large call.
   static __device__ void run(const Params& p) {
     if constexpr (kFirstRowBytes == kRowBytes) {
@@ -37,8 +36,8 @@ struct StoreKernel {
     const Rows group(thread_number() - i64(blocks_before) * kThreads);
     wait_for_earlier_kernels<kUsePdl>();
 
-    // Straight-line loops, one for each step: a branch between two loads would make the second wait
-    // for the first. Rows do not depend on their indices, so all loads are in flight together.
+    // One loop for each step: after a branch between two loads the second waits for the first. Rows
+    // are read without their indices, so all loads are in flight together.
     i64 slot[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {

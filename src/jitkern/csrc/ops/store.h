@@ -16,7 +16,7 @@ struct StoreParams {
   const void* indices;
   i64 num_rows;
   i64 num_slots;
-  u32 first_blocks;  // where rows are of two sizes: blocks of the shorter ones, which are copies[0]
+  u32 first_blocks;  // if rows have two sizes: blocks of the shorter ones, which are copies[0]
   FaultSite indices_site;
   FaultRecord* fault;
 };

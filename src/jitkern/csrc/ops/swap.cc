@@ -1,6 +1,5 @@
 // swap_rows on the host: checks, CPU implementation, launch.
 #include <algorithm>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -61,7 +60,7 @@ struct Triple {
   i64 position;
 };
 
-// Every triple but padding, each number read once, as another thread may write them. IndexError for
+// All triples but padding, each number read once, as another thread may write them. IndexError for
 // the first that is out of range.
 std::vector<Triple> read_triples(const SwapArgs& args) {
   std::vector<Triple> read;
@@ -82,17 +81,15 @@ std::vector<Triple> read_triples(const SwapArgs& args) {
   return read;
 }
 
-// ValueError if the result would depend on the order of the triples: for the first that repeats a
-// slot or a row to write back to, or fetches a row that another one writes.
+// ValueError if the result depends on the order of the triples: for the first that repeats a slot
+// or a row to write back to, or fetches a row that another one writes.
 void check_order_free(const std::vector<Triple>& triples) {
-  using Positions = std::unordered_map<i64, i64>;  // of the triples that name a row
+  using Positions = std::unordered_map<i64, i64>;  // row to the position of its triple
   const auto add = [](Positions& named, i64 row, i64 position, const char* arg, const char* what) {
     const auto [first, is_new] = named.emplace(row, position);
     if (is_new) return;
-    raise_value_error(kOp, arg,
-                      std::to_string(row) + " at positions " + std::to_string(first->second) +
-                          " and " + std::to_string(position),
-                      std::string("distinct ") + what + "; nothing was written");
+    raise_value_error(kOp, arg, str(row, " at positions ", first->second, " and ", position),
+                      str("distinct ", what, "; nothing was written"));
   };
   Positions slots, written;
   for (const Triple& triple : triples) add(slots, triple.slot, triple.position, kSlotArg, "slots");
@@ -104,9 +101,8 @@ void check_order_free(const std::vector<Triple>& triples) {
     const auto found = written.find(triple.fetch);
     if (found == written.end() || found->second == triple.position) continue;
     raise_value_error(kOp, kFetchArg,
-                      std::to_string(triple.fetch) + " at position " +
-                          std::to_string(triple.position) + ", written back to at position " +
-                          std::to_string(found->second),
+                      str(triple.fetch, " at position ", triple.position,
+                          ", written back to at position ", found->second),
                       "rows that no other triple writes; nothing was written");
   }
 }
@@ -118,7 +114,7 @@ void swap_cpu(const SwapArgs& args) {
   if (args.bytes() == 0) return;
   std::vector<Triple> moves = read_triples(args);
   check_order_free(moves);
-  // A triple that fetches the row that it writes back to is exchanged in place.
+  // A triple that writes back to the row it fetches is an exchange, made in place.
   const auto first_exchange = std::partition(moves.begin(), moves.end(), [](const Triple& triple) {
     return triple.fetch < 0 || triple.fetch != triple.back;
   });
@@ -151,15 +147,14 @@ void swap_cpu(const SwapArgs& args) {
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
-// Staging and lists of a part of a sorted call: 750,000 rows of 656 bytes, which lie as dense as it
-// pays.
+// For one part of a sorted call: 750,000 rows of 656 bytes. Larger parts gain nothing.
 constexpr i64 kMaxScratchBytes = i64(512) << 20;
 
-// Entry points of the module of rows in order: see kernel() in ops/swap.py.
+// Entry points of the module for sorted calls: see kernel() in ops/swap.py.
 enum Entry : int { kSwapStaged, kPlaceStaged };
 
-// One part of a sorted call: sorts its triples into moves, makes these, and takes what they fetched
-// from staging to its slots.
+// One part of a sorted call: sorts its triples into moves, makes these, and copies the fetched rows
+// from staging to their slots.
 void swap_part(const LaunchScope& scope, const SwapArgs& args, const LoadedKernels& kernels,
                const LoadedKernels& sort, const SwapListParams& list, i64 ones_bytes) {
   const i64 count = list.num_triples;
@@ -185,7 +180,7 @@ void swap_part(const LaunchScope& scope, const SwapArgs& args, const LoadedKerne
   scope.launch(kernels.entries[kPlaceStaged], scope.device.num_sms, places);
 }
 
-// Swaps in the order of the host's memory, part by part. `kernels` are those of the call's rows.
+// Swaps in the order of host memory, part by part.
 void swap_in_order(const LaunchScope& scope, const SwapArgs& args, const SwapParams& params,
                    const LoadedKernels& kernels) {
   const i64 index_bytes = args.triples.index_bytes;
@@ -196,8 +191,8 @@ void swap_in_order(const LaunchScope& scope, const SwapArgs& args, const SwapPar
   const i64 triple_bytes = row_bytes + 5 * index_bytes + 8;
   const i64 most = std::max(i64(1), kMaxScratchBytes / triple_bytes);
   const i64 of_part = ceil_div(count, ceil_div(count, most));
-  // Memory of the largest part, once: a later part that found none would leave the call half made,
-  // and to make it again is to swap back what was swapped.
+  // One allocation, for the largest part. If a later part ran out of memory, the call would be half
+  // done, and a retry would swap the first half back.
   SwapListParams list{params};
   list.regions = cut_regions(args.traffic().span_bytes, kNumMoveKinds);
   constexpr i64 kRegionsBytes = 4 * i64(kNumMoveKinds) * kNumRegions;

@@ -1,10 +1,10 @@
-// swap_rows on the device: a slot's old row goes to pinned host memory while its new one comes.
-// In a large pool the same kernel goes through the sorted moves, with a buffer for the new rows,
-// and H2DGather then takes these to their slots.
+// swap_rows on the device: a slot's old row goes to pinned host memory while its new row arrives.
+// For a large pool the same kernel makes the sorted moves, with the new rows going to a buffer,
+// from which H2DGather copies them to their slots.
 //
-// Over PCIe both directions at once move twice as much, if reads do not wait for writes: a lane
-// loads the new and the old vectors of kInFlight chunks before it stores the first. Rows of 656
-// bytes, both directions together, on an H200 (copy engines 100.8 GB/s): two rows in flight in a
+// PCIe moves twice as much in both directions at once, if reads do not wait for writes: a lane
+// loads the new and the old vectors of kInFlight chunks before it stores the first. GB/s for rows
+// of 656 bytes, both directions together, on an H200 (copy engines 100.8): two rows in flight in a
 // warp 76.0, one 68, four, which spill, 55; cp.async 56; two kernels one after the other 57.
 #include "pairs.cuh"
 #include "sort.cuh"
@@ -18,8 +18,7 @@ struct SwapRows {
   static_assert(kRowBytes < (1 << 30), "a row of less than 1 GiB");
   static_assert(kThreads % 32 == 0, "whole warps, which take batches");
   using Params = SwapParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr i64 kWindow = window_bytes(kRowBytes, kVecBytes, kLineAligned);
   using Rows = Group<kWindow, kVecBytes, swap_in_flight(kWindow, kVecBytes, kInFlight)>;
 
@@ -32,9 +31,9 @@ struct SwapRows {
   }
 
  private:
-  // Whether one warp has all of a row. Then each host row starts at its own line, and a lane may
-  // overwrite what another reads of a slot; else every lane keeps to the same bytes. Staging
-  // overwrites nothing.
+  // Whether one warp copies all of a row. Then each host row starts at its own line, and a lane may
+  // overwrite bytes of a slot that another lane reads. Otherwise a lane reads and writes the same
+  // bytes. With staging nothing is overwritten.
   static constexpr bool kOneWarp = !kLineAligned && Rows::kShape.splits == 1;
   static constexpr bool kOwnLeads = kOneWarp || kStaged;
 
@@ -43,7 +42,7 @@ struct SwapRows {
     return kLineAligned ? 0 : static_cast<i32>(reinterpret_cast<u64>(row) % kHostLineBytes);
   }
 
-  // An unsorted call has equal shares: a register for the next batch's number would spill.
+  // An unsorted call has equal shares, as a register for the next batch's number would spill.
   static __device__ void swap_batches(const Params& p) {
     if constexpr (kStaged) {
       for_batches<Rows>(p.num_triples, p.last_batch,
@@ -58,8 +57,7 @@ struct SwapRows {
     }
   }
 
-  // Straight-line loops, one for each step: a branch between two loads would make the second wait
-  // for the first.
+  // One loop for each step: after a branch between two loads the second waits for the first.
   static __device__ void swap_rows(const Params& p, const Rows group) {
     char* slot[Rows::kRows];
     const char* source[Rows::kRows];
@@ -69,7 +67,7 @@ struct SwapRows {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       const SwapTriple triple = read_triple<kIndexBytes>(p, group.first_row + r);
-      // A move is inside; one that only fetches has no slot, which is then not touched.
+      // Moves are inside. A move that only fetches has no slot and touches none.
       const bool inside = kStaged || triple.is_inside(p);
       const bool fetches = inside && triple.fetch >= 0;
       const bool writes_back = inside && triple.back >= 0;
@@ -98,7 +96,7 @@ struct SwapRows {
     });
     if constexpr (kStaged) return;
     if (!group.reports()) return;
-    // Read again (from L1): no register was kept for them while the rows were in flight.
+    // Triples are read again, from L1, to save registers while the rows are in flight.
 #pragma unroll 1
     for (int r = 0; r < Rows::kRows; ++r) {
       const i64 number = group.first_row + r;

@@ -1,5 +1,5 @@
-// Memory that the host, or another GPU, writes while the kernel runs. A load is made each time and
-// comes from where all see the same: not from L1, which other devices' stores do not reach.
+// Memory that the host or another GPU writes while the kernel runs. Each load is executed, and
+// bypasses L1, which does not see the stores of other devices.
 #pragma once
 
 #include <jitkern/types.h>
@@ -28,7 +28,17 @@ using emulate::nanoseconds;
 
 #else
 
-// Orders nothing: what else is loaded may be older or newer.
+// A load by one instruction. An acquire also clobbers memory: no later load is compiled before it.
+#define JITKERN_LOAD(name, Type, instruction, letter, clobbers)  \
+  __device__ inline Type name(const Type* from) {                \
+    Type value;                                                  \
+    asm volatile(instruction " %0, [%1];"                        \
+                 : "=" letter(value)                             \
+                 : "l"(__cvta_generic_to_global(from))clobbers); \
+    return value;                                                \
+  }
+
+// Orders nothing: other loads may see older or newer values.
 __device__ inline uint4 load_fresh(const uint4* from) {
   uint4 value;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -36,68 +46,36 @@ __device__ inline uint4 load_fresh(const uint4* from) {
                : "l"(__cvta_generic_to_global(from)));
   return value;
 }
-__device__ inline u32 load_fresh(const u32* from) {
-  u32 value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
-               : "=r"(value)
-               : "l"(__cvta_generic_to_global(from)));
-  return value;
-}
-__device__ inline u64 load_fresh(const u64* from) {
-  u64 value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(from)));
-  return value;
-}
+JITKERN_LOAD(load_fresh, u32, "ld.relaxed.sys.global.u32", "r", )
+JITKERN_LOAD(load_fresh, u64, "ld.relaxed.sys.global.u64", "l", )
 
-// Seen by such loads. It orders nothing, and the words of a vector come in any order.
+// Such loads see it. It orders nothing, and the words of a vector may arrive in any order.
 __device__ inline void store_fresh(uint4* to, const uint4& value) {
   asm volatile(
       "st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
 }
 
-// All that was written before the store that this sees is seen by the loads after it.
-__device__ inline u64 load_acquire(const u64* from) {
-  u64 value;
-  asm volatile("ld.acquire.sys.global.b64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(from))
-               : "memory");
-  return value;
-}
+// Later loads see everything that was written before the store whose value this loads.
+JITKERN_LOAD(load_acquire, u64, "ld.acquire.sys.global.b64", "l", : "memory")
 
-// Who loads this value by an acquire sees all that this thread wrote, and what it had seen.
+// An acquire of this value sees everything that this thread wrote or saw before.
 __device__ inline void store_release(u64* to, u64 value) {
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
                : "memory");
 }
 
 // The same for memory that blocks of one GPU share.
-__device__ inline u64 load_control(const u64* from) {
-  u64 value;
-  asm volatile("ld.acquire.gpu.global.b64 %0, [%1];"
-               : "=l"(value)
-               : "l"(__cvta_generic_to_global(from))
-               : "memory");
-  return value;
-}
-__device__ inline u32 load_control(const u32* from) {
-  u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-               : "=r"(value)
-               : "l"(__cvta_generic_to_global(from))
-               : "memory");
-  return value;
-}
+JITKERN_LOAD(load_control, u64, "ld.acquire.gpu.global.b64", "l", : "memory")
+JITKERN_LOAD(load_control, u32, "ld.acquire.gpu.global.u32", "r", : "memory")
 __device__ inline void store_control(u64* to, u64 value) {
   asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "l"(value)
                : "memory");
 }
+#undef JITKERN_LOAD
 
-// Makes a word that is 0 another one; returns what it was. As an acquire, and as one that waits for
-// no earlier load, which a fence would do.
+// Sets a word that is 0; returns its value before. An acquire: a fence would also wait for earlier
+// loads.
 __device__ inline u64 claim(u64* word, u64 value) {
   u64 before;
   asm volatile("atom.acquire.gpu.global.cas.b64 %0, [%1], 0, %2;"
@@ -107,7 +85,7 @@ __device__ inline u64 claim(u64* word, u64 value) {
   return before;
 }
 
-// Of a clock that all blocks read alike. It may stand still for a microsecond.
+// A clock that is the same for all blocks. It may stand still for a microsecond.
 __device__ inline u64 nanoseconds() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -116,9 +94,8 @@ __device__ inline u64 nanoseconds() {
 
 #endif
 
-// Waits until that clock shows `due_ns`, and returns when the next turn is due: `pace_ns` later, or
-// at once if this one came too late. Lower halves of times, less than 2 s apart: a kernel that has
-// no register to spare keeps one.
+// Waits until that clock shows `due_ns`. Returns when the next turn is due: `pace_ns` later, or at
+// once if this one was too late. Times are lower halves, less than 2 s apart, to save registers.
 __device__ inline u32 wait_for_turn(u32 due_ns, u32 pace_ns) {
   u32 now = static_cast<u32>(nanoseconds());
   while (static_cast<i32>(now - due_ns) < 0) {

@@ -13,26 +13,24 @@ namespace {
 constexpr const char* kOp = "unpack";
 const DescriptorSites kSites(false);
 
-// Blocks whose loads keep the link busy.
+// Enough blocks to keep the link busy.
 constexpr i64 kLinkBlocks = 32;
-// Blocks of an SM that copy descriptors, beside one that copies the rests of long ones.
+// Blocks per SM that copy descriptors, beside one that copies the rests of long ones.
 constexpr i64 kCopiersOfSm = 2;
 
-// What is wrong with a part of a descriptor of a call, or of a ring's slot.
+// IndexError for a part of a descriptor, which is a call's or in a ring's slot.
 template <bool kInRing>
 [[noreturn]] void raise_part(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                              const char* note) {
-  const std::string which =
-      " in descriptor " + (kInRing ? std::to_string(position & 0xffffffff) + " of slot " +
-                                         std::to_string(position >> 32)
-                                   : std::to_string(position));
-  const std::string is = std::to_string(value);
-  const std::string limit = "at most " + std::to_string(bound);
+  std::string where = str(" in descriptor ", position);
+  if (kInRing) where = str(" in descriptor ", position & 0xffffffff, " of slot ", position >> 32);
+  const std::string limit = str("at most ", bound);
   const bool is_side = std::strlen(arg) == 3;  // "src" or "dst"
-  const std::string text = !is_side ? is + which + ", expected " + (value < 0 ? "0 or more" : limit)
-                           : value < 0 ? "bytes from " + is + " on" + which + ", expected from 0 on"
-                                       : "bytes up to " + is + which + ", expected " + limit;
-  raise_error("IndexError", std::string(op) + ": " + arg + ": " + text + note);
+  const std::string text =
+      !is_side    ? str(value, where, ", expected ", value < 0 ? "0 or more" : limit)
+      : value < 0 ? str("bytes from ", value, " on", where, ", expected from 0 on")
+                  : str("bytes up to ", value, where, ", expected ", limit);
+  raise_error("IndexError", str(op, ": ", arg, ": ", text, note));
 }
 
 // In the order of DescriptorPart.
@@ -50,10 +48,7 @@ Rows bytes_of(const char* arg, AnyView value) {
 
 Indices descriptors_of(AnyView value) {
   const Tensor tensor(kOp, "descriptors", value);
-  const DLDataType& dtype = tensor.dl->dtype;
-  if (dtype.code != kDLInt || dtype.bits != 64 || dtype.lanes != 1) {
-    tensor.type_error("dtype " + tensor.dtype_name(), "int64");
-  }
+  if (!tensor.has_dtype(kDLInt, 64)) tensor.dtype_error("int64");
   return Indices(tensor);
 }
 
@@ -70,62 +65,58 @@ struct UnpackCall : UnpackSides {
   DescriptorFormat format;
   i64 num_descriptors;
 
-  UnpackCall(AnyView src, AnyView dst, AnyView descriptors, AnyView count);
+  UnpackCall(AnyView src_arg, AnyView dst_arg, AnyView descriptors_arg, AnyView count_arg)
+      : UnpackSides(src_arg, dst_arg), descriptors(descriptors_of(descriptors_arg)) {
+    if (descriptors.on_cuda() || !on_gpu().on_cuda()) descriptors.same_device(on_gpu());
+    const DLTensor& rows = *descriptors.dl;
+    if (rows.ndim != 2 || (rows.shape[1] != kTriples && rows.shape[1] != kSextuples)) {
+      descriptors.shape_error(
+          "shape [n, 3] of (src_off, dst_off, len), or [n, 6] of (src_off, dst_off, len, count, "
+          "src_stride, dst_stride)");
+    }
+    format = rows.shape[1] == kTriples ? kTriples : kSextuples;
+    num_descriptors = rows.shape[0];
+    if (!dst.empty()) descriptors.apart_from(dst);
+    count = CountArg(kOp, count_arg, descriptors);
+    if (!dst.empty()) count.apart_from(dst);
+  }
 
-  // The descriptors on the CPU that count, simplified, each read once. IndexError for the first
+  UnpackParams kernel_params() const {
+    UnpackParams params = this->params();
+    params.descriptors = descriptors.data;
+    params.num_descriptors = static_cast<u32>(num_descriptors);
+    count.give_to(params);
+    kSites.give_to(params);
+    return params;
+  }
+
+  // The descriptors on the CPU, up to `count`, each read once, simplified. IndexError for the first
   // that is out of range.
-  std::vector<Pieces> checked_descriptors() const;
+  std::vector<Pieces> checked_descriptors() const {
+    const i64 bound = count.read(num_descriptors);
+    std::vector<Pieces> list;
+    list.reserve(static_cast<size_t>(bound));
+    descriptors.with_index([&](const auto at) {
+      for (i64 i = 0; i < bound; ++i) {
+        const i64 row = i * format;
+        Pieces pieces{at(row), at(row + 1), at(row + 2), 1, 0, 0};
+        if (format == kSextuples) {
+          pieces.count = at(row + 3);
+          pieces.src_stride = at(row + 4);
+          pieces.dst_stride = at(row + 5);
+        }
+        const Verdict verdict = verdict_on(pieces, src.row_bytes, dst.row_bytes);
+        if (verdict.part != kNumParts) raise_out_of_range(false, i, verdict);
+        pieces = simplified(pieces);
+        if (!pieces.empty()) list.push_back(pieces);
+      }
+    });
+    return list;
+  }
 };
 
-UnpackParams params_of(const UnpackCall& call) {
-  UnpackParams params = call.params();
-  params.descriptors = call.descriptors.data;
-  params.num_descriptors = static_cast<u32>(call.num_descriptors);
-  call.count.give_to(params);
-  kSites.give_to(params);
-  return params;
-}
-
-UnpackCall::UnpackCall(AnyView src_arg, AnyView dst_arg, AnyView descriptors_arg, AnyView count_arg)
-    : UnpackSides(src_arg, dst_arg), descriptors(descriptors_of(descriptors_arg)) {
-  if (descriptors.on_cuda() || !on_gpu().on_cuda()) descriptors.same_device(on_gpu());
-  const DLTensor& rows = *descriptors.dl;
-  if (rows.ndim != 2 || (rows.shape[1] != kTriples && rows.shape[1] != kSextuples)) {
-    descriptors.value_error("shape " + descriptors.shape_text(),
-                            "shape [n, 3] of (src_off, dst_off, len), or [n, 6] of (src_off, "
-                            "dst_off, len, count, src_stride, dst_stride)");
-  }
-  format = rows.shape[1] == kTriples ? kTriples : kSextuples;
-  num_descriptors = rows.shape[0];
-  if (!dst.empty()) descriptors.apart_from(dst);
-  count = CountArg(kOp, count_arg, descriptors);
-  if (!dst.empty()) count.apart_from(dst);
-}
-
-std::vector<Pieces> UnpackCall::checked_descriptors() const {
-  const i64 bound = count.read(num_descriptors);
-  std::vector<Pieces> list;
-  list.reserve(static_cast<size_t>(bound));
-  descriptors.with_index([&](const auto at) {
-    for (i64 i = 0; i < bound; ++i) {
-      const i64 row = i * format;
-      Pieces pieces{at(row), at(row + 1), at(row + 2), 1, 0, 0};
-      if (format == kSextuples) {
-        pieces.count = at(row + 3);
-        pieces.src_stride = at(row + 4);
-        pieces.dst_stride = at(row + 5);
-      }
-      const Verdict verdict = verdict_on(pieces, src.row_bytes, dst.row_bytes);
-      if (verdict.part != kNumParts) raise_out_of_range(false, i, verdict);
-      pieces = simplified(pieces);
-      if (!pieces.empty()) list.push_back(pieces);
-    }
-  });
-  return list;
-}
-
 KernelTable& kernels() {
-  // `own`: segments of a descriptor that one warp copies itself.
+  // `own`: segments of a descriptor that each of its warps copies at most.
   static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
     return GroupShape{32, in_flight, own, 1};
   });
@@ -134,7 +125,7 @@ KernelTable& kernels() {
 
 // Uploads the descriptors as rows of six, then launches the kernel.
 void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
-  UnpackParams params = params_of(call);
+  UnpackParams params = call.kernel_params();
   const std::vector<Pieces> list = call.checked_descriptors();
   const i64 count = static_cast<i64>(list.size());
   if (count == 0) return;
@@ -155,14 +146,11 @@ void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
   }
   call.check_sizes();
   if (call.num_descriptors > kMostDescriptors) {
-    call.descriptors.value_error(std::to_string(call.num_descriptors) + " descriptors",
-                                 "less in one call");
+    call.descriptors.value_error(str(call.num_descriptors, " descriptors"), "less in one call");
   }
   const LaunchScope scope(call.on_gpu());
   if (call.num_descriptors == 0) return;
-  if (call.descriptors.on_cuda()) {
-    return launch_unpack(scope, call.format, params_of(call));
-  }
+  if (call.descriptors.on_cuda()) return launch_unpack(scope, call.format, call.kernel_params());
   require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
   launch_from_host(scope, call);
 }
@@ -194,10 +182,9 @@ UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
 }
 
 void UnpackSides::check_sizes() const {
-  if (dst.row_bytes > kMostBytes) {
-    dst.value_error(std::to_string(dst.row_bytes) + " bytes",
-                    "at most " + std::to_string(kMostBytes) + " in a copy with a GPU");
-  }
+  if (dst.row_bytes <= kMostBytes) return;
+  dst.value_error(str(dst.row_bytes, " bytes"),
+                  str("at most ", kMostBytes, " in a copy with a GPU"));
 }
 
 UnpackParams UnpackSides::params() const {
@@ -222,7 +209,7 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   const i64 useful = ceil_div(num + params.dst_bytes / 512, warps);
   const i64 link = params.reads_host || params.writes_host ? kLinkBlocks : kCopiersOfSm * sms;
   const i64 copiers = std::min(useful, link);
-  // Where a descriptor's own warps can copy all of the source there is no rest to deal.
+  // No rests to deal if a descriptor's own warps can copy all of the source.
   const i64 own_bytes = std::max<i64>(1, copiers * warps / num) * kernels_of.shape.splits * 512;
   const i64 dealers =
       std::min(params.src_bytes, params.dst_bytes) < own_bytes ? 0 : std::min(link, sms);
@@ -237,10 +224,10 @@ namespace {
 
 constexpr i64 kPartBytes = 64 << 10;
 
-// How a descriptor is cut into parts: several pieces of it each, or one piece is several.
+// How a descriptor is cut into parts: a part is several pieces, or a piece is several parts.
 struct Parts {
   i64 of_piece;
-  i64 pieces;
+  i64 pieces;  // of a part
 
   explicit Parts(const Pieces& p)
       : of_piece(ceil_div(p.len, kPartBytes)), pieces(std::max<i64>(1, kPartBytes / p.len)) {}

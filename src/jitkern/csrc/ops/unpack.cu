@@ -1,11 +1,11 @@
-// unpack on the device: pieces of any size and alignment, as descriptors ask for them.
+// unpack on the device: descriptors of pieces of any size and alignment.
 //
-// The warps of the first blocks are dealt to the descriptors; few descriptors get many warps each.
-// Its own warps copy a descriptor as soon as they have read it. They only begin a long one: the
-// last blocks look at all descriptors, sum up the rests and copy these in units. The first blocks
-// do not wait for that look: 2,048 x 256 bytes take 1.7 us so, 3.5 if all blocks look first, 3.2 if
-// the blocks of a cluster share the look, as clusters are slow to launch. If no piece can be that
-// long there are no last blocks.
+// The warps of the first blocks are divided among the descriptors; few descriptors get many warps
+// each. They copy a descriptor as soon as they have read it. Of a long one they copy only the
+// start: the last blocks read all descriptors, sum up the rests and copy these in units. The first
+// blocks do not wait for that sum: 2,048 x 256 bytes take 1.7 us this way, 3.5 if all blocks sum
+// first, 3.2 if the blocks of a cluster share the sum, as clusters are slow to launch. If no
+// descriptor can be that long there are no last blocks.
 #include <jitkern/pdl.cuh>
 
 #include "unpack.cuh"
@@ -17,11 +17,10 @@ template <int kFormat, int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPiece
           u32 kFirstSegments, u32 kUnitSegments>
 struct Unpack {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
-  static_assert(kShortSegments <= kOwnSegments, "what is short has no rest");
+  static_assert(kShortSegments <= kOwnSegments, "a short descriptor has no rest");
   static_assert(kFirstSegments >= 4 && kFirstSegments <= kOwnSegments, "see own_segments");
   using Params = UnpackParams;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
   static constexpr u32 kChunk = 4 * kThreads;  // descriptors that are summed at once
 
@@ -68,7 +67,7 @@ struct Unpack {
 
   // -- first blocks: each descriptor by its own warps
 
-  // How many of its segments they copy, all partial ones among them.
+  // The number of segments that they copy. All partial segments are among them.
   static __device__ u32 own_segments(const Params& p, const Team& team, const Work& work) {
     const bool is_dealt = gridDim.x > p.num_copiers;
     if (!is_dealt || work.num_segments() <= most_segments(team)) return work.num_segments();
@@ -87,7 +86,7 @@ struct Unpack {
 
   // -- last blocks: the rests of long descriptors
 
-  // Whether there may be a rest among this thread's share of the descriptors.
+  // Whether one of this thread's share of the descriptors may have a rest.
   static __device__ bool see_rest(const Params& p, u32 num, const Team& team) {
     bool seen = false;
     for (u64 i = threadIdx.x; i < num; i += kThreads) {
@@ -98,7 +97,7 @@ struct Unpack {
   }
 
   struct Rests {
-    u64 starts[kChunk + 1];  // each one's first unit; the last: the number of all units
+    u64 starts[kChunk + 1];  // the first unit of each descriptor; last: the number of all units
     u64 warp_sums[kWarps];
   };
 
@@ -107,7 +106,7 @@ struct Unpack {
     return (work.num_segments() - own_segments(p, team, work) + kUnitSegments - 1) / kUnitSegments;
   }
 
-  // The last of `size` rising numbers from 0 on that is not above `value`; by all lanes.
+  // The position of the last of `size` rising numbers, from 0 on, that is <= `value`; by all lanes.
   static __device__ u32 find_last(const u64* rising, u32 size, u64 value) {
     u32 base = 0;
     for (u32 width = size; width > 1;) {
@@ -131,8 +130,8 @@ struct Unpack {
         const u32 found = find_last(rests.starts, size, unit);
         copy_unit(p, team, chunk + found, unit - rests.starts[found]);
       }
-      unit -= rests.starts[kChunk];  // its first one of the next chunk
-      __syncthreads();               // before the starts are those of the next chunk
+      unit -= rests.starts[kChunk];  // this warp's first unit of the next chunk
+      __syncthreads();               // before the starts are overwritten
     }
   }
 
@@ -140,13 +139,13 @@ struct Unpack {
     const Work work = checked_work(p, pieces_of(p, i), i, false);
     const u32 all = work.num_segments();
     const u64 first = own_segments(p, team, work) + unit * kUnitSegments;
-    if (first >= all) return;  // of a descriptor that was rewritten since
+    if (first >= all) return;  // the descriptor was rewritten meanwhile
     const u32 begin = static_cast<u32>(first);
     const u32 end = all - begin < kUnitSegments ? all : begin + kUnitSegments;
     copy_segments<kInFlight, kPartsInFlight>(p, work, begin, end);
   }
 
-  // Of the lanes up to this one. Not unrolled, so that the kernel fits its registers.
+  // The sum over the lanes up to this one. Not unrolled, so that the kernel fits its registers.
   static __device__ u64 sum_of_lanes(u64 sum) {
 #pragma unroll 1
     for (u32 step = 1; step < 32; step *= 2) {

@@ -1,11 +1,11 @@
-// unpack on the device: how pieces are cut into vectors, and a warp's copy of these.
+// unpack on the device: how pieces are cut into vectors, and how a warp copies these.
 //
-// A vector is 16 aligned bytes of the destination. A lane loads the one or two lines of 16 bytes of
-// the source that hold them and shifts these to their place, so every alignment is stored alike. A
-// segment is 32 vectors, one for each lane; it may hold several short pieces.
+// A vector is 16 aligned bytes of the destination. A lane loads the one or two aligned lines of 16
+// bytes of the source that hold them and shifts the bytes, so stores are the same for any
+// alignment. A segment is 32 vectors, one for each lane; it may hold several short pieces.
 //
-// No byte outside of `src` is read, as tools that watch allocations would complain: a line that
-// sticks out of the tensor is read byte by byte.
+// No byte outside of `src` is read, as memory checkers would complain: a line that sticks out of
+// the tensor is read byte by byte.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -27,8 +27,8 @@ __device__ inline Pieces pieces_of_vectors(const uint4* vectors) {
           joined(strides.x, strides.y), joined(strides.z, strides.w)};
 }
 
-// A descriptor's pieces as segments: partial ones, which may hold bytes of no piece, then whole
-// ones, whose bytes are all of the only piece. These are copied faster.
+// A descriptor's pieces as segments. Partial segments may hold bytes of no piece. Whole segments
+// lie inside a single piece, and are copied faster.
 struct Work {
   u64 dst;  // addresses of the first piece
   u64 src;
@@ -39,11 +39,11 @@ struct Work {
   u32 slots_each;  // of a piece
   u32 num_parts;   // partial segments
   u32 num_whole;
-  bool has_head;  // the first partial segment lies before the whole ones
+  bool has_head;  // the first segment is partial, the whole ones follow
   bool at_edge;   // some lines stick out of the source: see is_inside
 
   __device__ u32 num_segments() const { return num_parts + num_whole; }
-  // Bytes from where the slots of a piece begin: a line of memory for a long one, else near.
+  // Bytes from the first slot of a piece to its target. Long pieces start at a 128-byte line.
   __device__ u64 lead(u64 target) const { return target & (num_whole > 0 ? 127 : 15); }
 };
 
@@ -72,8 +72,8 @@ __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
                             reinterpret_cast<u64>(p.src) + static_cast<u64>(from.end));
   if (pieces.count == 1) {
     const u64 lead = work.dst & 127;
-    // The first vector's line may stick out of the source, or the last line, which the last two
-    // vectors may share: if these are of two segments, the second is not whole.
+    // The line of the first vector may stick out of the source. So may the last line, which the
+    // last two vectors may share: if these lie in two segments, the second one is not whole.
     const u64 begin = lead != 0 || work.at_edge;
     const u64 end = (lead + len) / kSegmentBytes - work.at_edge;
     if (static_cast<i64>(end) > static_cast<i64>(begin)) {
@@ -89,7 +89,7 @@ __device__ inline Work work_of(const UnpackParams& p, Pieces pieces) {
   return work;
 }
 
-// The same for any descriptor: none if it is out of range, which one thread reports.
+// The segments of any descriptor: none if it is out of range, which one thread reports.
 __device__ inline Work checked_work(const UnpackParams& p, const Pieces& pieces, i64 position,
                                     bool reports) {
   const Verdict verdict = verdict_on(pieces, p.src_bytes, p.dst_bytes);
@@ -100,16 +100,17 @@ __device__ inline Work checked_work(const UnpackParams& p, const Pieces& pieces,
   return {};
 }
 
-// Whether a descriptor may have more than so many segments, by a quick upper bound.
+// Whether a descriptor may have more than `segments`, by a quick upper bound.
 __device__ inline bool is_longer(i64 len, i64 count, u64 segments) {
   if (len <= 0 || count <= 0) return false;
   return product(static_cast<u64>(count), (static_cast<u64>(len) >> 4) + 9) > segments * 32;
 }
 
-// Which warps share a descriptor: this is warp `number` of `total`. Neighbours have different ones.
+// The warps that share a descriptor. This is warp `number` of `total`; neighbouring warps are in
+// different teams.
 struct Team {
   u32 of;          // the number of teams
-  u32 descriptor;  // this one's first, further ones `of` apart; -1 of a warp that is left over
+  u32 descriptor;  // this team's first, further ones are `of` apart; -1: the warp is left over
   u32 warp;
   u32 warps;
 
@@ -121,7 +122,7 @@ struct Team {
   }
 };
 
-// A lane's vector. Its bytes [begin, end) are of a piece; byte 0 comes from `source`.
+// A lane's vector. Its bytes [begin, end) belong to a piece; byte 0 comes from `source`.
 struct Place {
   u64 target;
   u64 source;
@@ -139,7 +140,7 @@ __device__ inline Place place_of(const Work& work, u32 number) {
   if (piece >= work.count) return {0, 0, 0, 0};
   const u64 slot = u64(segment) * 32 + lane - u64(piece) * work.slots_each;
   const u64 first = work.dst + piece * static_cast<u64>(work.dst_stride);
-  // Of the vector in the piece; it may lie before it.
+  // The offset of the vector in the piece; negative if it starts before the piece.
   const u64 at = slot * 16 - work.lead(first);
   const i64 left = work.len - static_cast<i64>(at);
   return {first + at, work.src + piece * static_cast<u64>(work.src_stride) + at,
@@ -147,7 +148,7 @@ __device__ inline Place place_of(const Work& work, u32 number) {
           left < 16 ? static_cast<u32>(left < 0 ? 0 : left) : 16};
 }
 
-// 16 of the 32 bytes of two lines, from byte `shift` of the first on.
+// 16 of the 32 bytes of two lines, from byte `shift` on.
 __device__ inline uint4 shifted(const uint4& low, const uint4& high, u32 shift) {
   const bool by_two = shift & 8;
   const u32 a = by_two ? low.z : low.x, b = by_two ? low.w : low.y;
@@ -176,7 +177,7 @@ __device__ inline void store_part(char* target, const uint4& value, u32 begin, u
   }
 }
 
-// Lane 31 has that of lane 0.
+// The value of the next lane; lane 31 gets that of lane 0.
 __device__ inline uint4 of_next_lane(const uint4& value) {
   const int next = static_cast<int>((threadIdx.x + 1) % 32);
   return {__shfl_sync(kAllLanes, value.x, next), __shfl_sync(kAllLanes, value.y, next),
@@ -184,8 +185,8 @@ __device__ inline uint4 of_next_lane(const uint4& value) {
 }
 
 // Copies `count` whole segments, 1 to kInFlight, from `number` on. A lane loads one line of each
-// and gets the other from the next lane; the last lane from the next segment, or from one more
-// line. All are loaded before the first is stored.
+// and gets the other from the next lane; the last lane gets it from the next segment, or loads one
+// more line. All loads come before the first store.
 template <u32 kInFlight>
 __device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
   const u32 lane = threadIdx.x % 32;
@@ -209,7 +210,7 @@ __device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
   if (lane == 0) next = load_vec<16>(lines + count * kSegmentBytes);
 #pragma unroll
   for (u32 i = kInFlight; i-- > 0;) {
-    // A copy: a choice between two vectors by reference would keep all of them in memory.
+    // By value: a conditional reference would keep the whole array in local memory.
     uint4 high = line[i];
     if (lane == 0) high = next;
     high = of_next_lane(high);
@@ -224,7 +225,7 @@ __device__ inline bool sticks_out(const UnpackParams& p, const Place& place) {
   return !is_inside(p, place.source + place.begin, place.source + place.end);
 }
 
-// Vectors from the lines at the two ends of the tensor, which copy_parts leaves out.
+// Copies the vectors at the two ends of the source, which copy_parts leaves out.
 __device__ inline void copy_edges(const UnpackParams& p, const Work& work, u32 number, u32 end) {
 #pragma unroll 1
   for (; number < end; ++number) {
@@ -250,7 +251,7 @@ __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 b
         begin + i >= end || place.empty() || (work.at_edge && sticks_out(p, place));
     const u32 shift = static_cast<u32>(place.source & 15);
     const char* line = reinterpret_cast<const char*>(place.source - shift);
-    // Only lines that hold a byte that is wanted.
+    // Only lines that hold a byte of the piece.
     if (!skipped && place.begin < 16 - shift) low[i] = load_vec<16>(line);
     if (!skipped && place.end > 16 - shift) high[i] = load_vec<16>(line + 16);
     target[i] = reinterpret_cast<char*>(place.target);
@@ -268,8 +269,8 @@ __device__ inline void copy_parts(const UnpackParams& p, const Work& work, u32 b
   if (work.at_edge) copy_edges(p, work, begin, end);
 }
 
-// Whether copy_piece may copy a descriptor: a valid single piece of at most so many segments, whose
-// lines lie in the source. From host memory no line may be read twice, as copy_piece may do.
+// Whether copy_piece may copy a descriptor: a valid single piece of at most `segments`, whose lines
+// lie in the source. Not from host memory, as copy_piece may read a line twice.
 __device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64 segments) {
   const u64 len = static_cast<u64>(pieces.len);
   const u64 src = reinterpret_cast<u64>(p.src) + static_cast<u64>(pieces.src_off);
@@ -280,8 +281,8 @@ __device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64
          !p.reads_host;
 }
 
-// Copies a short piece, which `warps` warps share. It divides nothing and looks up nothing, as
-// small calls wait for little else.
+// Copies a short piece, which `warps` warps share. Without divisions and look-ups, which are most
+// of the time of a small call.
 template <u32 kVecs>
 __device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u32 warp,
                                   u32 warps) {
@@ -303,7 +304,7 @@ __device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u
       begins[i] = place < lead ? lead - place : 0;
       ends[i] = place + 16 <= end ? 16 : place < end ? end - place : 0;
       if (begins[i] >= ends[i]) continue;
-      // Only lines that hold a byte that is wanted.
+      // Only lines that hold a byte of the piece.
       if (begins[i] < 16 - shift) low[i] = load_vec<16>(lines + place);
       if (ends[i] > 16 - shift) high[i] = load_vec<16>(lines + place + 16);
     }
@@ -336,8 +337,8 @@ __device__ inline void copy_segments(const UnpackParams& p, const Work& work, u3
   }
 }
 
-// Copies a warp's share of the first `own` segments: few are spread over all `warps`, of many each
-// takes as many as it can at a time.
+// Copies a warp's share of the first `own` segments. Few are spread over all `warps`; of many, each
+// warp takes as many as fit in flight.
 template <u32 kInFlight, u32 kPartsInFlight>
 __device__ inline void copy_share(const UnpackParams& p, const Work& work, u32 own, u32 warp,
                                   u32 warps) {

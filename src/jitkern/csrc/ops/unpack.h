@@ -1,4 +1,4 @@
-// Parameters of the kernel of unpack, and what host and device make of a descriptor.
+// Parameters of the kernel of unpack, and checks of descriptors on host and device.
 #pragma once
 
 #include <jitkern/both/descriptor.h>
@@ -6,10 +6,10 @@
 
 namespace jitkern {
 
-// How many int64 a descriptor is: (src_off, dst_off, len), and (count, src_stride, dst_stride).
+// int64 in a descriptor: (src_off, dst_off, len), and (count, src_stride, dst_stride).
 enum DescriptorFormat : int { kTriples = 3, kSextuples = 6 };
 
-// What of a descriptor may be out of range.
+// The part of a descriptor that is out of range.
 enum DescriptorPart : int { kSrcPart, kDstPart, kLenPart, kCountPart, kNumParts };
 
 struct UnpackParams {
@@ -18,11 +18,11 @@ struct UnpackParams {
   i64 dst_bytes;
   i64 src_bytes;
   const void* descriptors;
-  const void* count;  // in device memory: how many of the descriptors count; null: all
+  const void* count;  // in device memory: the number of descriptors that are used; null: all
   u32 num_descriptors;
   i32 count_bytes;  // 4 or 8
-  u32 num_copiers;  // blocks; those after them copy the rests of long pieces
-  bool reads_host;  // where a side is in host memory
+  u32 num_copiers;  // blocks; further ones copy the rests of long descriptors
+  bool reads_host;  // a side is in host memory
   bool writes_host;
   FaultSite sites[kNumParts];
   FaultRecord* fault;
@@ -52,7 +52,7 @@ JITKERN_HOST_DEVICE inline u64 product(u64 a, u64 b) {
 #endif
 }
 
-// The bytes that pieces cover on one side, clamped to 64 bits, which is outside of any memory.
+// The bytes that pieces cover on one side, clamped to 64 bits: past the end of any memory.
 struct Reach {
   i64 begin;
   i64 end;
@@ -70,11 +70,11 @@ JITKERN_HOST_DEVICE inline Reach reach_of(i64 offset, i64 len, i64 count, i64 st
   return {offset, above(above(offset, len), span)};
 }
 
-// The kernel counts the vectors of several pieces by 32 bits, and segments of 32 vectors of one.
+// The kernel counts in 32 bits: vectors of several pieces, or segments (32 vectors) of one piece.
 constexpr i64 kMostVectors = (1ll << 32) - 4096;
 constexpr i64 kMostBytes = kMostVectors * 32 * 16;
 
-// Which part of a descriptor is wrong (kNumParts: none), its value and its bound.
+// The part of a descriptor that is wrong (kNumParts: none), its value and its bound.
 struct Verdict {
   DescriptorPart part;
   i64 value;
@@ -108,7 +108,7 @@ JITKERN_HOST_DEVICE inline Pieces simplified(Pieces pieces) {
     pieces.len *= pieces.count;
     pieces.count = 1;
   }
-  if (pieces.dst_stride == 0) pieces.count = 1;  // all go to one place, where any will do
+  if (pieces.dst_stride == 0) pieces.count = 1;  // all have one destination: any may win
   return pieces;
 }
 

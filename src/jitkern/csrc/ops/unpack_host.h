@@ -1,4 +1,4 @@
-// What calls of unpack and rings share: both sides, faults, the copy by the CPU, the launch.
+// Shared by unpack and descriptor rings: both sides, faults, the copy by the CPU, the launch.
 #pragma once
 
 #include <vector>
@@ -24,7 +24,7 @@ struct UnpackSides {
 // Copies valid, simplified pieces on the threads of the CPU.
 void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list);
 
-// What faults name: the parts of a call's descriptors, or of a ring's.
+// The fault sites of the parts of a call's descriptors, or of a ring's.
 struct DescriptorSites {
   FaultSite sites[kNumParts];
 
@@ -33,10 +33,10 @@ struct DescriptorSites {
     for (int part = 0; part < kNumParts; ++part) params.sites[part] = sites[part];
   }
 };
-// IndexError for a descriptor on the CPU: nothing of the call, or of the ring's slot, was copied.
+// IndexError for a descriptor on the CPU. Nothing of the call, or of the ring's slot, was copied.
 [[noreturn]] void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict);
 
-// Queues the kernel on the scope's stream. `params` has all but `fault` and `num_copiers`.
+// Queues the kernel on the scope's stream; sets `fault` and `num_copiers` of `params`.
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params);
 
 }  // namespace jitkern

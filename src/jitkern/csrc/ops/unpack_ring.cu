@@ -1,9 +1,9 @@
-// A DescriptorRing consumed by a kernel: it takes the pushes that are there, copies what they ask
-// for and completes them.
+// A kernel consumes a DescriptorRing: it takes the pushes that are there, copies their pieces and
+// completes them.
 //
-// The first block reads the ring and leaves the descriptors to all in device memory; the others
-// wait for it. That is one launch (2.2 us of the host); two kernels took 2 us more of the GPU, and
-// a cluster of 16 blocks, which hand over faster, copied 128 x 4 KB in 1.5 us more than 132 blocks.
+// The first block reads the ring and stages the descriptors in device memory; the others wait for
+// it. This is one launch (2.2 us of the host); two kernels took 2 us more of the GPU, and a cluster
+// of 16 blocks, which hand over faster, copied 128 x 4 KB in 1.5 us more than 132 blocks.
 #include <jitkern/pdl.cuh>
 
 #include "cluster.cuh"
@@ -15,10 +15,9 @@ template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ConsumeRing {
   using Params = ConsumeParams;
-  using Reader = RingReader<kThreads>;
   using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  using Reader = RingReader<kThreads, Copy>;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
 
   static __device__ void run(const Params& p) {
@@ -44,7 +43,7 @@ struct ConsumeRing {
   struct Lead {
     typename Reader::Shared reader;
     u64 owner;
-    Turn begin;  // what is next in turn
+    Turn begin;  // the first push to take
     u32 num_taken;
   };
   struct Control {
@@ -53,10 +52,11 @@ struct ConsumeRing {
 
   // -- the first block
 
-  // Takes up to `most` pushes, one slot after the other, and leaves their descriptors to all.
+  // Takes up to `most` pushes, one slot after the other, and stages their descriptors for all
+  // blocks.
   static __device__ void take(const Params& p, Lead& own) {
     const RingParams& ring = p.ring;
-    // One thread reads for all, as another call may change the state at any moment.
+    // One thread reads for all, as another call may change the state meanwhile.
     if (threadIdx.x == 0) own.begin = turn_of(ring);
     __syncthreads();
     const Turn begin = own.begin;
@@ -69,29 +69,16 @@ struct ConsumeRing {
         if (num_taken == 0) own.owner = take_ring(ring, begin);
       });
       if (own.owner != 0 || ring_generation(word) != turn.generation) break;
-      if (!stage(p, reader, word, turn.slot, num_staged, has_long)) break;
+      if (!reader.read(word, turn, 0, ring_count(word), p.staged + num_staged, has_long)) break;
       num_staged += ring_count(word);
       turn = turn.next(ring.ring.num_slots);
     }
-    has_long = __syncthreads_or(has_long);  // and all that was staged is there
+    has_long = __syncthreads_or(has_long);  // also waits for all descriptors to be staged
     if (threadIdx.x != 0) return;
     store_control(&p.board->control, ring_control(num_staged, has_long));
     own.num_taken = num_taken;
     if (own.owner != 0) return report_fault(ring.fault, ring.busy, 0, 0, 0);
     set_turn(ring, turn);
-  }
-
-  static __device__ bool stage(const Params& p, Reader& reader, u64 word, u32 slot, u32 num_staged,
-                               bool& has_long) {
-    uint4* const to = reinterpret_cast<uint4*>(p.staged + num_staged);
-    return reader.read(word, 0, ring_count(word), [&](u32 number, uint4 vector) {
-      if (number % 4 == 1) has_long |= Copy::may_be_long(vector);
-      if (number % 4 == 3) {  // the descriptor's name for faults
-        vector.x = number / 4;
-        vector.y = slot;
-      }
-      to[number] = vector;
-    });
   }
 
   // -- all blocks
@@ -105,7 +92,7 @@ struct ConsumeRing {
     return own.value;
   }
 
-  // After the copies of all, by the first block.
+  // By the first block, after the copies of all blocks.
   static __device__ void complete(const Params& p, const Lead& own) {
     if (threadIdx.x != 0) return;
     while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
@@ -118,23 +105,22 @@ struct ConsumeRing {
   }
 };
 
-// A server: a kernel of few SMs that waits for pushes and copies what they ask for, until it is
-// told to stop or nothing comes for long enough. For small pushes: there is no launch before or
-// after the copy.
+// A server: a kernel on few SMs that waits for pushes and copies their pieces, until it is stopped
+// or has been idle for long enough. For small pushes: there is no launch before or after the copy.
 //
-// The blocks are one cluster. Its first one reads the ring, into shared memory that all read.
+// The blocks are one cluster. The first block reads the ring into its shared memory, which all
+// read.
 template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
   using Params = ServeParams;
-  using Reader = RingReader<kThreads>;
   using Copy = RingCopy<kPieceInFlight, kInFlight, kPartsInFlight, kOwnSegments>;
-  static constexpr int kNumThreads = kThreads;
-  static constexpr int kMinBlocks = kMaxOccupancy;
+  using Reader = RingReader<kThreads, Copy>;
+  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
   static constexpr u32 kChunk = 2 * Reader::kAtOnce;  // descriptors that are handed over at once
-  // So often in a row slots are read with their first descriptors; then words alone, so that an
-  // idle server leaves the bus to others. A push then takes one more trip.
+  // After so many looks in a row without a push, a look reads the word alone, so that an idle
+  // server leaves the bus to others. The next push then takes one more trip.
   static constexpr u32 kEagerLooks = 64;
 
   static __device__ void run(const Params& p) {
@@ -149,7 +135,7 @@ struct ServeRing {
       if (leads) wait_for_push(p, reader, turn, own);
       u32 begin = 0, count = 0;
       do {
-        if (leads && !own.ends) hand_over(p, reader, begin, own);
+        if (leads && !own.ends) hand_over(p, reader, turn, begin, own);
         cluster_sync();
         ends = first.ends;
         count = ring_count(first.reader.word);
@@ -168,10 +154,9 @@ struct ServeRing {
     typename Reader::Shared reader;
     u64 owner;
     Turn turn;  // the first
-    u32 slot;
     bool has_long;
     bool is_told;  // to stop
-    bool is_idle;  // for long enough
+    bool is_idle;  // for too long
     bool ends;
   };
 
@@ -189,11 +174,10 @@ struct ServeRing {
     return own.turn;
   }
 
-  // Waits for a push, or the server's end. A server told to stop takes no further push: it would
-  // run on for as long as a producer always has one.
+  // Waits for a push, or the server's end. A server told to stop takes no further push: a busy
+  // producer would keep it running.
   static __device__ void wait_for_push(const Params& p, Reader& reader, const Turn& turn,
                                        Shared& own) {
-    if (threadIdx.x == 0) own.slot = turn.slot;
     const u64 since = nanoseconds();
     const auto look_at_end = [&] {
       own.is_told = load_fresh(p.stop) != 0;
@@ -208,23 +192,17 @@ struct ServeRing {
   }
 
   // The descriptors from `begin` on of the push that was found.
-  static __device__ void hand_over(const Params& p, Reader& reader, u32 begin, Shared& own) {
+  static __device__ void hand_over(const Params& p, Reader& reader, const Turn& turn, u32 begin,
+                                   Shared& own) {
     const u64 word = own.reader.word;
     const u32 size = size_of(ring_count(word), begin);
     bool is_long = false;
-    const bool is_whole = reader.read(word, begin, begin + size, [&](u32 number, uint4 vector) {
-      if (number % 4 == 1) is_long |= Copy::may_be_long(vector);
-      if (number % 4 == 3) {  // the descriptor's name for faults
-        vector.x = number / 4;
-        vector.y = own.slot;
-      }
-      own.vectors[number - 4 * begin] = vector;
-    });
+    const bool is_whole = reader.read(word, turn, begin, begin + size, own.vectors, is_long);
     const bool has_long = __syncthreads_or(is_long);
     if (threadIdx.x != 0) return;
     own.has_long = has_long;
     if (!is_whole) {
-      report_fault(p.ring.fault, p.ring.broken, own.slot, 0, 0);
+      report_fault(p.ring.fault, p.ring.broken, turn.slot, 0, 0);
       own.ends = true;
     }
   }
@@ -240,12 +218,11 @@ struct ServeRing {
   static __device__ u32 size_of(u32 count, u32 begin) {
     return count - begin < kChunk ? count - begin : kChunk;
   }
-  static __device__ u32 all_warps() { return cluster_size() * kWarps; }
 
   static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
     const u32 size = size_of(ring_count(first.reader.word), begin);
     const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
-    Copy::copy(p, first.vectors, size, first.has_long, warp, all_warps());
+    Copy::copy(p, first.vectors, size, first.has_long, warp, cluster_size() * kWarps);
   }
 };
 

@@ -1,4 +1,4 @@
-// Parameters of the kernels that consume a DescriptorRing, whose protocol both/ring.h says.
+// Parameters of the kernels that consume a DescriptorRing; both/ring.h describes its protocol.
 #pragma once
 
 #include <jitkern/both/ring.h>
@@ -7,21 +7,20 @@
 
 namespace jitkern {
 
-// What consumers of a ring leave to each other, in device memory. Starts as zeros; only the call
-// that owns it writes it.
+// The progress of a ring's consumers, in device memory. Starts as zeros; only the owner writes it.
 struct RingState {
   u64 owner;        // the call that consumes, 0: none
-  u64 generations;  // that are over in the slots from `slot` on; one more in those before
-  u32 slot;         // of the push that is next in turn
+  u64 generations;  // completed in the slots from `slot` on; earlier slots have one more
+  u32 slot;         // of the next push
 };
 
-// Where the blocks of a call meet, in device memory; zeros between calls.
+// How the blocks of a call wait for each other, in device memory; zeros between calls.
 struct RingBoard {
-  u64 control;      // see below; 0 until the first block knows what there is to do
-  u32 num_arrived;  // other blocks that have copied all that was theirs
+  u64 control;      // see ring_control; 0 until the first block has staged all descriptors
+  u32 num_arrived;  // other blocks that have finished their copies
 };
 
-// All descriptors are in device memory: how many they are, and whether one of them is long.
+// The number of staged descriptors, and whether one of them is long.
 JITKERN_HOST_DEVICE constexpr u64 ring_control(u32 count, bool has_long) {
   return u64(count) << 2 | u64(has_long) << 1 | 1;
 }
@@ -37,11 +36,11 @@ struct RingParams {
   RingState* state;
   u64 call;  // a number that no other call has
   FaultSite busy;
-  FaultSite broken;  // where a producer has not kept to the protocol
+  FaultSite broken;  // a producer did not keep to the protocol
   FaultRecord* fault;
 };
 
-// Of a call that takes what is there.
+// For a call that takes the pushes that are there.
 struct ConsumeParams {
   RingParams ring;
   UnpackParams unpack;
@@ -50,15 +49,15 @@ struct ConsumeParams {
   u32 most;  // pushes
 };
 
-// Of a kernel that consumes until it is stopped.
+// For a kernel that consumes until it is stopped.
 struct ServeParams {
   RingParams ring;
   UnpackParams unpack;
-  const u32* stop;  // in host memory: 1 once it shall end
-  u64 idle_ns;      // and how long it waits for a push
+  const u32* stop;  // in host memory: 1 asks it to end
+  u64 idle_ns;      // the longest wait for a push
 };
 
-// What stands in for the index of a descriptor in faults.
+// The position of a ring's descriptor in faults.
 JITKERN_HOST_DEVICE constexpr i64 ring_position(u32 slot, u32 descriptor) {
   return static_cast<i64>(slot) << 32 | descriptor;
 }

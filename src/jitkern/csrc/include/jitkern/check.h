@@ -1,5 +1,5 @@
 // Checks of an op's arguments on the host. Every message reads
-//   op: argument: what came, expected what
+//   op: argument: the actual value, expected ...
 // An op checks everything before it launches or writes anything.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 
+#include <sstream>
 #include <string>
 
 namespace jitkern {
@@ -15,7 +16,7 @@ using tvm::ffi::AnyView;
 
 inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer); }
 
-// Whether a dispatch mode or a tracer of PyTorch is active in this thread, or that is unknown.
+// Whether a dispatch mode or a tracer of PyTorch is active in this thread. True if unknown.
 bool torch_has_to_see_it();
 
 // An op for Python: does nothing and returns true if PyTorch has to see the call.
@@ -35,6 +36,14 @@ struct UnlessTorch<kOp> {
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::jitkern::UnlessTorch<op>::call); \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_now, op)
 
+// The parts one after the other, as c10::str.
+template <class... Parts>
+std::string str(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
 // "[3, 4]"
 std::string shape_text(const int64_t* sizes, size_t count);
 
@@ -47,14 +56,23 @@ struct Tensor {
   // TypeError unless `value` is a tensor in CPU or CUDA memory.
   Tensor(const char* op, const char* arg, AnyView value);
 
-  [[noreturn]] void value_error(const std::string& came, const std::string& expected) const;
-  [[noreturn]] void type_error(const std::string& came, const std::string& expected) const;
+  [[noreturn]] void value_error(const std::string& actual, const std::string& expected) const;
+  [[noreturn]] void type_error(const std::string& actual, const std::string& expected) const;
+  [[noreturn]] void shape_error(const std::string& expected) const {
+    value_error("shape " + shape_text(), expected);
+  }
+  [[noreturn]] void dtype_error(const std::string& expected) const {
+    type_error("dtype " + dtype_name(), expected);
+  }
 
   char* data() const { return static_cast<char*>(dl->data) + dl->byte_offset; }
   bool on_cuda() const { return dl->device.device_type == kDLCUDA; }
   int ordinal() const { return on_cuda() ? dl->device.device_id : -1; }  // of the GPU, -1: none
   i64 numel() const;
   i64 item_bytes() const { return (i64(dl->dtype.bits) * dl->dtype.lanes + 7) / 8; }
+  bool has_dtype(int code, int bits) const {
+    return dl->dtype.code == code && dl->dtype.bits == bits && dl->dtype.lanes == 1;
+  }
   std::string device_name() const;
   std::string dtype_name() const;
   std::string shape_text() const { return jitkern::shape_text(dl->shape, dl->ndim); }
@@ -65,7 +83,7 @@ struct Tensor {
   i64 stride(int dim) const;  // in items
   // The items of the dimensions from `row_dim` on. ValueError unless they are contiguous.
   i64 row_items(int row_dim) const;
-  // Of memory that lies backwards, which PyTorch has not.
+  // ValueError: the stride is negative.
   [[noreturn]] void refuse_stride(int dim) const;
 };
 
@@ -83,12 +101,12 @@ struct Rows : Tensor {
   u64 begin;  // address of the first byte, unless it is empty
   u64 end;    // after the last
 
-  // ValueError unless rows are contiguous and equally spaced, forwards.
+  // ValueError unless rows are contiguous, equally spaced and in rising order.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
   // The indices as one row.
   explicit Rows(const Indices& indices);
-  // Rows as the caller says, from the tensor's first byte on.
+  // Rows of the given sizes from the tensor's first byte on.
   Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes);
 
   bool empty() const { return num_rows == 0 || row_bytes == 0; }
@@ -98,13 +116,12 @@ struct Rows : Tensor {
     if (num_rows > 1 && stride_bytes < row_bytes) refuse_shared_rows();
   }
 
-  // ValueError if a row shares a byte with a row of `other`. Rows of one may lie between rows of
-  // the other.
+  // ValueError if a row shares a byte with a row of `other`. Rows may interleave.
   void apart_from(const Rows& other, const char* expected = kOwnMemory) const {
     if (begin < other.end && other.begin < end) apart_by_rows(other, expected);
   }
 
-  // ValueError unless rows have as many bytes, there are as many, or one for each index.
+  // ValueError unless rows have as many bytes, unless there are as many, or one for each index.
   void same_row_bytes(const Rows& other) const;
   void same_num_rows(const Rows& other) const;
   void one_per_index(const Indices& indices) const;
@@ -130,8 +147,8 @@ struct Indices : Tensor {
   explicit Indices(const Tensor& tensor);
   Indices(const char* op, const char* arg, AnyView value) : Indices(Tensor(op, arg, value)) {}
 
-  // Calls `use` with a function that reads index i. Another thread may write it during the call, so
-  // read it once and check what is used. On CPU tensors only.
+  // Calls `use` with a function that reads index i. Another thread may write it meanwhile: read it
+  // once, and check the value that is used. On CPU tensors only.
   template <class Use>
   void with_index(const Use& use) const {
     const auto reader = [](const auto* items) {
@@ -155,22 +172,22 @@ struct Indices : Tensor {
 
 // Python's error of this kind.
 [[noreturn]] void raise_error(const char* kind, const std::string& message);
-[[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& came,
+[[noreturn]] void raise_value_error(const char* op, const char* arg, const std::string& actual,
                                     const std::string& expected);
-[[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView came,
+[[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView actual,
                                    const std::string& expected);
 
-// TypeError on anything else than an int (bool is none), or a bool.
+// TypeError unless it is an int (a bool is not), or a bool.
 i64 int_arg(const char* op, const char* arg, AnyView value);
 bool bool_arg(const char* op, const char* arg, AnyView value);
 
-// The widest vector (16 to 1 bytes) that divides all addresses and sizes, whose bits are given.
+// The widest vector (16 to 1 bytes) that divides all addresses and sizes that `bits` are or-ed of.
 inline int widest_vec(u64 bits) {
   bits |= 16;
   return static_cast<int>(bits & ~(bits - 1));
 }
 
-// The same for copies between these tensors.
+// The widest vector for copies between these tensors.
 template <class... Tables>
 int vec_bytes_for(const Tables&... rows) {
   return widest_vec(

@@ -1,4 +1,4 @@
-// For kernels that move rows: vectors of 1 to 16 bytes, a thread's part of the rows, and faults.
+// For kernels that move rows: vectors of 1 to 16 bytes, a thread's share of the rows, and faults.
 // Users may include it.
 #pragma once
 
@@ -58,7 +58,7 @@ struct Group {
   // Whether this thread reports faults for its group's rows.
   __device__ bool reports() const { return first_offset == 0; }
 
-  // Byte offset in a row of this lane's vector number `chunk`; may be past the end of the row.
+  // The byte offset in a row of this lane's vector `chunk`; may be past the end of the row.
   __device__ i32 offset(int chunk) const {
     return first_offset + chunk * (kShape.lanes * kVecBytes);
   }
@@ -66,10 +66,10 @@ struct Group {
 
 __device__ inline i64 thread_number() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// Keeps the first fault until the host has read it; the row is skipped, the host raises later. The
-// plain read keeps a batch of bad indices from sending one atomic each over PCIe. There the
-// compare-and-swap is atomic among threads of this device, which is enough: the host only turns 2
-// into 0.
+// Records a fault unless the record is full; the host raises it later and empties the record. The
+// plain read keeps a batch of bad indices from sending an atomic each over PCIe. Over PCIe the
+// compare-and-swap is atomic only among threads of this device. That is enough, as the host only
+// turns 2 into 0.
 __device__ inline void report_fault(FaultRecord* record, FaultSite site, i64 position, i64 value,
                                     i64 bound) {
   volatile FaultRecord* seen = record;

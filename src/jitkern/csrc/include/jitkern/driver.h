@@ -1,5 +1,5 @@
-// The CUDA driver without a CUDA toolkit: its entry points are declared here and resolved from
-// libcuda at first use. Building this needs no header of CUDA, loading it no GPU.
+// The CUDA driver without a CUDA toolkit: its functions are declared here and resolved from libcuda
+// at first use. This builds without CUDA headers and loads without a GPU.
 #pragma once
 
 #include <jitkern/types.h>
@@ -46,7 +46,7 @@ enum : int {
   kHostAllocDeviceMap = 2,
   kCaptureModeRelaxed = 2,
   kStreamNonBlocking = 1,
-  kHighestStreamPriority = -5,  // clamped to what the device has
+  kHighestStreamPriority = -5,  // the driver clamps it
   kEventDisableTiming = 2,
   kSrcAccessOrderStream = 1,
   kJitErrorLogBuffer = 5,
@@ -66,7 +66,7 @@ struct LaunchAttribute {
   int id;
   int padding;
   union {
-    unsigned sizes[3];  // or a flag, the first
+    unsigned sizes[3];  // a flag is the first
     char bytes[64];
   } value;
 };
@@ -122,7 +122,7 @@ struct VmmAccess {
 };
 static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
 
-// Every driver for CUDA 11.8 has these.
+// Required; every driver for CUDA 11.8 has these.
 #define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
   USE(cuInit, (unsigned flags))                                                                    \
   USE(cuDriverGetVersion, (int* version))                                                          \
@@ -167,7 +167,7 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
   USE(cuGetErrorName, (CUresult error, const char** text))                                         \
   USE(cuGetErrorString, (CUresult error, const char** text))
 
-// Resolved as well, but not required: those of virtual memory, and newer ones, which may be null.
+// Not required, may be null: virtual memory, and newer functions.
 #define JITKERN_MORE_DRIVER_SYMBOLS(USE)                                                           \
   USE(cuDeviceGetUuid_v2, (char* uuid, CUdevice device))                                           \
   USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
@@ -204,7 +204,7 @@ struct Driver {
 #define JITKERN_CU(name, ...) \
   ::jitkern::Driver::get().check(::jitkern::Driver::get().name(__VA_ARGS__), #name)
 
-// Whether a graph is being captured on the stream. The default stream cannot be.
+// Whether a graph is being captured on the stream; the default stream cannot be captured.
 inline bool is_capturing(CUstream stream) {
   int status = 0;
   if (stream != nullptr) JITKERN_CU(cuStreamIsCapturing, stream, &status);

@@ -27,15 +27,15 @@ struct Device {
   i64 max_pitch;              // of a strided copy by the engine, in bytes
   bool knows_pdl;             // the GPU and the driver have programmatic dependent launch
   FaultRecord* fault;         // pinned host memory
-  FaultRecord* fault_device;  // the same memory as kernels see it
+  FaultRecord* fault_device;  // its address for kernels
 
-  // Made at first use, also while a stream is being captured.
+  // Opened at first use, also while a stream is being captured.
   static Device& get(int ordinal);
   // Null if the device has not been used yet.
   static Device* find(int ordinal);
 };
 
-// The driver's handle of a device, and one of its attributes. They make no context.
+// The driver's handle of a device, and one of its attributes. Neither creates a context.
 CUdevice device_handle(i64 ordinal);
 int device_attribute(CUdevice handle, int attribute);
 
@@ -64,7 +64,7 @@ class RelaxedCapture {
   int mode_;
 };
 
-// What the driver knows of an address.
+// The driver's answers about an address.
 struct MemoryRange {
   u32 type;  // kMemoryTypeHost: pinned, kMemoryTypeDevice, or 0: CUDA has never seen it
   int ordinal;
@@ -76,7 +76,7 @@ MemoryRange memory_range(const void* address);
 
 constexpr int kMaxSpec = 7;
 
-// The template arguments that a call's shapes and alignment ask for.
+// The template arguments of a kernel, by the shapes and alignment of a call.
 struct Spec {
   std::array<i64, kMaxSpec> values{};
   int size = 0;
@@ -95,33 +95,33 @@ struct Kernel {
   unsigned num_threads;  // of a block; 0 if the caller gives it
   bool use_pdl;
   unsigned max_threads;  // of a block
-  int own_shared_bytes;  // static ones of a block
-  i64 params_bytes;      // of its parameter, -1 if the driver, before 12.4, cannot tell
+  int own_shared_bytes;  // static shared memory of a block
+  i64 params_bytes;      // of its parameter; -1 if the driver is older than 12.4
 };
 
-// What was compiled for one specialisation, loaded on one device.
+// The kernels of one specialisation, loaded on one device.
 struct LoadedKernels {
   Spec spec;
   std::vector<Kernel> entries;  // in the order of the builder's device_wrappers
   GroupShape shape;             // of a kernel that copies rows
-  int in_flight;                // vectors, which its shape was made for
+  int in_flight;                // vectors; its shape depends on it
 };
 
 // The kernels of an op, or of a user's module: entry points for each specialisation and device.
-// They are loaded at first use from what Python's resolve(op, names, values, arch) returns:
+// They are loaded at first use from the result of Python's resolve(op, names, values, arch):
 //   (image, names of the entry points, [num_threads, use_pdl] of each + [in_flight, splits])
-// The list is empty for a module of a user, whose image tells the threads of its kernels.
+// The last list is empty for a user's module: its image holds the threads of its kernels.
 class KernelTable {
  public:
   using ShapeOf = GroupShape (*)(const Spec& spec, int in_flight, int splits);
 
-  // `names` are the parameters of the op's Python `kernel(...)`, in the order of a Spec. Without
-  // `shape_of` it is a user's module; without a resolver it is set_resolver's.
+  // `names` are the parameters of the op's Python `kernel(...)`, in the order of a Spec. `shape_of`
+  // is null for a user's module. The default of `resolve` is set_resolver's.
   KernelTable(const char* op, std::vector<const char*> names, ShapeOf shape_of,
               tvm::ffi::Function resolve = nullptr)
       : op_(op), names_(std::move(names)), shape_of_(shape_of), resolve_(std::move(resolve)) {}
 
-  // The kernels of `spec` on `device`. Lock-free once loaded: a walk over a short list.
+  // The kernels of `spec` on `device`. Once loaded, a lock-free search of a short list.
   const LoadedKernels& find(const Device& device, const Spec& spec) {
     const Node* node = heads_[device.ordinal].load(std::memory_order_acquire);
     for (; node != nullptr; node = node->next) {
@@ -146,14 +146,14 @@ class KernelTable {
   std::array<std::atomic<Node*>, kMaxDevices> heads_{};
 };
 
-// A number for an index argument of an op, which kernels put into faults. `raise` raises them;
-// `outcome` says what became of the row.
+// A number for an index argument of an op, which kernels put into faults. `raise` raises a fault;
+// `outcome` completes its message.
 using RaiseFault = void (*)(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                             const char* note);
 FaultSite fault_site(const char* op, const char* arg, RaiseFault raise = raise_index_error,
                      const char* outcome = "the row was not copied");
 
-// Raises, or warns of, a fault that an earlier kernel recorded, unless another thread does.
+// Raises a fault that an earlier kernel recorded, or warns of it, unless another thread does.
 void raise_pending_fault(Device& device);
 
 inline bool has_pending_fault(const Device& device) {
@@ -164,8 +164,8 @@ inline void check_pending_fault(Device& device) {
   if (has_pending_fault(device)) raise_pending_fault(device);
 }
 
-// An empty record in pinned memory, and where kernels see it. Lives as long as the process; the
-// device's context is current.
+// An empty record in pinned memory, and its address for kernels. It is never freed. The device's
+// context must be current.
 FaultRecord* make_fault_record(FaultRecord** on_device);
 
 // Forgets the pending fault if it is this one.
@@ -182,12 +182,12 @@ struct Launch {
   void add(int attribute, unsigned x, unsigned y = 0, unsigned z = 0) {
     attributes[config.num_attributes++] = {attribute, 0, {{x, y, z}}};
   }
-  // `params` is the kernel's one parameter; the device's context is current.
+  // `params` is the kernel's one parameter. The device's context must be current.
   void run(CUfunction function, CUstream stream, const void* params);
 };
 
-// What launches on a device need: its context made current, and torch's current stream. It raises
-// the fault of an earlier call, so a call makes one before all of its launches.
+// The state for launches on a device: its context, made current, and torch's current stream. The
+// constructor raises the fault of an earlier call, so an op makes a scope before its first launch.
 class LaunchScope {
  public:
   explicit LaunchScope(const Tensor& tensor) : LaunchScope(tensor.dl->device.device_id) {}
@@ -196,7 +196,7 @@ class LaunchScope {
     check_pending_fault(device);
   }
 
-  // The same on another stream of the device.
+  // On another stream of the device; raises no fault.
   LaunchScope(Device& device, CUstream stream)
       : device(device), context_(device), stream_(stream) {}
 
@@ -208,8 +208,7 @@ class LaunchScope {
     launch_bytes(kernel, grid_x, &params, sizeof(Params), kernel.num_threads, grid_y, cluster);
   }
 
-  // The same with `num_threads` per block, and parameters of which the kernel has the first
-  // `bytes`.
+  // The same with `num_threads` per block; the kernel takes the first `bytes` of `params`.
   void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
                     unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const {
     check_params(kernel, bytes);
@@ -235,16 +234,16 @@ class LaunchScope {
   CUstream stream_;
 };
 
-// For a collective call, or one that consumes a push: it raises the fault of an earlier op after
-// its last launch. Ranks see a fault at different calls. One that raised before its launch would be
-// a call behind the others from then on, and a consumer a push behind its producer.
+// For a collective call, or one that consumes a push: the fault of an earlier op is raised after
+// the last launch. Ranks see a fault at different calls. A rank that raised before its launch would
+// stay one call behind the others, and a consumer one push behind its producer.
 class CollectiveScope : public LaunchScope {
  public:
   explicit CollectiveScope(int ordinal)
       : LaunchScope(Device::get(ordinal), current_stream(ordinal)),
         has_fault_(has_pending_fault(device)) {}
 
-  // Not a fault of this very call, which only some ranks would raise.
+  // Raises only a fault from before this call: of this call's own, only some ranks would know.
   void raise_earlier() const {
     if (has_fault_) check_pending_fault(device);
   }
@@ -272,7 +271,7 @@ inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(spec[0], spec[1], in_flight, splits);
 }
 
-// The GPU's name, and the driver's CUDA version, such as 13000; 0 if there is no driver.
+// The GPU's name, and the driver's CUDA version such as 13000, 0 without a driver.
 std::string gpu_name(int ordinal);
 int64_t driver_version();
 

@@ -14,7 +14,7 @@ __device__ inline void wait_for_earlier_kernels() {
 #endif
 }
 
-// Lets the next kernel of the stream be scheduled as soon as all blocks have come here.
+// Lets the next kernel of the stream start once all blocks have called this.
 template <bool kUsePdl>
 __device__ inline void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -1,5 +1,5 @@
-// Types of host and device, faults, and how lanes share rows. Compiled by NVRTC too, so no standard
-// header is included. Users may include it.
+// Types of host and device, faults, and how lanes share rows. Includes no standard header, as NVRTC
+// compiles it too. Users may include it.
 #pragma once
 
 #ifdef __CUDACC__
@@ -16,11 +16,11 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 static_assert(sizeof(i32) == 4 && sizeof(i64) == 8 && sizeof(void*) == 8, "a 64-bit platform");
 
-// The index argument of an op that a fault came from: a number of fault_site().
+// The index argument of an op that caused a fault: a number of fault_site().
 enum class FaultSite : u32 {};
 
-// A device's first out-of-range index, in pinned host memory, which the host reads without a
-// synchronisation. `state` goes 0 (empty) -> 1 (being written) -> 2 (complete).
+// A device's first out-of-range index, in pinned host memory, so that the host can read it without
+// synchronising. `state` goes 0 (empty) -> 1 (being written) -> 2 (complete).
 struct FaultRecord {
   u32 state;
   FaultSite site;
@@ -29,8 +29,8 @@ struct FaultRecord {
   i64 bound;  // the first value that is too large
 };
 
-// How the lanes of a warp share the rows of a copy. A group of `lanes` neighbouring lanes works on
-// `rows` rows at a time, each lane on `chunks` vectors of each; a long row is cut into `splits`. A
+// How the lanes of a warp share the rows of a copy. A group of `lanes` neighbouring lanes copies
+// `rows` rows at a time, each lane `chunks` vectors of each; a long row is cut into `splits`. A
 // lane loads all rows * chunks vectors before it stores the first.
 struct GroupShape {
   int lanes;
@@ -43,12 +43,12 @@ struct GroupShape {
   }
 };
 
-// A row in flight needs two pointers beside its vectors: 8 rows do not fit into the 64 registers of
-// a thread of 1,024 (h2d_gather of 512-byte rows: 32 GB/s, with 4 rows 50).
+// A row in flight needs two pointers beside its vectors: with blocks of 1,024 threads, 8 rows do
+// not fit into the 64 registers of a thread (h2d_gather of 512-byte rows: 32 GB/s, with 4 rows 50).
 constexpr int kMaxRows = 4;
 
-// The shape for rows of `row_bytes`, cut into `splits`, or more so that a lane has at most
-// `in_flight` vectors. A lane has several short rows.
+// The shape for rows of `row_bytes`. There are `splits` or more, so that a lane has at most
+// `in_flight` vectors; of short rows a lane has several.
 JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_bytes, int in_flight,
                                                      int splits = 1) {
   const i64 vecs = (row_bytes + vec_bytes - 1) / vec_bytes;

@@ -1,10 +1,10 @@
-// What the translation units of jit/device.py ask of a kernel's class: its launch bounds, and
-// whether a member of its Params has the type that jitkern assumes.
+// For the translation units of jit/device.py: a kernel class's launch bounds, and checks that the
+// members of its Params have the types that jitkern assumes.
 #pragma once
 
 namespace jitkern {
 
-// 0 if the class has none, which the compiler takes for no bound.
+// 0 if the class has none; the compiler takes 0 as no bound.
 template <class Kernel>
 __device__ constexpr auto num_threads(int) -> decltype(Kernel::kNumThreads) {
   return Kernel::kNumThreads;
@@ -23,7 +23,7 @@ __device__ constexpr int min_blocks(...) {
   return 0;
 }
 
-// -- members of Params, of which jit/params.py renders static_asserts
+// -- members of Params; jit/params.py renders static_asserts of them
 
 // `kind`: f is floating point, i an integer, b bool, ? a type that C++ lacks.
 template <class T>
@@ -43,7 +43,7 @@ __device__ constexpr bool points_to(T, char, int) {
   return false;
 }
 
-// A pointer to a number is to the dtype's; one to 1 or 2 bytes may be raw memory. Pointers to
+// A pointer to numbers must fit the dtype; one to 1 or 2 bytes may be raw memory. Pointers to
 // structs (float4, __half) and parameters of any dtype are not checked.
 template <class T>
 __device__ constexpr bool points_to(T*, char kind, int bytes) {
@@ -61,7 +61,7 @@ __device__ constexpr bool points_to(void*, char, int) { return true; }
 
 template <class T>
 __device__ constexpr const void* at(const T& member) {
-  return (const void*)&member;  // what is __restrict__ goes by such a cast only
+  return (const void*)&member;  // only this cast removes __restrict__
 }
 
 }  // namespace jitkern

@@ -1,5 +1,5 @@
-// A descriptor: pieces that a kernel, or the CPU, copies. Includes nothing, so that a C++ producer
-// needs no more of jitkern. Users may include it.
+// A descriptor: pieces that a kernel, or the CPU, copies. Includes nothing, so that C++ producers
+// need nothing else of jitkern. Users may include it.
 #pragma once
 
 #ifndef JITKERN_HOST_DEVICE
@@ -12,27 +12,27 @@
 
 namespace jitkern {
 
-// The version of the layout below. Producers store it beside their descriptors; readers compare it.
+// The version of the layout below. Producers store it with their descriptors; readers compare it.
 constexpr unsigned kDescriptorVersion = 2;
 
 // Piece i of `count` has `len` bytes and goes from src_off + i * src_stride to dst_off + i *
 // dst_stride, all in bytes. There is none if count or len is 0.
 //
-// It is a line of the CPU, in two halves of 32 bytes, a GPU's sector. Each half ends with a seal,
-// by which the reader of a ring sees that the half is whole. The ring writes the seals (ring.h);
-// producers leave them alone.
+// A descriptor is one cache line of the CPU, in two halves of 32 bytes, a GPU's sector. Each half
+// ends with a seal, which tells the reader of a ring that the half is whole. The ring writes the
+// seals (ring.h); producers leave them alone.
 struct alignas(64) Descriptor {
-  long long src_off;
-  long long dst_off;
-  unsigned len;
-  unsigned count;
-  unsigned long long first_seal;
-  long long src_stride;
-  long long dst_stride;
-  unsigned long long reserved;
-  unsigned long long second_seal;
+  long long src_off = 0;
+  long long dst_off = 0;
+  unsigned len = 0;
+  unsigned count = 1;
+  unsigned long long first_seal = 0;
+  long long src_stride = 0;
+  long long dst_stride = 0;
+  unsigned long long reserved = 0;
+  unsigned long long second_seal = 0;
 
-  JITKERN_HOST_DEVICE constexpr Descriptor() : Descriptor(0, 0, 0) {}
+  constexpr Descriptor() = default;
   JITKERN_HOST_DEVICE constexpr Descriptor(long long src_off_, long long dst_off_, unsigned len_,
                                            unsigned count_ = 1, long long src_stride_ = 0,
                                            long long dst_stride_ = 0)
@@ -40,15 +40,12 @@ struct alignas(64) Descriptor {
         dst_off(dst_off_),
         len(len_),
         count(count_),
-        first_seal(0),
         src_stride(src_stride_),
-        dst_stride(dst_stride_),
-        reserved(0),
-        second_seal(0) {}
+        dst_stride(dst_stride_) {}
 };
 static_assert(sizeof(Descriptor) == 64, "four vectors of 16 bytes");
 
-// For readers by vectors.
+// The seals' offsets, for readers that load vectors.
 constexpr unsigned kFirstSealAt = 24, kSecondSealAt = 56;
 #ifndef __CUDACC_RTC__  // which has no offsetof
 static_assert(__builtin_offsetof(Descriptor, first_seal) == kFirstSealAt, "ends the first half");

@@ -1,9 +1,9 @@
 // A ring of slots of descriptors in host memory that GPUs map. A CPU thread pushes without a copy
-// and without a driver call; a kernel or another CPU thread consumes. Needs nothing of jitkern but
-// descriptor.h. Users may include it.
+// and without a driver call; a kernel or another CPU thread consumes. Needs only descriptor.h of
+// jitkern. Users may include it.
 //
 // Pushes are numbered from 0; the number is the push's ticket. Push t is in slot t % num_slots, as
-// generation t / num_slots + 1. Memory that was never written is of generation 0. There is one
+// generation t / num_slots + 1. Memory that was never written has generation 0. There is one
 // producer at a time, which
 //
 //   1. waits until the slot's completion word has the generation before (acquire): the consumer no
@@ -16,31 +16,28 @@
 // A consumer of ticket t, of generation g,
 //
 //   1. reads the word by acquire loads (of system scope on a GPU: ld.acquire.sys.b64) until it is
-//      generation g with a count of at most max_descriptors; anything else is an older push, or
-//      none
-//   2. reads that many descriptors, each once, and takes them only if both seals of each are the
-//   word
+//      generation g with a count of at most max_descriptors; other values are an older push or none
+//   2. reads that many descriptors, each once, and takes them only if all seals equal the word
 //   3. copies the rows that are inside both buffers
 //   4. writes g to the completion word by a release store (st.release.sys), after its last copy
 //
-// Why nothing torn or stale is taken: generation and count are one word, so a count never comes
-// with another push's generation. Generation g is there only after the release of step 4, with
-// which the consumer's acquire synchronises. A producer killed before step 4 leaves generation g -
-// 1; one killed between 4 and 5 leaves a whole push, which the next producer finds by its
-// generation. On x86 (TSO) acquire and release bind only the compiler.
+// Why no torn or stale push is taken: generation and count are one word, so they are of the same
+// push. Generation g is there only after the release of step 4, with which the consumer's acquire
+// synchronises. A producer killed before step 4 leaves generation g - 1. One killed between 4 and 5
+// leaves a whole push, which the next producer recognises by its generation. On x86 (TSO) acquire
+// and release bind only the compiler.
 //
-// Why there are seals: a read over PCIe takes 1.2 us, and reading the word before the descriptors
-// takes two reads. With seals a GPU may have both under way at once, in any order. A GPU reads 32
-// aligned bytes at once, a CPU's line hands them over as of one moment, and a seal is stored after
-// all fields: so the fields beside a right seal are those of push t. If a seal is wrong beside a
-// right word, read again after the acquire. The word has a line of its own, since two reads of one
-// host line are served one after the other, 1.06 us each. This is a property of machines, not of
-// CUDA's memory model, as with NCCL's LL128; where it may not be relied on, read the descriptors
-// after the acquire.
+// Why there are seals: a read over PCIe takes 1.2 us, and reading first the word, then the
+// descriptors takes two. With seals a GPU may read both at once, in any order. A GPU reads 32
+// aligned bytes at once, they are a snapshot of a CPU's cache line, and a seal is stored after all
+// fields. So the fields beside a right seal are those of push t. If the word is right and a seal is
+// wrong, read again after the acquire. The word has a line of its own, since two reads of one host
+// line are served one after the other, 1.06 us each. Machines guarantee this, CUDA's memory model
+// does not, as with NCCL's LL128. On other machines read the descriptors after the acquire.
 //
-// One gap is left for a GPU that reads both at once: the seals of a producer killed between steps 3
-// and 4 are right too. If the next one pushes as many descriptors, reads served before and after
-// that push see the new word and an old descriptor.
+// One gap remains for a GPU that reads both at once: the seals of a producer killed between steps 3
+// and 4 are right too. If the next producer pushes as many descriptors, reads served before and
+// after that push see the new word and an old descriptor.
 #pragma once
 
 #include "descriptor.h"
@@ -49,13 +46,13 @@ namespace jitkern {
 
 constexpr unsigned long long kRingMagic = 0x676e69726b74696aULL;  // "jitkring"
 constexpr unsigned kRingVersion = 2;
-// A GPU's line. Words that different sides write lie on different lines; a slot's descriptors begin
+// A GPU's line. Words that different sides write are on different lines; a slot's descriptors start
 // on the line after its word.
 constexpr unsigned kRingLineBytes = 128;
 constexpr unsigned kRingMaxDescriptors = 65'535;
 constexpr unsigned kRingMaxSlots = 65'536;
 
-// A slot's word: the generation in the upper 48 bits, which never wrap around, and the count.
+// A slot's word: the generation in the upper 48 bits, which never wrap around, then the count.
 JITKERN_HOST_DEVICE constexpr unsigned long long ring_word(unsigned long long generation,
                                                            unsigned count) {
   return generation << 16 | count;
@@ -67,9 +64,9 @@ JITKERN_HOST_DEVICE constexpr unsigned ring_count(unsigned long long word) {
   return static_cast<unsigned>(word & 0xffff);
 }
 
-// The first line of a ring; constant. Offsets from the ring's first byte: the head is at head_at, a
-// completion word every done_bytes from dones_at, a slot every slot_bytes from slots_at. Each has
-// lines of its own.
+// The first line of a ring; constant. Offsets are from the ring's first byte: the head is at
+// head_at, completion words every done_bytes from dones_at, slots every slot_bytes from slots_at.
+// Each has lines of its own.
 struct RingHeader {
   unsigned long long magic;
   unsigned version;
@@ -120,7 +117,7 @@ JITKERN_HOST_DEVICE constexpr RingHeader ring_layout(unsigned num_slots, unsigne
 
 #ifndef __CUDACC_RTC__  // the host's side
 
-// Makes a ring of ring_layout(...).num_bytes of zeros that begin on a line.
+// Makes a ring of ring_layout(...).num_bytes of zeros that start on a line.
 inline void ring_init(void* base, unsigned num_slots, unsigned max_descriptors) {
   RingHeader header = ring_layout(num_slots, max_descriptors);
   header.magic = 0;
@@ -128,7 +125,7 @@ inline void ring_init(void* base, unsigned num_slots, unsigned max_descriptors) 
   __atomic_store_n(&static_cast<RingHeader*>(base)->magic, kRingMagic, __ATOMIC_RELEASE);
 }
 
-// Whether there is a ring of this version.
+// Whether there is a ring of this version at `base`.
 inline bool is_ring(const void* base) {
   const RingHeader* header = static_cast<const RingHeader*>(base);
   return __atomic_load_n(&header->magic, __ATOMIC_ACQUIRE) == kRingMagic &&
@@ -140,7 +137,7 @@ class Ring {
  public:
   using Word = unsigned long long;
 
-  // `base` is a ring's: see is_ring.
+  // There is a ring at `base`: see is_ring.
   explicit Ring(void* base)
       : base_(static_cast<char*>(base)), header_(*static_cast<const RingHeader*>(base)) {}
 
@@ -150,7 +147,7 @@ class Ring {
   }
   // Whether the push has been consumed.
   bool is_done(Word ticket) const { return load(done(ticket)) >= header_.generation(ticket); }
-  // Whether the push's slot may be written: the push before in it has been consumed.
+  // Whether the push's slot may be written: its previous push has been consumed.
   bool is_free(Word ticket) const { return load(done(ticket)) + 1 >= header_.generation(ticket); }
 
  protected:
@@ -175,10 +172,10 @@ class RingProducer : public Ring {
   // The ticket of the next push.
   Word next() const {
     const Word ticket = load(head());
-    // One more if the producer before was killed before step 5.
+    // One more if the previous producer was killed before step 5.
     return ticket + (ring_generation(load(word(ticket))) == header().generation(ticket) ? 1 : 0);
   }
-  // Room for max_descriptors of the next push; null while its slot is being read.
+  // Room for max_descriptors of the next push; null while its slot is in use.
   Descriptor* try_reserve() const {
     const Word ticket = next();
     return is_free(ticket) ? descriptors(ticket) : nullptr;
@@ -198,7 +195,7 @@ class RingProducer : public Ring {
   }
 };
 
-// Consumes on the CPU. There may be several, of different tickets.
+// Consumes on the CPU. Several may consume different tickets.
 class RingConsumer : public Ring {
  public:
   using Ring::Ring;
@@ -211,13 +208,13 @@ class RingConsumer : public Ring {
     if (*count > header().max_descriptors) return nullptr;
     const Descriptor* const found = descriptors(ticket);
     for (unsigned i = 0; i < *count; ++i) {
-      // After the acquire of the word, which orders these.
+      // The acquire of the word orders these.
       if (__atomic_load_n(&found[i].first_seal, __ATOMIC_RELAXED) != value) return nullptr;
       if (__atomic_load_n(&found[i].second_seal, __ATOMIC_RELAXED) != value) return nullptr;
     }
     return found;
   }
-  // Marks the push consumed: its slot, and the memory that its descriptors name, may be written.
+  // Marks the push consumed: its slot, and the memory that its descriptors name, may be reused.
   void complete(Word ticket) const { store(done(ticket), header().generation(ticket)); }
 };
 
