@@ -78,7 +78,7 @@ host = Once(
         cpp_wrappers=_exports(
             "peer",
             "noop noop_pair common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop "
-            "copy_pieces_loop",
+            "copy_pieces_loop copy_batch",
         ),
         extra_cflags=["-O3"],
         extra_ldflags=["-ldl"],
@@ -99,6 +99,7 @@ merge_by_triton = Once(lambda: importlib.import_module("bench.peers.triton_merge
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
+sglang_transfer = _elsewhere("sglang_transfer")
 
 
 def empty_launch() -> Callable[[Any], object]:

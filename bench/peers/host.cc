@@ -158,6 +158,22 @@ inline void copy_pieces_loop(TensorView dst, TensorView src, TensorView descript
   }
 }
 
+// One call of the driver for all copies; addresses and sizes are int64 on the CPU.
+inline void copy_batch(TensorView src, TensorView dst, TensorView sizes, TensorView on_gpu) {
+  struct Attributes {
+    int order;  // 1: that of the stream
+    int hints[4];
+    unsigned flags;
+  } attributes{1, {}, 0};
+  using Call = int (*)(void*, void*, void*, std::size_t, Attributes*, std::size_t*, std::size_t,
+                       std::size_t*, void*);
+  static const auto call = reinterpret_cast<Call>(driver_symbol("cuMemcpyBatchAsync"));
+  std::size_t first = 0, failed = 0;
+  check_driver(call(dst.data_ptr(), src.data_ptr(), sizes.data_ptr(),
+                    static_cast<std::size_t>(sizes.size(0)), &attributes, &first, 1, &failed,
+                    stream_of(on_gpu, on_gpu)));
+}
+
 // A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].
 inline void copy_2d_loop(TensorView dst, TensorView src, TensorView pairs) {
   const std::int64_t width = dst.size(2);
