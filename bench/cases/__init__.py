@@ -10,7 +10,7 @@ from typing import Any
 
 from jitkern.ops._ops import OPS
 
-MORE = ("ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
+MORE = ("lists", "ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
 NAMES = (*(op.stem for op in OPS), *MORE, "first_call")
 GUARDED = (*(op.stem for op in OPS), "launch")
 

@@ -52,7 +52,8 @@ def _elsewhere(name: str) -> Once:
     return Once(build)
 
 
-_HOST = "common_prefix same_bytes launch_loop copy_2d copy_bytes copy_2d_loop copy_pieces_loop"
+_COPIES = "copy_2d copy_bytes copy_2d_loop copy_pieces_loop copy_batch"
+_HOST = f"common_prefix same_bytes launch_loop {_COPIES}"
 host = _module(
     "cpp",
     "host.cc",
@@ -71,6 +72,7 @@ triton = Once(lambda: import_module("bench.peers.triton_peers"))
 vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
+sglang_transfer = _elsewhere("sglang_transfer")
 
 
 def empty_launch() -> Callable[[Any], object]:

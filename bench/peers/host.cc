@@ -67,6 +67,9 @@ inline Driver<void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
     launch_kernel{"cuLaunchKernel"};
 inline Driver<Address, Address, std::size_t, void*> memcpy_async{"cuMemcpyAsync"};
 inline Driver<const PitchedCopy*, void*> memcpy_2d_async{"cuMemcpy2DAsync_v2"};
+inline Driver<void*, void*, void*, std::size_t, jitkern::CopyAttributes*, std::size_t*, std::size_t,
+              std::size_t*, void*>
+    memcpy_batch_async{"cuMemcpyBatchAsync"};
 
 // Nanoseconds per bare cuLaunchKernel of `kernel` (one block of 128 threads, 88 bytes of
 // parameters) on the current stream of the device, in a loop without Python.
@@ -112,6 +115,15 @@ inline void copy_2d(TensorView dst, TensorView src, std::int64_t dpitch, std::in
   const PitchedCopy copy{side_of(src, 0, spitch), side_of(dst, 0, dpitch),
                          static_cast<std::size_t>(width), static_cast<std::size_t>(height)};
   memcpy_2d_async(&copy, stream_of(dst, src));
+}
+
+// One call of the driver for all copies; addresses and sizes are int64 on the CPU.
+inline void copy_batch(TensorView src, TensorView dst, TensorView sizes, TensorView on_gpu) {
+  jitkern::CopyAttributes attributes{jitkern::kSrcAccessOrderStream, {}, {}, 0};
+  std::size_t first = 0, failed = 0;
+  memcpy_batch_async(dst.data_ptr(), src.data_ptr(), sizes.data_ptr(),
+                     static_cast<std::size_t>(sizes.size(0)), &attributes, &first, 1, &failed,
+                     stream_of(on_gpu, on_gpu));
 }
 
 // A strided copy for each of the `pairs`, int64 on the CPU, of blocks [layers, blocks, bytes].

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from jitkern.jit.device import DeviceModule as DeviceModule
     from jitkern.jit.loader import load_aot as load_aot, load_jit as load_jit
     from jitkern.jit.template import KernelConfig as KernelConfig, make_cpp_args as make_cpp_args
+    from jitkern.ops.block_buffers import BlockBuffers as BlockBuffers
+    from jitkern.ops.block_buffers import LayerSignals as LayerSignals
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
     from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
     from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 # checker, which cannot read a table; tests/test_package.py proves that the two agree.
 _PUBLIC = {
     **{f"jitkern.ops.{op.stem}": (op.function, *op.more) for op in _OPS},
+    "jitkern.ops.block_buffers": ("BlockBuffers", "LayerSignals"),
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
     "jitkern.warming": ("warm",),

@@ -1,12 +1,15 @@
-// copy_blocks on exact buffers: every vector width, index type and direction, pieces of many sizes,
-// layouts, alignments and counts.
+// copy_blocks between lists of buffers: any address per layer, parts, rows, sizes that differ,
+// pairs as two vectors, and a flag for each layer once all of its bytes are there.
+#include <memory>
+
 #include "ops/copy_blocks.cu"
 
 #include "pairs.h"
 
 namespace emulate {
 
-using jitkern::BlockStrides;
+using jitkern::BlockSide;
+using jitkern::BufferEntry;
 using jitkern::CopyBlocksParams;
 using jitkern::HostSide;
 using jitkern::kHostSource;
@@ -31,109 +34,168 @@ void add(Specialisations<CopyBlocksParams>& list) {
   using Kernel = jitkern::CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads,
                                      kConfig.max_occupancy, kInFlight, kLinesOf>;
   if constexpr (kIndexBytes == 0) {
-    list.push_back({0, kVecBytes, 4, kLinesOf, Kernel::kNumThreads, run_inline<Kernel>});
+    list.push_back({0, kVecBytes, 0, kLinesOf, Kernel::kNumThreads, run_inline<Kernel>});
   } else {
     list.push_back({0, kVecBytes, kIndexBytes, kLinesOf, Kernel::kNumThreads, Kernel::run});
   }
 }
-template <int... kVecs>
-void add_all(Specialisations<CopyBlocksParams>& list) {
-  (add<kVecs, 0, kHostSource>(list), ...);
-  (add<kVecs, 0, kHostTarget>(list), ...);
-  (add<kVecs, 4, kHostSource>(list), ...);
-  (add<kVecs, 8, kHostSource>(list), ...);
-  (add<kVecs, 4, kHostTarget>(list), ...);
-  (add<kVecs, 8, kHostTarget>(list), ...);
-}
 
-// Pieces as rows of a buffer, blocks or layers first, with some that are of no block or layer.
-struct Layout : Placement {
-  i64 num_blocks;
-  i64 num_layers;
-  bool block_first;
-  i64 spare;  // pieces behind each row of pieces
+// A buffer per layer, or layers at one distance in one buffer.
+struct Side {
+  i64 num_blocks;  // of all parts
+  i64 num_parts;
+  i64 num_rows;
+  bool rows_first;  // rows of a block are further apart than its parts
+  bool is_table;
+  i64 stride_bytes;
+  std::vector<std::unique_ptr<RowBuffer>> buffers;
+  std::vector<BufferEntry> entries;
 
-  Layout(i64 num_blocks, i64 num_layers, i64 piece_bytes, int vec_bytes, Random& random)
-      : Placement{random.below(128 / vec_bytes) * vec_bytes,
-                  piece_bytes + random.pick({0, 0, 1, 3}) * vec_bytes},
-        num_blocks(num_blocks),
-        num_layers(num_layers),
-        block_first(random.below(2) == 0),
-        spare(random.below(3)) {}
-
-  i64 row_pieces() const { return (block_first ? num_layers : num_blocks) + spare; }
-  i64 num_pieces() const { return (block_first ? num_blocks : num_layers) * row_pieces(); }
-  i64 piece(i64 block, i64 layer) const {
-    return block_first ? block * row_pieces() + layer : layer * row_pieces() + block;
+  Side(const char* name, i64 blocks, const std::vector<i64>& row_bytes, i64 num_rows, bool alike,
+       int vec_bytes, Random& random)
+      : num_parts(random.pick({1, 1, 2, 3})),
+        num_rows(num_rows),
+        rows_first(random.below(2) == 0),
+        is_table(!alike || num_rows > 1 || random.below(3) > 0) {
+    if (!is_table) num_parts = 1;
+    num_blocks = ceil_div(blocks, num_parts) * num_parts;
+    const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
+    stride_bytes = longest + random.pick({0, 0, 1, 3}) * vec_bytes;
+    const i64 layers = static_cast<i64>(row_bytes.size());
+    const auto add_buffer = [&](i64 rows, i64 bytes) {
+      const i64 offset = random.below(128 / vec_bytes) * vec_bytes;
+      buffers.push_back(
+          std::make_unique<RowBuffer>(name, rows, bytes, stride_bytes, offset, random));
+    };
+    if (!is_table) add_buffer(layers * num_blocks, longest);
+    for (i64 layer = 0; is_table && layer < layers; ++layer) {
+      add_buffer(num_blocks * num_rows, row_bytes[layer]);
+      entries.push_back({reinterpret_cast<u64>(buffers[layer]->row(0)),
+                         num_parts * num_rows * stride_bytes,
+                         (rows_first ? 1 : num_rows) * stride_bytes, num_rows * row_bytes[layer]});
+    }
   }
-  BlockStrides strides() const {
-    const i64 row_bytes = row_pieces() * stride_bytes;
-    return block_first ? BlockStrides{stride_bytes, row_bytes}
-                       : BlockStrides{row_bytes, stride_bytes};
+
+  RowBuffer& buffer(i64 layer) { return *buffers[is_table ? layer : 0]; }
+  i64 row(i64 layer, i64 block, i64 row) const {
+    if (!is_table) return layer * num_blocks + block;
+    const i64 whole = block / num_parts, part = block % num_parts;
+    return whole * num_parts * num_rows +
+           (rows_first ? row * num_parts + part : part * num_rows + row);
+  }
+  BlockSide params() {
+    BlockSide side{};
+    side.row_stride = (rows_first ? num_parts : 1) * stride_bytes;
+    side.num_blocks = num_blocks;
+    side.num_parts = static_cast<u32>(num_parts);
+    if (is_table) {
+      side.table = entries.data();
+    } else {
+      side.first = {reinterpret_cast<u64>(buffer(0).row(0)), stride_bytes, 0, 0};
+      side.layer_bytes = num_blocks * stride_bytes;
+    }
+    return side;
   }
 };
 
-i64 any_piece_bytes(int vec_bytes, Random& random) {
-  const i64 segment = jitkern::segment_bytes(vec_bytes);
-  const i64 around = random.pick({i64(0), i64(1), i64(2), i64(5), i64(9)}) * segment;
-  return std::max<i64>(vec_bytes, around + (random.below(9) - 4) * vec_bytes);
-}
-
 void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random) {
   const int vec_bytes = kernel.vec_bytes;
-  const i64 piece_bytes = any_piece_bytes(vec_bytes, random);
-  const i64 num_layers = random.pick({1, 1, 2, 5});
+  const i64 segment = jitkern::segment_bytes(vec_bytes);
+  const bool alike = random.below(3) > 0;
+  const i64 num_rows = alike ? random.pick({1, 1, 2, 5}) : 1;
+  const i64 num_flags = random.pick({1, 2, 3});
+  const i64 num_layers = num_flags * random.pick({1, 1, 2});
+  std::vector<i64> row_bytes;
+  for (i64 layer = 0; layer < num_layers; ++layer) {
+    const i64 around = random.pick({i64(0), i64(1), i64(2), i64(5)}) * segment;
+    const i64 bytes = std::max<i64>(vec_bytes, around + (random.below(9) - 4) * vec_bytes);
+    row_bytes.push_back(alike && layer > 0 ? row_bytes[0] : bytes);
+  }
   const i64 num_pairs = random.pick({1, 2, 7, 20});
-  const i64 src_blocks = random.pick({i64(1), num_pairs, 2 * num_pairs});
-  const i64 dst_blocks = num_pairs + random.below(num_pairs + 2);
+  Side src("src", random.pick({i64(1), num_pairs, 2 * num_pairs}), row_bytes, num_rows, alike,
+           vec_bytes, random);
+  Side dst("dst", num_pairs + random.below(num_pairs + 2), row_bytes, num_rows, alike, vec_bytes,
+           random);
 
-  IntBuffer pairs("pairs", any_pairs(num_pairs, src_blocks, dst_blocks, kernel.index_bytes, random),
-                  kernel.index_bytes);
+  const int index_bytes = kernel.index_bytes == 0 ? 4 : kernel.index_bytes;
+  const std::vector<i64> flat =
+      any_pairs(num_pairs, src.num_blocks, dst.num_blocks, index_bytes, random);
+  std::vector<i64> firsts, seconds;
+  for (i64 i = 0; i < num_pairs; ++i) {
+    firsts.push_back(flat[2 * i]), seconds.push_back(flat[2 * i + 1]);
+  }
+  IntBuffer pairs("pairs", flat, index_bytes), sources("sources", firsts, index_bytes),
+      targets("targets", seconds, index_bytes);
+  const bool two_vectors = kernel.index_bytes != 0 && random.below(2) == 0;
+
   const int count_bytes = random.pick({0, 0, 4, 8});
   const i64 count = random.pick({i64(-3), i64(0), num_pairs / 2, num_pairs, num_pairs + 5});
   const IntBuffer counted("count", {count}, count_bytes == 4 ? 4 : 8);
   const i64 last = count_bytes == 0 ? num_pairs : std::min(std::max<i64>(count, 0), num_pairs);
 
-  Layout src_at(src_blocks, num_layers, piece_bytes, vec_bytes, random);
-  Layout dst_at(dst_blocks, num_layers, piece_bytes, vec_bytes, random);
-  // As the host has it: all pieces at one place of their lines on the side that counts, or any.
-  Layout& lines_of = kernel.variant == kHostTarget ? dst_at : src_at;
-  const bool same_lead = random.below(3) == 0;
-  if (same_lead) lines_of.stride_bytes = ceil_div(lines_of.stride_bytes, 128) * i64(128);
-  const i64 max_lead = same_lead ? lines_of.offset : 128 - vec_bytes;
-  RowBuffer src("src", src_at.num_pieces(), piece_bytes, src_at, random);
-  RowBuffer dst("dst", dst_at.num_pieces(), piece_bytes, dst_at, random);
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < last; ++i) {
-    const i64 source = pairs.at(2 * i);
-    const i64 target = pairs.at(2 * i + 1);
-    if (!expect_pair(fault, i, source, target, src_blocks, dst_blocks)) continue;
+    const i64 source = pairs.at(2 * i), target = pairs.at(2 * i + 1);
+    if (!expect_pair(fault, i, source, target, src.num_blocks, dst.num_blocks)) continue;
     for (i64 layer = 0; layer < num_layers; ++layer) {
-      std::memcpy(dst.expected(dst_at.piece(target, layer)), src.row(src_at.piece(source, layer)),
-                  piece_bytes);
+      for (i64 row = 0; row < num_rows; ++row) {
+        std::memcpy(dst.buffer(layer).expected(dst.row(layer, target, row)),
+                    src.buffer(layer).row(src.row(layer, source, row)), row_bytes[layer]);
+      }
     }
   }
+  const bool signals = random.below(2) == 0;
+  constexpr u32 kValue = 7;
+  IntBuffer flags("flags", num_flags, 3, 4), num_past("num_past", num_flags, 0, 4);
   CopyBlocksParams params{};
-  params.dst = dst.row(0);
-  params.src = src.row(0);
-  params.dst_strides = dst_at.strides();
-  params.src_strides = src_at.strides();
-  params.pairs = pairs.data();
+  params.dst = dst.params();
+  params.src = src.params();
+  params.pairs = two_vectors ? sources.data() : pairs.data();
+  params.dst_blocks = two_vectors ? targets.data() : nullptr;
   params.count = count_bytes == 0 ? nullptr : counted.data();
   params.count_bytes = count_bytes;
   params.num_pairs = num_pairs;
-  params.num_src_blocks = src_blocks;
-  params.num_dst_blocks = dst_blocks;
   params.num_layers = num_layers;
-  params.piece_bytes = piece_bytes;
-  params.num_segments = jitkern::segments_of(piece_bytes, max_lead, vec_bytes);
+  params.num_rows = num_rows;
+  params.row_bytes = alike ? row_bytes[0] : 0;
+  const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
+  params.num_segments = jitkern::segments_of(longest, 128 - vec_bytes, vec_bytes);
   params.pace_ns = random.pick({0u, 0u, 200u});
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;
   params.fault = fault.record();
-  // One or three small blocks: they go round several times, or some have nothing to do.
+  if (signals) {
+    params.signals = {flags.words(), num_past.words(), kValue, static_cast<u32>(num_flags)};
+    for (i64 i = 0; i < num_flags; ++i) flags.expect(i, kValue);
+  }
+  // At each fence: what is signalled is there.
+  on_system_fence = [&] {
+    for (i64 layer = 0; signals && layer < num_layers; ++layer) {
+      if (flags.words()[layer / (num_layers / num_flags)] != kValue) continue;
+      for (i64 block = 0; block < dst.num_blocks; ++block) {
+        for (i64 row = 0; row < num_rows; ++row) {
+          const i64 at = dst.row(layer, block, row);
+          if (std::memcmp(dst.buffer(layer).row(at), dst.buffer(layer).expected(at),
+                          row_bytes[layer]) != 0) {
+            fail("layer " + std::to_string(layer) + " is signalled before it is there");
+          }
+        }
+      }
+    }
+  };
   run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params, true);
-  check_all(dst, src, pairs, fault);
+  on_system_fence = nullptr;
+  for (const auto& buffer : dst.buffers) buffer->check();
+  for (const auto& buffer : src.buffers) buffer->check();
+  check_all(pairs, sources, targets, fault, flags, num_past);
+}
+
+template <int... kVecs>
+void add_all(Specialisations<CopyBlocksParams>& list) {
+  (add<kVecs, 0, kHostSource>(list), ...);
+  (add<kVecs, 0, kHostTarget>(list), ...);
+  (add<kVecs, 4, kHostSource>(list), ...);
+  (add<kVecs, 8, kHostTarget>(list), ...);
 }
 
 }  // namespace emulate
@@ -143,5 +205,5 @@ int main() {
   Specialisations<CopyBlocksParams> list;
   add_all<1, 2, 4, 8, 16>(list);
   return sweep(
-      "copy_blocks", list, [](const Specialisation<CopyBlocksParams>&) { return 60; }, one_run);
+      "copy_blocks", list, [](const Specialisation<CopyBlocksParams>&) { return 80; }, one_run);
 }

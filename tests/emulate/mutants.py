@@ -54,15 +54,23 @@ def mutants_of(driver: str) -> list[Mutant]:
 # warps with the same work, a line that is read twice, a short piece that is taken for a long one.
 _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ("copy_blocks", "ops/copy_blocks.cu"): (
-        ("src_block < p.num_src_blocks;", "src_block <= p.num_src_blocks;"),
+        ("src_block < p.src.num_blocks;", "src_block <= p.src.num_blocks;"),
         ("if (src_block < 0 || dst_block < 0) return {};", ""),
         ("at < 0 ? -at : 0", "0"),
         ("left < kSegmentBytes ? left : kSegmentBytes", "kSegmentBytes"),
         ("kLinesOf == kHostTarget ? target", "kLinesOf != kHostTarget ? target"),
-        ("piece - pair * static_cast<u64>(p.num_layers)", "pair"),
+        ("const u64 fast = piece - slow * inner;", "const u64 fast = slow;"),
         ("count < p.num_pairs ? count : p.num_pairs", "count"),
         ("batch + num_warps : num_batches", "num_batches : num_batches"),
-        ("if (layer == 0 && segment == 0) {", "if (layer == 1) {"),
+        ("if (layer == 0 && row == 0 && segment == 0) {", "if (layer == 1) {"),
+        ("== num_warps - 1", "== num_warps - 2"),
+        ("signals.num_past[num_told] = 0;", ""),
+        ("is_last ? num_segments : u64(batch) * kInFlight", "num_segments"),
+        ("next >= (num_told + 1) * each", "next > num_told * each"),
+        ("layer_first ? fast : slow;", "slow;"),
+        ("static_cast<u64>(block) - whole * side.num_parts", "whole"),
+        ("if (row_bytes == 0) row_bytes = entry->piece_bytes;", "row_bytes = 16;"),
+        ("u64(row) * static_cast<u64>(side.row_stride)", "0"),
     ),
     ("index", "ops/index.cu"): (
         ("bool inside = row >= 0", "bool inside = row >= -1", 0, 2),

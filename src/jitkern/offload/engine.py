@@ -7,13 +7,14 @@ from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
 from jitkern.comm.args import choice_arg
 from jitkern.host.faults import check
 from jitkern.offload import memory
 from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
+from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 from jitkern.ops.copy_blocks import copy_blocks
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class OffloadEngine:
         self._is_open = True
         # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.
         self._views: dict[tuple[int | None, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._buffers: dict[int | None, tuple[BlockBuffers, BlockBuffers]] = {}
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -155,6 +157,7 @@ class OffloadEngine:
         *,
         layer: int | None = None,
         num_tokens: int | None = None,
+        signals: LayerSignals | None = None,
     ) -> None:
         """Copy ``blocks[i]`` of the CPU cache to ``slots[i]``, for all i by one call.
 
@@ -168,6 +171,9 @@ class OffloadEngine:
             Only this one; by default all.
         num_tokens : int, optional
             Only the first tokens of each block, as of one that a decode still fills.
+        signals : LayerSignals, optional
+            Of ``num_layers``: layers are copied in order, and each is signalled when its K and V
+            have arrived. Not with ``layer`` or ``method="engine"``.
 
         Raises
         ------
@@ -178,7 +184,7 @@ class OffloadEngine:
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
         """
-        self._move("load", True, slots, blocks, layer, num_tokens)
+        self._move("load", True, slots, blocks, layer, num_tokens, signals=signals)
 
     def store(
         self,
@@ -187,9 +193,10 @@ class OffloadEngine:
         *,
         layer: int | None = None,
         num_tokens: int | None = None,
+        signals: LayerSignals | None = None,
     ) -> None:
         """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as ``load``."""
-        self._move("store", False, slots, blocks, layer, num_tokens)
+        self._move("store", False, slots, blocks, layer, num_tokens, signals=signals)
 
     def load_blocks_into(
         self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
@@ -252,6 +259,7 @@ class OffloadEngine:
             self._own_pool.close()
         self._is_open = False
         self._views.clear()
+        self._buffers.clear()
         for name in ("_cpu", "_gpu", *_CACHES):
             self.__dict__.pop(name, None)
 
@@ -286,10 +294,15 @@ class OffloadEngine:
         layer: Any,
         num_tokens: Any,
         tensor: Any = None,
+        signals: LayerSignals | None = None,
     ) -> None:
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
+        import torch
+
         call = f"{_CALL}.{name}"
         self._require_open(call)
+        if signals is not None and layer is not None:
+            raise ValueError(f"{call}: signals: with layer={layer}, expected None")
         if layer is not None:
             layer = count_arg(call, "layer", layer, self.num_layers - 1, least=0, error=IndexError)
         if num_tokens is not None:
@@ -298,7 +311,11 @@ class OffloadEngine:
         if slots is None:
             gpu = self._flat(call, tensor, layer)
         pairs = self._pairs(call, to_gpu, slots, blocks, gpu.shape[1])
-        if pairs is not None:
+        if signals is not None:
+            src, dst = self._lists(num_tokens)[:: -1 if to_gpu else 1]
+            pairs = torch.empty(0, 2, dtype=torch.int64) if pairs is None else pairs
+            copy_blocks(src, dst, pairs, method=cast("Any", self._method), signals=signals)
+        elif pairs is not None:
             self._copy(to_gpu, pairs, gpu, cpu, self._method)
 
     def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
@@ -362,6 +379,16 @@ class OffloadEngine:
             self._views[layer, num_tokens] = found
         return found
 
+    def _lists(self, num_tokens: int | None) -> tuple[BlockBuffers, BlockBuffers]:
+        """Return both caches as a buffer per layer, K and V of a layer side by side."""
+        found = self._buffers.get(num_tokens)
+        if found is None:
+            gpu, cpu = self._sides(None, num_tokens)
+            sides = ((gpu, 0), (cpu, 1 - self._block_dim))
+            made = [BlockBuffers(*_by_parts(self.kind, side.unbind(dim))) for side, dim in sides]
+            found = self._buffers[num_tokens] = made[0], made[1]
+        return found
+
     def _flat(self, call: str, tensor: Any, layer: int | None) -> torch.Tensor:
         """Return a tensor of the caller's as ``[parts * layers, blocks, ...]``."""
         import torch
@@ -423,6 +450,12 @@ class OffloadEngine:
         both = array("q", bytes(16 * count))
         both[0::2], both[1::2] = array("q", sources), array("q", targets)
         return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
+
+
+def _by_parts(kind: str, layers: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+    """Return the layers of K, then those of V; or all."""
+    count = len(layers) // _PARTS[kind]
+    return [layers[i : i + count] for i in range(0, len(layers), count)]
 
 
 def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Literal
 
 from jitkern.jit.device import DeviceModule
@@ -13,6 +14,8 @@ from jitkern.ops.register import op
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 
 # Few full blocks, each warp with as many vectors a lane on their way.
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
@@ -40,21 +43,21 @@ def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that pieces of ``row_bytes`` need."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    pairs = (0, *INDEX_BYTES)
-    return [(vec_bytes, index_bytes, to_host) for index_bytes in pairs for to_host in (0, 1)]
+    return [(vec_bytes, *rest) for rest in product((0, *INDEX_BYTES), (0, 1))]
 
 
 @op(kernel, writes=("dst",), reads=("src",))
 def copy_blocks(
-    src: Tensor,
-    dst: Tensor,
-    pairs: Tensor,
+    src: Tensor | BlockBuffers,
+    dst: Tensor | BlockBuffers,
+    pairs: Tensor | tuple[Tensor, Tensor],
     *,
     src_block_dim: int = 1,
     dst_block_dim: int = 1,
     method: Literal["auto", "sm", "engine"] = "auto",
     count: Tensor | None = None,
     num_sms: int | None = None,
+    signals: LayerSignals | None = None,
 ) -> None:
     """Copy block ``pairs[i, 0]`` of ``src`` to block ``pairs[i, 1]`` of ``dst``, in all layers.
 
@@ -66,18 +69,18 @@ def copy_blocks(
 
     Parameters
     ----------
-    src, dst : Tensor
-        ``[num_layers, num_blocks, ...]``, or ``[num_blocks, num_layers, ...]`` if the block
-        dimension is 0. Same dtype, layers and bytes of a block in one layer; these bytes are
-        contiguous, 1 or more, and the first two strides are free. A cache of one layer is
-        ``[num_blocks, ...]`` with block dimension 0 on both sides. One in pinned host memory and
-        one on a GPU, both on one GPU, or both on the CPU. Blocks of ``dst`` share no memory with
-        each other or with ``src``, unless both are one cache in which no block is a source and a
-        destination.
-    pairs : Tensor
-        ``[..., 2]`` of (source block, destination block), int32 or int64, contiguous, on the GPU or
-        the CPU. A pair with a negative member is skipped. A repeated destination ends undefined.
-        Pairs on the CPU are read before the call returns.
+    src, dst : Tensor or BlockBuffers
+        A list of buffers, one per layer; or ``[num_layers, num_blocks, ...]``, or ``[num_blocks,
+        num_layers, ...]`` if the block dimension is 0. Same dtype, layers and bytes of a block in
+        one layer. A tensor's blocks are contiguous, its first two strides free. A cache of one
+        layer is ``[num_blocks, ...]`` with block dimension 0 on both sides. One side is in pinned
+        host memory and one on a GPU, or both are on one GPU, or on the CPU. Blocks of ``dst`` share
+        no memory with each other or with ``src``, unless both are one cache in which no block is a
+        source and a destination.
+    pairs : Tensor or tuple of two Tensors
+        ``[..., 2]`` of (source block, destination block), or a vector of each; int32 or int64,
+        contiguous, on the GPU or the CPU. A pair with a negative member is skipped. A repeated
+        destination ends undefined. Pairs on the CPU are read before the call returns.
     src_block_dim, dst_block_dim : int
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
@@ -93,11 +96,15 @@ def copy_blocks(
     num_sms : int, optional
         SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
         "sm". Ignored by "engine". Within one GPU the default is all SMs.
+    signals : LayerSignals, optional
+        Layers are copied one after the other, and each is signalled when it has arrived. Not with
+        "engine".
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As ``h2d_gather``; "engine" may be captured with ``pairs`` on the CPU.
+        As ``h2d_gather``; "engine" may be captured with ``pairs`` on the CPU. While PyTorch traces,
+        lists, signals and tuples are refused.
 
     Examples
     --------

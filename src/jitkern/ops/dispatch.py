@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from jitkern.errors import UNREADABLE as UNREADABLE
-from jitkern.errors import name_unreadable
+from jitkern.errors import name_unreadable as name_unreadable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -105,6 +105,14 @@ def refuse_watchers(op: str) -> None:
     """Raise RuntimeError where something traces, of an op that it would see nothing of."""
     if _num_modes() > 0 or _tracing_state() is not None:
         raise unseen(op)
+
+
+def refuse_objects(op: str, **objects: object) -> None:
+    """Raise RuntimeError if one is given to an op while PyTorch has to see its call."""
+    for name, value in objects.items():
+        if value is not None:
+            came = f"{op}: {name}: {type(value).__name__} while PyTorch traces or differentiates"
+            raise RuntimeError(f"{came}, expected None")
 
 
 def unseen(op: str) -> RuntimeError:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from jitkern.host import module as host
 from jitkern.ops import dispatch
+from jitkern.ops.block_buffers import BlockBuffers
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,11 +51,11 @@ def {name}({parameters}):
     if dispatch.in_inference_mode() or dispatch.may_write({written}, {read}):
         try:
             if not call({arguments}):
-                dispatch.wrote(*{written})
+                dispatch.wrote(*{changed})
                 return
         except dispatch.UNREADABLE as error:
             dispatch.require_wrapper(error, "{name}", OPTIONS, {by_name})
-    dispatch.through_torch("{name}", {by_name})
+    {untraced}dispatch.through_torch("{name}", {by_name})
 
 
 def now({parameters}):
@@ -83,13 +84,17 @@ def op(
         called = name or public.__name__
         parameters = inspect.signature(public).parameters
         plain = [one.replace(annotation=one.empty) for one in parameters.values()]
+        by_name = ", ".join(f"{one}={one}" for one, p in parameters.items() if not _is_object(p))
+        objects = ", ".join(f"{one}={one}" for one, p in parameters.items() if _is_object(p))
         source = _DIRECT.format(
             name=called,
             parameters=str(inspect.Signature(plain))[1:-1],
             arguments=", ".join(map(_argument, parameters.values())),
             written=_tuple(parameters, writes),
             read=_tuple(parameters, reads),
-            by_name=", ".join(f"{one}={one}" for one in parameters),
+            changed=_changed(parameters, writes),
+            by_name=by_name,
+            untraced=f'dispatch.refuse_objects("{called}", {objects})\n    ' if objects else "",
         )
 
         def first_call(*args: Any) -> Any:
@@ -101,6 +106,7 @@ def op(
             "AUTO": "auto",
             "OPTIONS": {p.name: _expected(p) for p in parameters.values() if not _is_tensor(p)},
             "dispatch": dispatch,
+            "BlockBuffers": BlockBuffers,
             "call": first_call,
             "call_now": lambda *args: host.op_now(called, kernel)(*args),
         }
@@ -111,6 +117,10 @@ def op(
 
         def traced(*args: Any, **options: Any) -> None:
             by_name = {**dict(zip(parameters, args, strict=False)), **options}
+            objects = {
+                one: by_name.pop(one, None) for one in parameters if _is_object(parameters[one])
+            }
+            dispatch.refuse_objects(called, **objects)
             dispatch.through_torch(called, **by_name)
 
         return cast("F", dispatch.traced_as(traced)(wraps(public)(functions[called])))
@@ -128,11 +138,18 @@ def _is_tensor(parameter: inspect.Parameter) -> bool:
     return str(parameter.annotation).startswith("Tensor")
 
 
+def _is_object(parameter: inspect.Parameter) -> bool:
+    """Tell whether an argument is an object of jitkern, which no operator of PyTorch takes."""
+    return str(parameter.annotation).startswith("LayerSignals")
+
+
 def _expected(parameter: inspect.Parameter) -> str:
     """Return what an argument that is no tensor should be, in the words of C++'s errors."""
     annotation = str(parameter.annotation)
     if words := [f'"{word}"' for word in re.findall("'([^']+)'", annotation)]:
         return f"{', '.join(words[:-1])} or {words[-1]}"
+    if _is_object(parameter):
+        return annotation.partition(" ")[0]
     return "a bool" if annotation == "bool" else "an int"
 
 
@@ -145,10 +162,19 @@ def _tuple(parameters: Any, names: Sequence[str]) -> str:
     return f"(({without}) if {names[-1]} is None else ({every}))"
 
 
+def _changed(parameters: Any, names: Sequence[str]) -> str:
+    """Return the source of the tensors that count as changed: 80 of a list would take 10 us."""
+    if "BlockBuffers" not in str(parameters[names[0]].annotation):
+        return _tuple(parameters, names)
+    return f"(() if type({names[0]}) is BlockBuffers else ({names[0]},))"
+
+
 def _schema(name: str, parameters: Any, writes: Sequence[str]) -> str:
     """Return the operator's schema: ``name(Tensor src, Tensor(a!) dst, *, ...) -> ()``."""
     entries: list[str] = []
     for one in parameters:
+        if _is_object(one):
+            continue
         if one.kind is one.KEYWORD_ONLY and "*" not in entries:
             entries.append("*")
         annotation = str(one.annotation)

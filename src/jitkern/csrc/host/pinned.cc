@@ -22,6 +22,7 @@ struct Pool {
 
 std::shared_mutex pools_mutex;
 std::atomic<bool> any_pool{false};
+std::atomic<u64> num_closed{0};
 auto& pools = *new std::vector<Pool>();  // tensors may outlive static objects
 
 // Calls `use` with the pool that the address lies in. False if there is none.
@@ -79,7 +80,10 @@ void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
   any_pool = true;
 }
 
+u64 num_pools_closed() { return num_closed; }
+
 void close_pool(const char* begin) {
+  ++num_closed;
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
   for (Pool& pool : pools) {
     if (pool.begin == address(begin)) pool.device_address = nullptr;

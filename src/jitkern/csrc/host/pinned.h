@@ -24,5 +24,7 @@ u64 registration_end(u64 at);
 void add_pool(const char* begin, i64 num_bytes, const char* device_address);
 void close_pool(const char* begin);
 void forget_pool(u64 begin);
+// How many were closed so far: addresses that were looked up before may be gone.
+u64 num_pools_closed();
 
 }  // namespace jitkern

@@ -1,25 +1,94 @@
 // copy_blocks on the host: checks, CPU implementation, launch of the kernel.
-#include "copy_blocks.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <string>
-#include <vector>
 
-#include "host/copy_2d.h"
+#include "copy_blocks_host.h"
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "host/tuning.h"
-#include "pairs_host.h"
 
 namespace jitkern {
 
+PairsArg::PairsArg(AnyView pairs, AnyView count) {
+  const auto is_tensor = [](const tvm::ffi::Any& one) {
+    return one.as<tvm::ffi::Tensor>().has_value();
+  };
+  both_ = pairs.as<tvm::ffi::Array<tvm::ffi::Any>>();
+  if (!both_ || both_->size() != 2 || !is_tensor((*both_)[0]) || !is_tensor((*both_)[1])) {
+    sources_.emplace(kCopyBlocks, "pairs", pairs);
+    require_last_dim(*sources_, 2, "source block, destination block");
+    size_ = sources_->count / 2;
+  } else {
+    sources_.emplace(kCopyBlocks, "pairs[0]", (*both_)[0]);
+    destinations_.emplace(kCopyBlocks, "pairs[1]", (*both_)[1]);
+    destinations_->same_device(*sources_);
+    destinations_->same_dtype(*sources_);
+    size_ = sources_->count;
+    if (destinations_->count != size_) {
+      destinations_->value_error(std::to_string(destinations_->count) + " blocks",
+                                 std::to_string(size_) + " as in pairs[0]");
+    }
+  }
+  count_ = CountArg(kCopyBlocks, count, *sources_);
+}
+
+std::vector<Pair> PairsArg::read(i64 num_src_blocks, i64 num_dst_blocks) const {
+  const i64 bound = count_.read(size_);
+  std::vector<Pair> found;
+  found.reserve(static_cast<size_t>(bound));
+  const auto add = [&](i64 i, const Pair& pair) {
+    if (pair.is_padding()) return;
+    if (destinations_) {
+      if (pair.src_row >= num_src_blocks) {
+        raise_index_error(kCopyBlocks, "pairs[0]", i, pair.src_row, num_src_blocks);
+      }
+      if (pair.dst_row >= num_dst_blocks) {
+        raise_index_error(kCopyBlocks, "pairs[1]", i, pair.dst_row, num_dst_blocks);
+      }
+    } else {
+      pair.require_inside(kCopyBlocks, i, num_src_blocks, num_dst_blocks);
+    }
+    found.push_back(pair);
+  };
+  sources_->with_index([&](const auto index_at) {
+    if (!destinations_) {
+      for (i64 i = 0; i < bound; ++i) add(i, Pair(index_at, i));
+      return;
+    }
+    destinations_->with_index([&](const auto destination_at) {
+      for (i64 i = 0; i < bound; ++i) add(i, Pair(index_at(i), destination_at(i)));
+    });
+  });
+  return found;
+}
+
+void PairsArg::give_to(CopyBlocksParams& params) const {
+  static const FaultSite src_site = fault_site(kCopyBlocks, "pairs[..., 0]");
+  static const FaultSite dst_site = fault_site(kCopyBlocks, "pairs[..., 1]");
+  static const FaultSite src_vector_site = fault_site(kCopyBlocks, "pairs[0]");
+  static const FaultSite dst_vector_site = fault_site(kCopyBlocks, "pairs[1]");
+  params.src_site = destinations_ ? src_vector_site : src_site;
+  params.dst_site = destinations_ ? dst_vector_site : dst_site;
+  params.pairs = sources_->data;
+  params.dst_blocks = destinations_ ? destinations_->data : nullptr;
+  params.num_pairs = size_;
+  count_.give_to(params);
+}
+
+BlockMethod block_method(AnyView value, const PairsArg& pairs) {
+  const auto method =
+      static_cast<BlockMethod>(choice_arg(kCopyBlocks, "method", value, {"auto", "sm", "engine"}));
+  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
+    raise_value_error(kCopyBlocks, "method",
+                      "\"engine\" with pairs on " + pairs.sources().device_name(),
+                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
+  }
+  return method;
+}
+
 namespace {
 
-constexpr const char* kOp = "copy_blocks";
-const FaultSite kSrcSite = fault_site(kOp, "pairs[..., 0]");
-const FaultSite kDstSite = fault_site(kOp, "pairs[..., 1]");
+constexpr const char* kOp = kCopyBlocks;
 
 // In flight over the link if nothing runs beside the call. Pieces of 4 KiB by 2 / 3 / 4 / 8 SMs
 // come at 36.8 / 48.5 / 49.4 / 49.5 GB/s and go at 32.7 / 48.1 / 50.4 / 50.8; one contiguous copy
@@ -29,24 +98,6 @@ constexpr i64 kBytesInFlight = 512 << 10;
 // to 4 % longer.
 constexpr i64 kBytesBesideCompute = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
-
-// Device memory between a cache and pages of the host: 1.2 ms of the link.
-constexpr i64 kStagingBytes = i64(64) << 20;
-constexpr i64 kDealSms = 4;
-
-enum class BlockMethod : int { kAuto, kSms, kEngine };
-
-BlockMethod method_arg(AnyView value, const Indices& pairs) {
-  const auto method =
-      static_cast<BlockMethod>(choice_arg(kOp, "method", value, {"auto", "sm", "engine"}));
-  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
-    raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.device_name(),
-                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
-  }
-  return method;
-}
-
-// -- checks --------------------------------------------------------------------------------------
 
 // A tensor as blocks, each a contiguous piece in every layer. ValueError unless `block_dim` is 0 or
 // 1.
@@ -64,360 +115,335 @@ Grid blocks_of(const char* arg, AnyView value, const char* dim_arg, AnyView bloc
   return Grid(tensor, 1 - dim, dim, 2);
 }
 
-// The outer dimension of each side is layers, the inner one blocks. Layers become one if each block
-// is one piece on both sides.
-struct BlockCall {
-  Grid src;
-  Grid dst;
-  Indices pairs;
-  CountArg count;
-  std::optional<i64> num_sms;
-  bool beside_compute = false;  // the default: few SMs, as a model may run beside the call
-  i64 num_layers;
-  i64 piece_bytes;
-  i64 num_pairs;
+}  // namespace
 
-  BlockCall(AnyView src, AnyView src_dim, AnyView dst, AnyView dst_dim, AnyView pairs,
-            AnyView count, AnyView num_sms);
+// -- sides ---------------------------------------------------------------------------------------
 
-  bool empty() const { return num_pairs == 0 || dst.empty() || src.empty(); }
-  const Grid& on_gpu() const { return dst.on_cuda() ? dst : src; }
-  // The side in host memory of a copy with a GPU, or null.
-  const Grid* host_side() const {
-    if (dst.on_cuda() && src.on_cuda()) return nullptr;
-    return dst.on_cuda() ? &src : &dst;
+Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
+    : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
+  if (list == nullptr) grid = blocks_of(arg, value, dim_arg, block_dim);
+}
+
+std::optional<Tensor> Side::tensor() const {
+  if (grid) return *grid;
+  if (!list->has_dtype()) return std::nullopt;
+  return Tensor(kOp, arg, list->tensor(0));
+}
+
+std::string Side::device_name() const {
+  return on_cuda() ? "cuda:" + std::to_string(device().device_id) : "cpu";
+}
+
+std::string Side::shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
+
+BufferEntry Side::entry(i64 layer) const {
+  if (list) return list->entries()[layer];
+  return {address(grid->data) + static_cast<u64>(layer * grid->outer_stride), grid->inner_stride, 0,
+          grid->row_bytes};
+}
+
+u64 Side::bits() const {
+  const u64 own =
+      list ? list->bits()
+           : address(grid->data) | grid->stride_bits() | static_cast<u64>(grid->row_bytes);
+  return own | static_cast<u64>(row_stride);
+}
+
+i64 Side::max_lead() const {
+  const u64 rows = static_cast<u64>(row_stride);
+  if (grid) return jitkern::max_lead(address(grid->data), grid->stride_bits() | rows);
+  return rows % kHostLineBytes == 0 ? list->max_lead() : kHostLineBytes - widest_vec(bits());
+}
+
+// -- checks --------------------------------------------------------------------------------------
+
+BlockCall::BlockCall(Side src_side, Side dst_side, const PairsArg& pairs, LayerSignals* signals,
+                     BlockMethod method, std::optional<i64> num_sms)
+    : src(std::move(src_side)),
+      dst(std::move(dst_side)),
+      pairs(pairs),
+      signals(signals),
+      method(method),
+      num_sms(num_sms),
+      num_layers(dst.num_layers()),
+      num_rows(std::max(src.num_rows(), dst.num_rows())) {
+  check_places();
+  check_shapes();
+  check_memory();
+  signals != nullptr ? check_signals() : merge_layers();
+}
+
+void BlockCall::check_places() const {
+  const auto from = src.tensor(), to = dst.tensor();
+  if (from && to) from->same_dtype(*to);
+  if (src.on_cuda() && dst.on_cuda() && src.device().device_id != dst.device().device_id) {
+    src.value_error("device " + src.device_name(), "device " + dst.device_name() + " as dst");
   }
-  // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
-  // for the first that is out of range.
-  std::vector<Pair> read_pairs() const;
-};
+  if (!pairs.on_cuda() && on_gpu().on_cuda()) return;
+  const Indices& list = pairs.sources();
+  if (const auto near = on_gpu().tensor()) return list.same_device(*near);
+  if (list.device_name() != on_gpu().device_name()) {
+    list.value_error("device " + list.device_name(), "device " + on_gpu().device_name());
+  }
+}
 
-BlockCall::BlockCall(AnyView src_arg, AnyView src_dim, AnyView dst_arg, AnyView dst_dim,
-                     AnyView pairs_arg, AnyView count_arg, AnyView num_sms_value)
-    : src(blocks_of("src", src_arg, "src_block_dim", src_dim)),
-      dst(blocks_of("dst", dst_arg, "dst_block_dim", dst_dim)),
-      pairs(kOp, "pairs", pairs_arg),
-      num_sms(num_sms_arg(kOp, num_sms_value)),
-      num_layers(dst.outer),
-      piece_bytes(dst.row_bytes) {
-  src.same_dtype(dst);
-  if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
-  if (pairs.on_cuda() || !on_gpu().on_cuda()) pairs.same_device(on_gpu());
-  require_last_dim(pairs, 2, "source block, destination block");
-  num_pairs = pairs.count / 2;
-  const auto require_same = [this](i64 came, i64 expected, const char* before, const char* after) {
+void BlockCall::check_shapes() {
+  const auto require = [this](i64 came, i64 expected, const char* before,
+                              const std::string& after) {
     if (came == expected) return;
     const auto text = [&](i64 value) { return before + std::to_string(value) + after; };
-    src.value_error(text(came) + " (shape " + src.shape_text() + ")",
-                    text(expected) + " as in dst (shape " + dst.shape_text() + ")");
+    src.value_error(text(came) + src.shape_text(),
+                    text(expected) + " as in dst" + dst.shape_text());
   };
-  require_same(src.outer, dst.outer, "", " layers");
-  require_same(src.row_bytes, dst.row_bytes, "blocks of ", " bytes a layer");
-  dst.distinct_rows();
-  if (dst.ordinal() == src.ordinal() && !dst.is_same_place_as(src)) dst.apart_from(src);
-  count = CountArg(kOp, count_arg, pairs);
-  if (!dst.empty()) {
-    const Rows written = dst.whole();
-    pairs.apart_from(written);
-    count.apart_from(written);
+  require(src.num_layers(), num_layers, "", " layers");
+  if (src.num_rows() > 1 && dst.num_rows() > 1) {
+    require(src.num_rows(), dst.num_rows(), "", " rows of a block");
   }
-  // A block that is one piece on both sides is copied as such. The layers' stride goes to 0, as
-  // that of `[blocks, bytes]`, one item, would make vectors of one item (18 GB/s, not 50).
-  const auto is_one_piece = [](const Grid& blocks) {
-    return blocks.outer <= 1 || blocks.outer_stride == blocks.row_bytes;
-  };
-  if (is_one_piece(dst) && is_one_piece(src) && num_layers > 0) {
-    piece_bytes *= num_layers;
-    num_layers = 1;
-    dst.outer_stride = src.outer_stride = 0;
+  const bool alike = src.are_alike() && dst.are_alike();
+  for (i64 layer = 0; layer < (alike ? 1 : num_layers); ++layer) {
+    const i64 bytes = dst.entry(layer).piece_bytes;
+    require(src.entry(layer).piece_bytes, bytes, "blocks of ",
+            alike ? " bytes a layer" : " bytes in layer " + std::to_string(layer));
+    block_bytes += alike ? bytes * num_layers : bytes;
+    max_row_bytes = std::max(max_row_bytes, bytes / num_rows);
+    if (bytes % num_rows != 0) {
+      src.value_error(std::to_string(num_rows) + " rows of a block",
+                      "a number that divides its " + std::to_string(bytes) + " bytes");
+    }
+  }
+  // A block that is contiguous on one side only has the other's rows, one after the other.
+  for (Side* side : {&src, &dst}) {
+    if (num_rows > 1 && side->num_rows() == 1) side->row_stride = max_row_bytes;
   }
 }
 
-std::vector<Pair> BlockCall::read_pairs() const {
-  const i64 bound = count.read(num_pairs);
-  std::vector<Pair> found;
-  found.reserve(static_cast<size_t>(bound));
-  pairs.with_index([&](const auto index_at) {
-    for (i64 i = 0; i < bound; ++i) {
-      const Pair pair(index_at, i);
-      if (pair.is_padding()) continue;
-      pair.require_inside(kOp, i, src.inner, dst.inner);
-      found.push_back(pair);
+void BlockCall::check_memory() const {
+  if (dst.list) {
+    dst.list->require_distinct(kOp, "dst");
+  } else {
+    dst.grid->distinct_rows();
+  }
+  if (src.on_cuda() == dst.on_cuda()) {
+    bool overlaps = false;
+    if (src.list && dst.list) {
+      overlaps = src.list != dst.list && dst.list->meets(*src.list);
+    } else if (src.list || dst.list) {
+      const Grid& grid = src.list ? *dst.grid : *src.grid;
+      overlaps = (src.list ? src.list : dst.list)->spans(grid.begin, grid.end);
+    } else if (!dst.grid->is_same_place_as(*src.grid)) {
+      dst.grid->apart_from(*src.grid);
+    }
+    if (overlaps) dst.value_error("overlaps src", kOwnMemory);
+  }
+  if (dst.empty()) return;
+  pairs.each([this](const Indices& list) {
+    if (dst.grid) return list.apart_from(dst.grid->whole());
+    const u64 begin = address(list.data);
+    if (dst.list->spans(begin, begin + static_cast<u64>(list.count * list.index_bytes))) {
+      list.value_error("overlaps dst", kOwnMemory);
     }
   });
-  return found;
 }
+
+void BlockCall::check_signals() const {
+  const auto refuse = [](const std::string& came, const std::string& expected) {
+    raise_value_error(kOp, "signals", came, expected);
+  };
+  if (const i64 count = signals->num_layers(); num_layers % count != 0) {
+    refuse(std::to_string(count) + " layers",
+           "a number that divides the " + std::to_string(num_layers) + " of dst");
+  }
+  if (const int of = signals->ordinal();
+      of != (on_gpu().on_cuda() ? on_gpu().device().device_id : -1)) {
+    refuse(of < 0 ? "of the CPU" : "of cuda:" + std::to_string(of),
+           "signals of " + on_gpu().device_name());
+  }
+  if (method == BlockMethod::kEngine) {
+    refuse("with method=\"engine\"", "\"auto\" or \"sm\", whose kernel sets them");
+  }
+}
+
+// A block that is one piece on both sides is copied as such. The layers' stride goes to 0, as that
+// of `[blocks, bytes]`, one item, would make vectors of one item (18 GB/s, not 50).
+void BlockCall::merge_layers() {
+  if (!src.is_one_piece() || !dst.is_one_piece() || num_layers == 0) return;
+  for (Side* side : {&src, &dst}) {
+    side->grid->row_bytes *= num_layers;
+    side->grid->outer = 1;
+    side->grid->outer_stride = 0;
+  }
+  max_row_bytes *= num_layers;
+  num_layers = 1;
+}
+
+// -- by the CPU, and by SMs
+// ------------------------------------------------------------------------
+
+namespace {
 
 void run_on_cpu(const BlockCall& call) {
-  const std::vector<Pair> pairs = call.read_pairs();
-  const i64 layers = call.num_layers;
-  copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()) * layers, call.piece_bytes,
-                         call.dst.inner * layers * call.piece_bytes,
-                         [&call, &pairs, layers](i64 i) {
-                           const Pair& pair = pairs[static_cast<size_t>(i / layers)];
-                           return CpuRow{call.dst.row(i % layers, pair.dst_row),
-                                         call.src.row(i % layers, pair.src_row)};
-                         });
+  const std::vector<Pair> pairs = call.pairs.read(call.src.num_blocks(), call.dst.num_blocks());
+  const i64 rows = call.num_rows;
+  for (i64 layer = 0; layer < call.num_layers; ++layer) {
+    const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
+    copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()) * rows, call.row_bytes(layer),
+                           call.dst.num_blocks() * call.block_bytes, [&](i64 i) {
+                             const Pair& pair = pairs[static_cast<size_t>(i / rows)];
+                             const i64 row = i % rows;
+                             return CpuRow{
+                                 call.dst.piece(to, pair.dst_row) + row * call.dst.row_stride,
+                                 call.src.piece(from, pair.src_row) + row * call.src.row_stride};
+                           });
+  }
 }
 
-// The largest distance of a piece at `data` from the line below it.
-i64 max_lead(const char* data, u64 stride_bits) {
-  const u64 line = kHostLineBytes;
-  if (stride_bits % line == 0) return static_cast<i64>(address(data) % line);
-  const u64 bits = address(data) | stride_bits | line;
-  return static_cast<i64>(line - (bits & ~(bits - 1)));
-}
-
-void write_pairs(const Pair* pairs, i64 count, const PairList& list) {
-  for (i64 i = 0; i < count; ++i) list.set(i, pairs[i].src_row, pairs[i].dst_row);
-}
-
-// How a call is launched: what is compiled for it, and its parameters.
+// What is compiled for a call, and its parameters.
 struct BlockLaunch {
   CopyBlocksParams params{};
   bool lines_of_dst;
   int vec_bytes;
 
   BlockLaunch(const LaunchScope& scope, const BlockCall& call) {
-    params.dst = call.dst.on_gpu();
-    params.src = call.src.on_gpu();
-    params.dst_strides = {call.dst.outer_stride, call.dst.inner_stride};
-    params.src_strides = {call.src.outer_stride, call.src.inner_stride};
-    params.pairs = call.pairs.data;
-    call.count.give_to(params);
-    params.num_pairs = call.num_pairs;
-    params.num_src_blocks = call.src.inner;
-    params.num_dst_blocks = call.dst.inner;
+    params.dst = side_of(scope, call.dst);
+    params.src = side_of(scope, call.src);
+    call.pairs.give_to(params);
     params.num_layers = call.num_layers;
-    params.piece_bytes = call.piece_bytes;
-    params.src_site = kSrcSite;
-    params.dst_site = kDstSite;
+    params.num_rows = call.num_rows;
+    params.row_bytes = call.src.are_alike() && call.dst.are_alike() ? call.max_row_bytes : 0;
     params.fault = scope.device.fault_device;
-    lines_of_dst = call.host_side() != &call.src;
-    const u64 dst_bits = call.dst.stride_bits(), src_bits = call.src.stride_bits();
-    vec_bytes = widest_vec(address(params.dst) | dst_bits | address(params.src) | src_bits |
-                           static_cast<u64>(params.piece_bytes));
-    const i64 lead = lines_of_dst ? max_lead(params.dst, dst_bits) : max_lead(params.src, src_bits);
-    params.num_segments = segments_of(params.piece_bytes, lead, vec_bytes);
+    lines_of_dst = !call.over_link() || call.to_host();
+    vec_bytes = widest_vec(call.src.bits() | call.dst.bits());
+    const Side& lines = lines_of_dst ? call.dst : call.src;
+    params.num_segments = segments_of(call.max_row_bytes, lines.max_lead(), vec_bytes);
+  }
+
+  const LoadedKernels& kernels(const LaunchScope& scope, int index_bytes) const {
+    static KernelTable table(
+        kOp, {"vec_bytes", "index_bytes", "to_host"},
+        [](const Spec&, int in_flight, int) { return GroupShape{kWarpLanes, in_flight, 1, 1}; });
+    return table.find(scope.device, Spec(vec_bytes, index_bytes, lines_of_dst));
   }
 
   // Launches as many blocks as the caller says, or as have enough bytes in flight over the link; a
   // copy in device memory on all SMs.
   void run(const LaunchScope& scope, const BlockCall& call, const LoadedKernels& kernels,
-           const Pair* inline_pairs = nullptr) {
+           const std::vector<Pair>* inline_pairs = nullptr) {
     // The kernel counts batches by 32 bits: 16 TiB of 16-byte vectors.
-    const double segments =
-        double(params.num_pairs) * double(params.num_layers) * double(params.num_segments);
-    const double batches = std::ceil(segments / kernels.in_flight);
+    const double pieces = double(params.num_pairs) * double(call.num_layers * call.num_rows);
+    const double batches = std::ceil(pieces * double(params.num_segments) / kernels.in_flight);
     if (batches >= std::numeric_limits<u32>::max()) {
-      call.pairs.value_error(std::to_string(params.num_pairs) + " pairs of " +
-                                 std::to_string(params.num_layers) + " layers of " +
-                                 std::to_string(params.piece_bytes) + " bytes",
-                             "less in one call");
+      call.pairs.sources().value_error(std::to_string(params.num_pairs) + " pairs of " +
+                                           std::to_string(params.num_layers) + " layers of " +
+                                           std::to_string(call.max_row_bytes) + " bytes",
+                                       "less in one call");
     }
     const i64 warps = kernels.entries[0].num_threads / kWarpLanes;
-    const i64 segment = std::max<i64>(1, params.piece_bytes / params.num_segments);
+    const i64 row_bytes = call.block_bytes / std::max<i64>(1, call.num_layers * call.num_rows);
+    const i64 segment = std::max<i64>(1, row_bytes / std::max<i64>(1, params.num_segments));
     const i64 batch_bytes = kernels.in_flight * segment;
     i64 blocks = scope.device.num_sms;
-    if (call.host_side() != nullptr) {
-      const i64 in_flight = call.beside_compute ? kBytesBesideCompute : kBytesInFlight;
+    if (call.over_link()) {
+      const i64 in_flight = call.beside_compute() ? kBytesBesideCompute : kBytesInFlight;
       blocks = std::min(ceil_div(in_flight, warps * batch_bytes), kMaxDefaultSms);
     }
-    const i64 useful = ceil_div(static_cast<i64>(batches), warps);
+    const i64 useful = std::max<i64>(1, ceil_div(static_cast<i64>(batches), warps));
     blocks = std::min({useful, call.num_sms.value_or(blocks), i64(scope.device.num_sms)});
-    if (call.beside_compute && call.host_side() == &call.dst) {
+    if (call.beside_compute() && call.to_host()) {
       params.pace_ns = static_cast<u32>(blocks * warps * batch_bytes * 1000 /
                                         figure(scope.device.ordinal, kPacedToHostMbS));
     }
+    // After all that may raise: signals that a copy has begun with must be set by one.
+    if (call.signals) params.signals = call.signals->begin(scope);
     if (inline_pairs == nullptr) return scope.launch(kernels.entries[0], blocks, params);
     InlineBlocksParams with_pairs;
     static_cast<CopyBlocksParams&>(with_pairs) = params;
-    write_pairs(inline_pairs, params.num_pairs, {with_pairs.inline_pairs, 4});
+    write_pairs(*inline_pairs, 0, params.num_pairs, {with_pairs.inline_pairs, 4});
     scope.launch(kernels.entries[0], blocks, with_pairs);
+  }
+
+  static void write_pairs(const std::vector<Pair>& pairs, i64 begin, i64 count,
+                          const PairList& list) {
+    for (i64 i = 0; i < count; ++i) {
+      list.set(i, pairs[begin + i].src_row, pairs[begin + i].dst_row);
+    }
+  }
+
+ private:
+  static BlockSide side_of(const LaunchScope& scope, const Side& side) {
+    BlockSide params{};
+    if (side.list) {
+      params.table = side.list->table(scope, kOp, side.arg);
+    } else {
+      params.first = side.entry(0);
+      params.first.address = address(side.grid->on_gpu());
+      params.layer_bytes = side.grid->outer_stride;
+    }
+    params.num_blocks = side.num_blocks();
+    params.num_parts = static_cast<u32>(side.num_parts());
+    params.row_stride = side.row_stride;
+    return params;
   }
 };
 
-const LoadedKernels& find_kernels(const LaunchScope& scope, const BlockLaunch& launch,
-                                  int index_bytes) {
-  static KernelTable table(
-      kOp, {"vec_bytes", "index_bytes", "to_host"},
-      [](const Spec&, int in_flight, int) { return GroupShape{kWarpLanes, in_flight, 1, 1}; });
-  return table.find(scope.device, Spec(launch.vec_bytes, index_bytes, launch.lines_of_dst));
-}
+}  // namespace
 
 // Pairs of the host go with the launch, or are uploaded before it.
-void launch_pairs_of_host(const LaunchScope& scope, const BlockCall& call,
-                          const std::vector<Pair>& pairs) {
-  const auto count = static_cast<i64>(pairs.size());
-  if (count == 0) return;
+void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
+                        const std::vector<Pair>* listed) {
   BlockLaunch launch(scope, call);
+  if (listed == nullptr) {
+    return launch.run(scope, call, launch.kernels(scope, call.pairs.sources().index_bytes));
+  }
+  const auto count = static_cast<i64>(listed->size());
+  if (count == 0 && call.signals == nullptr) return;
   launch.params.num_pairs = count;
-  const bool narrow = std::max(call.src.inner, call.dst.inner) <= i64(1) << 31;
+  launch.params.count = nullptr;
+  launch.params.dst_blocks = nullptr;
+  const bool narrow = std::max(call.src.num_blocks(), call.dst.num_blocks()) <= i64(1) << 31;
   if (narrow && count <= kInlinePairs) {
-    return launch.run(scope, call, find_kernels(scope, launch, 0), pairs.data());
+    return launch.run(scope, call, launch.kernels(scope, 0), listed);
   }
   const int index_bytes = narrow ? 4 : 8;
-  const LoadedKernels& kernels = find_kernels(scope, launch, index_bytes);
+  const LoadedKernels& kernels = launch.kernels(scope, index_bytes);
   const auto list = upload(scope, count, 2 * index_bytes, [&](char* block, i64 begin, i64 here) {
-    write_pairs(pairs.data() + begin, here, {block, index_bytes});
+    BlockLaunch::write_pairs(*listed, begin, here, {block, index_bytes});
   });
   launch.params.pairs = list.data_ptr();
   launch.run(scope, call, kernels);
 }
 
-// -- by the copy engine --------------------------------------------------------------------------
+namespace {
 
-// Neighbouring pairs whose blocks follow each other on both sides.
-struct Run {
-  i64 src_block;
-  i64 dst_block;
-  i64 num_blocks;
-
-  bool takes(const Pair& pair) const {
-    return num_blocks > 0 && pair.src_row == src_block + num_blocks &&
-           pair.dst_row == dst_block + num_blocks;
+void blocks_op(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim, AnyView dst_dim,
+               AnyView method_value, AnyView count, AnyView num_sms, AnyView signals_value) {
+  Side src_side("src", src, "src_block_dim", src_dim);
+  Side dst_side("dst", dst, "dst_block_dim", dst_dim);
+  const PairsArg pairs(pairs_value, count);
+  LayerSignals* const signals = LayerSignals::of(signals_value);
+  if (signals == nullptr && !is_none(signals_value)) {
+    raise_type_error(kOp, "signals", signals_value, "LayerSignals");
   }
-};
-
-// One strided copy for each run of pairs.
-void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
-                           const std::vector<Pair>& pairs) {
-  const Grid* host = call.host_side();
-  const Grid& dst = call.dst;
-  const Grid& src = call.src;
-  const bool one_registration = host == nullptr || is_one_registration(host->whole(), kPinCure);
-  const CopyKind kind = host == nullptr ? CopyKind::kD2D
-                        : host == &src  ? CopyKind::kH2D
-                                        : CopyKind::kD2H;
-  // A run is one copy if blocks of a layer touch (its rows are longer then) or if there is one
-  // layer (each block is a row).
-  const auto touch = [&call](const Grid& side) {
-    return side.inner_stride == call.piece_bytes &&
-           (call.num_layers == 1 || side.outer_stride >= side.inner * call.piece_bytes);
-  };
-  const bool blocks_touch = touch(dst) && touch(src);
-  const bool blocks_are_rows = call.num_layers == 1 && dst.inner_stride >= call.piece_bytes &&
-                               src.inner_stride >= call.piece_bytes;
-  const bool layers_are_rows = call.num_layers == 1 || (dst.outer_stride >= call.piece_bytes &&
-                                                        src.outer_stride >= call.piece_bytes);
-  CopyBatch batch(scope, kind);
-  const auto queue = [&](const Run& run) {
-    if (run.num_blocks == 0) return;
-    Copy2D copy{dst.row(0, run.dst_block), src.row(0, run.src_block), dst.outer_stride,
-                src.outer_stride,          call.piece_bytes,          call.num_layers};
-    if (blocks_touch) {
-      copy.width *= run.num_blocks;
-    } else if (blocks_are_rows) {
-      copy.dst_pitch = dst.inner_stride;
-      copy.src_pitch = src.inner_stride;
-      copy.height = run.num_blocks;
-    }
-    if (layers_are_rows) return batch.add(copy, one_registration);
-    // Layers that overlap, or are expanded: piece by piece.
-    for (i64 layer = 0; layer < call.num_layers; ++layer) {
-      Copy2D piece = copy;
-      piece.dst += layer * dst.outer_stride;
-      piece.src += layer * src.outer_stride;
-      piece.height = 1;
-      batch.add(piece, one_registration);
-    }
-  };
-  const i64 longest_run = blocks_touch || blocks_are_rows ? call.num_pairs : 1;
-  Run run{};
-  for (const Pair& pair : pairs) {
-    if (run.num_blocks < longest_run && run.takes(pair)) {
-      ++run.num_blocks;
-      continue;
-    }
-    queue(run);
-    run = {pair.src_row, pair.dst_row, 1};
-  }
-  queue(run);
-  batch.flush();
-}
-
-// Whether the copy engine is as fast as SMs, which then stay free.
-bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
-  const Grid* host = call.host_side();
-  const Figure most = host == &call.src ? kSmPieceBytes : kSmPieceBytesToHost;
-  return host != nullptr && call.piece_bytes > figure(scope.device.ordinal, most) &&
-         call.piece_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
-}
-
-// Whether blocks are whole pages on the host: all layers of each together.
-bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
-  const Grid* host = call.host_side();
-  const i64 block_bytes = call.num_layers * call.piece_bytes;
-  return host != nullptr && host->outer_stride == call.piece_bytes &&
-         block_bytes >= kMinBatchBytes && block_bytes <= kStagingBytes &&
-         CopyBatch::can_batch(scope);
-}
-
-// The engine moves whole pages between the host and staging; SMs move pieces between staging and
-// the cache, at ten times the speed of the link. To the host 33 GB/s beside a decode step (1.04
-// times as long) and 41 alone; by SMs 30 and 32.
-void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
-                            const std::vector<Pair>& pairs) {
-  const bool to_host = call.host_side() == &call.dst;
-  const i64 block_bytes = call.num_layers * call.piece_bytes;
-  const auto count = static_cast<i64>(pairs.size());
-  const i64 at_once = std::min(count, kStagingBytes / block_bytes);
-  const auto memory = allocate_bytes(at_once * block_bytes, call.on_gpu().dl->device);
-  Grid staged = call.on_gpu();
-  staged.data = static_cast<char*>(memory.data_ptr());
-  staged.inner = at_once;
-  staged.outer_stride = call.piece_bytes;
-  staged.inner_stride = block_bytes;
-  BlockCall pages = call;
-  (to_host ? pages.src : pages.dst) = staged;
-  pages.piece_bytes = block_bytes;
-  pages.num_layers = 1;
-  BlockCall pieces = call;
-  (to_host ? pieces.dst : pieces.src) = staged;
-  pieces.num_sms = kDealSms;
-  for (i64 begin = 0; begin < count; begin += at_once) {
-    std::vector<Pair> to_staging, from_staging;
-    for (i64 i = begin; i < std::min(count, begin + at_once); ++i) {
-      to_staging.push_back({pairs[i].src_row, i - begin});
-      from_staging.push_back({i - begin, pairs[i].dst_row});
-    }
-    if (to_host) {
-      launch_pairs_of_host(scope, pieces, to_staging);
-      copy_blocks_by_engine(scope, pages, from_staging);
-    } else {
-      copy_blocks_by_engine(scope, pages, to_staging);
-      launch_pairs_of_host(scope, pieces, from_staging);
-    }
-  }
-}
-
-void blocks_op(AnyView src, AnyView dst, AnyView pairs, AnyView src_dim, AnyView dst_dim,
-               AnyView method_value, AnyView count, AnyView num_sms) {
-  BlockCall call(src, src_dim, dst, dst_dim, pairs, count, num_sms);
-  const BlockMethod method = method_arg(method_value, call.pairs);
-  const bool is_auto = method == BlockMethod::kAuto && !call.num_sms;
-  call.beside_compute = is_auto;
-  if (!call.dst.on_cuda() && !call.src.on_cuda()) {
+  const BlockCall call(std::move(src_side), std::move(dst_side), pairs, signals,
+                       block_method(method_value, pairs), num_sms_arg(kOp, num_sms));
+  if (call.on_cpu()) {
     if (!call.empty()) run_on_cpu(call);
+    if (signals) signals->set_all();
     return;
   }
-  const LaunchScope scope(call.on_gpu());
-  if (call.empty()) return;
-  if (call.pairs.on_cuda()) {
-    BlockLaunch launch(scope, call);
-    return launch.run(scope, call, find_kernels(scope, launch, call.pairs.index_bytes));
-  }
-  if (method != BlockMethod::kEngine) {
-    require_no_capture(scope, call.pairs,
+  const LaunchScope scope(call.on_gpu().device().device_id);
+  if (call.empty() && signals == nullptr) return;
+  if (pairs.on_cuda()) return copy_blocks_by_sms(scope, call);
+  if (call.method != BlockMethod::kEngine) {
+    require_no_capture(scope, pairs.sources(),
                        "device " + call.on_gpu().device_name() +
                            ", or method=\"engine\", whose copies keep these pairs");
   }
-  const std::vector<Pair> listed = call.read_pairs();
-  if (method == BlockMethod::kEngine || (is_auto && is_for_engine(scope, call))) {
+  const std::vector<Pair> listed = pairs.read(call.src.num_blocks(), call.dst.num_blocks());
+  if (call.method == BlockMethod::kEngine || is_for_engine(scope, call)) {
     return copy_blocks_by_engine(scope, call, listed);
   }
-  if (is_auto && is_for_staging(scope, call)) return copy_blocks_by_staging(scope, call, listed);
-  launch_pairs_of_host(scope, call, listed);
+  if (is_for_staging(scope, call)) return copy_blocks_by_staging(scope, call, listed);
+  copy_blocks_by_sms(scope, call, &listed);
 }
 
 JITKERN_EXPORT_OP(copy_blocks, blocks_op);

@@ -1,8 +1,8 @@
 // copy_blocks on the device: blocks of several layers, piece by piece, as pairs ask for them.
 //
-// A piece is cut into segments of one vector a lane, from the 128-byte line below it on the side
-// kLinesOf (the host's, if there is one), so that no read request is split. A warp loads kInFlight
-// segments before it stores the first; neighbouring warps have neighbouring segments.
+// A row of a block is cut into segments of one vector a lane, from the 128-byte line below it on
+// the side kLinesOf (the host's, if there is one), so that no read request is split. A warp loads
+// kInFlight segments before it stores the first; neighbouring warps have neighbouring segments.
 //
 // Stores that fill the link to the host delay all memory traffic of the GPU: beside 2 SMs a decode
 // step takes 1.1 to 1.3 times as long, 1.03 to 1.05 if these are paced to 32 GB/s.
@@ -39,16 +39,22 @@ struct CopyBlocks {
   static constexpr i64 kSegmentBytes = segment_bytes(kVecBytes);
 
   static __device__ void run(const Params& p) {
-    const u64 pieces = static_cast<u64>(num_pairs(p)) * static_cast<u64>(p.num_layers);
-    const u64 num_segments = pieces * static_cast<u64>(p.num_segments);
+    const u64 rows = static_cast<u64>(num_pairs(p)) * static_cast<u64>(p.num_layers * p.num_rows);
+    const u64 num_segments = rows * static_cast<u64>(p.num_segments);
     // Of kInFlight segments each; the host checks that 32 bits count them.
     const u32 num_batches = static_cast<u32>((num_segments + kInFlight - 1) / kInFlight);
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     u32 batch = static_cast<u32>(thread_number() / kWarpLanes);
-    if (batch >= num_batches) return;
-    Segment own = segment_of_lane(p, batch, num_segments);
+    u32 num_told = 0;  // flags that count this warp as past
     u32 due_ns = static_cast<u32>(nanoseconds());
-    while (batch < num_batches) {
+    Segment own = segment_of_lane(p, batch, num_segments);
+    while (true) {
+      if (p.signals.flags != nullptr) {
+        const bool is_last = batch >= num_batches;
+        num_told = tell_layers(p.signals, num_told, is_last ? num_segments : u64(batch) * kInFlight,
+                               num_segments);
+      }
+      if (batch >= num_batches) return;
       if (kLinesOf == kHostTarget && p.pace_ns > 0) due_ns = wait_for_turn(due_ns, p.pace_ns);
       batch = num_batches - batch > num_warps ? batch + num_warps : num_batches;
       own = copy_segments(p, own, batch, num_segments);
@@ -69,6 +75,27 @@ struct CopyBlocks {
     return count < 0 ? 0 : count < p.num_pairs ? count : p.num_pairs;
   }
 
+  // Counts this warp as past all flags whose layers end at or before segment `next`, its next one.
+  // The last warp past a flag sets it. Returns how many flags count this warp.
+  static __device__ u32 tell_layers(const LayerFlags& signals, u32 num_told, u64 next,
+                                    u64 num_segments) {
+    const u64 each = num_segments / signals.num_flags;  // layers have as many segments
+    if (num_told == signals.num_flags || next < (num_told + 1) * each) return num_told;
+    const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
+    __syncwarp();
+    __threadfence();  // this warp's stores, before it is counted
+    while (num_told < signals.num_flags && next >= (num_told + 1) * each) {
+      if (threadIdx.x % kWarpLanes == 0 &&
+          atomicAdd(signals.num_past + num_told, 1u) == num_warps - 1) {
+        signals.num_past[num_told] = 0;  // for the next call
+        __threadfence_system();          // all warps' stores, which it has seen, before the flag
+        *static_cast<volatile u32*>(signals.flags + num_told) = signals.value;
+      }
+      ++num_told;
+    }
+    return num_told;
+  }
+
   // Nearly always by 32 bits, which takes a third of the time.
   static __device__ u64 divide(u64 value, u64 by) {
     if (((value | by) >> 32) == 0) return static_cast<u32>(value) / static_cast<u32>(by);
@@ -80,36 +107,60 @@ struct CopyBlocks {
     const u32 lane = threadIdx.x % kWarpLanes;
     const u64 number = u64(batch) * kInFlight + lane;
     if (lane >= kInFlight || number >= num_segments) return {};
-    const u64 piece = divide(number, static_cast<u64>(p.num_segments));
-    const u64 pair = divide(piece, static_cast<u64>(p.num_layers));
-    const i64 segment = static_cast<i64>(number - piece * static_cast<u64>(p.num_segments));
-    const i64 layer = static_cast<i64>(piece - pair * static_cast<u64>(p.num_layers));
-    const typename Pairs::Int* blocks = Pairs::of(p) + 2 * pair;
-    const i64 src_block = blocks[0];
-    const i64 dst_block = blocks[1];
+    u64 piece = divide(number, static_cast<u64>(p.num_segments));
+    const u32 segment = static_cast<u32>(number - piece * static_cast<u64>(p.num_segments));
+    u32 row = 0;
+    if (p.num_rows > 1) {
+      const u64 rows = piece;
+      piece = divide(rows, static_cast<u64>(p.num_rows));
+      row = static_cast<u32>(rows - piece * static_cast<u64>(p.num_rows));
+    }
+    const bool layer_first = p.signals.flags != nullptr;
+    const u64 inner = static_cast<u64>(layer_first ? num_pairs(p) : p.num_layers);
+    const u64 slow = divide(piece, inner);
+    const u64 fast = piece - slow * inner;
+    const u64 pair = layer_first ? fast : slow;
+    const i64 layer = static_cast<i64>(layer_first ? slow : fast);
+    const typename Pairs::Int* const blocks = Pairs::of(p);
+    const bool two_vectors = kIndexBytes != 0 && p.dst_blocks != nullptr;
+    const i64 src_block = blocks[two_vectors ? pair : 2 * pair];
+    const i64 dst_block = two_vectors ? static_cast<const typename Pairs::Int*>(p.dst_blocks)[pair]
+                                      : blocks[2 * pair + 1];
     if (src_block < 0 || dst_block < 0) return {};
-    const bool src_inside = src_block < p.num_src_blocks;
-    if (!src_inside || dst_block >= p.num_dst_blocks) {
-      if (layer == 0 && segment == 0) {
+    const bool src_inside = src_block < p.src.num_blocks;
+    if (!src_inside || dst_block >= p.dst.num_blocks) {
+      if (layer == 0 && row == 0 && segment == 0) {
         report_fault(p.fault, src_inside ? p.dst_site : p.src_site, static_cast<i64>(pair),
                      src_inside ? dst_block : src_block,
-                     src_inside ? p.num_dst_blocks : p.num_src_blocks);
+                     src_inside ? p.dst.num_blocks : p.src.num_blocks);
       }
       return {};
     }
-    const auto address = [&](const char* base, const BlockStrides& strides, i64 block) {
-      return reinterpret_cast<u64>(base) +
-             static_cast<u64>(layer * strides.layer_bytes + block * strides.block_bytes);
-    };
-    const u64 source = address(p.src, p.src_strides, src_block);
-    const u64 target = address(p.dst, p.dst_strides, dst_block);
+    i64 row_bytes = p.row_bytes;
+    const u64 source = address_of(p.src, layer, src_block, row, row_bytes);
+    const u64 target = address_of(p.dst, layer, dst_block, row, row_bytes);
     const i64 lead = static_cast<i64>((kLinesOf == kHostTarget ? target : source) % kHostLineBytes);
-    const i64 at = segment * kSegmentBytes - lead;  // of the segment in the piece
-    const i64 left = p.piece_bytes - at;
+    const i64 at = i64(segment) * kSegmentBytes - lead;  // of the segment in the row
+    const i64 left = row_bytes - at;
     if (left <= 0) return {};
     return {source + static_cast<u64>(at), target + static_cast<u64>(at),
             static_cast<u32>(at < 0 ? -at : 0) |
                 static_cast<u32>(left < kSegmentBytes ? left : kSegmentBytes) << 16};
+  }
+
+  // Sets `row_bytes`, unless they are known.
+  static __device__ u64 address_of(const BlockSide& side, i64 layer, i64 block, u32 row,
+                                   i64& row_bytes) {
+    const BufferEntry* const entry = side.table != nullptr ? side.table + layer : &side.first;
+    const u64 layer_bytes =
+        side.table != nullptr ? 0 : static_cast<u64>(layer) * static_cast<u64>(side.layer_bytes);
+    if (row_bytes == 0) row_bytes = entry->piece_bytes;
+    u64 at = entry->address + layer_bytes + u64(row) * static_cast<u64>(side.row_stride);
+    if (side.num_parts == 1) return at + static_cast<u64>(block * entry->block_bytes);
+    const u64 whole = divide(static_cast<u64>(block), side.num_parts);
+    const u64 part = static_cast<u64>(block) - whole * side.num_parts;
+    return at + whole * static_cast<u64>(entry->block_bytes) +
+           part * static_cast<u64>(entry->part_bytes);
   }
 
   // Straight-line loops: a branch between two loads would make the second wait for the first.

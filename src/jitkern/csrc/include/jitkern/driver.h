@@ -54,6 +54,7 @@ enum : int {
   kLaunchCooperative = 2,
   kLaunchClusterDimension = 4,
   kLaunchProgrammaticStreamSerialization = 6,
+  kWaitAtLeast = 0,  // CU_STREAM_WAIT_VALUE_GEQ, of differences modulo 2^32
   kVmmPinned = 1,
   kVmmOnDevice = 1,
   kVmmAsFd = 1,
@@ -183,6 +184,7 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
   USE(cuMemUnmap, (CUdeviceptr pointer, size_t bytes))                                             \
   USE(cuMemSetAccess, (CUdeviceptr pointer, size_t bytes, const VmmAccess* access, size_t count))  \
   USE(cuMemGetAccess, (u64 * flags, const VmmLocation* location, CUdeviceptr pointer))             \
+  USE(cuStreamWaitValue32_v2, (CUstream stream, CUdeviceptr at, u32 value, unsigned flags))        \
   USE(cuFuncGetParamInfo, (CUfunction function, size_t number, size_t* offset, size_t* bytes))     \
   USE(cuMemcpyBatchAsync, (CUdeviceptr * dst, CUdeviceptr * src, size_t* bytes, size_t count,      \
                            CopyAttributes* attributes, size_t* first_of_each,                      \

@@ -1,0 +1,264 @@
+"""copy_blocks between lists of buffers, as engines hold a KV cache; and loads that signal layers.
+
+Random blocks between tensors in pinned memory and tensors on the GPU. Beside one call per buffer,
+the driver's batched copies, and the kernels of engines: Triton over a list of addresses (vLLM), a
+warp per block (sglang).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import jitkern
+from bench import peers
+from bench.cases.common import memcpy, ours, peer
+from bench.peers import host_pool
+from jitkern.bench.case import Case, Context, Impl, Row, error_row
+from jitkern.bench.measure import measure
+
+NEEDS_GPU = True
+
+# (KiB of a block in a buffer, blocks, buffers, GiB of the pool)
+SIZES = (
+    *((8, 1024, 8, 0.5), (8, 1024, 8, 64)),
+    *((16, 256, 8, 0.5), (64, 256, 8, 0.5), (256, 256, 8, 1)),
+    *((16, 64, 32, 0.5), (16, 64, 80, 0.5), (2, 4096, 64, 1)),
+)
+QUICK = ((8, 1024, 8, 0.5), (16, 64, 32, 0.5))
+MOST_COPIES = 20_000  # of a batch: more take 40 ms of the host
+# A prefix hit: 4,096 tokens in pages of 16, K and V of 2 KiB a token.
+LAYERS, PAGES, PAGE_BYTES = 32, 256, 32 << 10
+PREFIX_ROWS = (512, 2048, 4096)  # of a product: less than the copy takes, about as long, longer
+
+
+@dataclass
+class Buffers:
+    """Lists on both sides, pairs on both devices, and the addresses of all pieces."""
+
+    src: list[torch.Tensor]
+    dst: list[torch.Tensor]
+    pairs: torch.Tensor
+    signals: jitkern.LayerSignals
+    addresses: list[torch.Tensor] = field(init=False)  # of sources, of targets, sizes: pinned int64
+
+    def __post_init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.lists = jitkern.BlockBuffers(self.src), jitkern.BlockBuffers(self.dst)
+        self.on_gpu = self.pairs.int().cuda()
+        self.columns = [column.contiguous() for column in self.pairs.cuda().unbind(1)]
+        sides = ((self.src, 0), (self.dst, 1))
+        found = [
+            torch.cat([one.data_ptr() + self.pairs[:, column] * one.stride(0) for one in side])
+            for side, column in sides
+        ]
+        sizes = torch.full_like(found[0], self.src[0].shape[1])
+        self.addresses = [one.pin_memory() for one in (*found, sizes)]
+        self.tables = [
+            torch.tensor([one.data_ptr() for one in side], device="cuda") for side, _ in sides
+        ]
+
+
+def run(ctx: Context) -> Iterator[Row]:
+    for kib, blocks, count, gib in QUICK if ctx.quick else SIZES:
+        if why := host_pool.lacks(gib):
+            ctx.say(f"lists: {gib} GiB {why}")
+            continue
+        memory = host_pool.allocated(gib)
+        for direction in ("h2d", "d2h"):
+            yield from measure(ctx, _case(memory, direction, kib << 10, blocks, count, gib))
+    for rows in PREFIX_ROWS:
+        yield from _prefix_hit(ctx, rows)
+
+
+def _host_buffers(memory: torch.Tensor, piece: int, count: int, page_first: bool) -> Any:
+    blocks = memory.numel() // (piece * count)
+    used = memory[: blocks * piece * count]
+    if page_first:
+        return used.view(blocks, count, piece).unbind(1)
+    return used.view(count, blocks, piece).unbind(0)
+
+
+def _case(
+    memory: torch.Tensor, direction: str, piece: int, blocks: int, count: int, gib: float
+) -> Case:
+    host = _host_buffers(memory, piece, count, page_first=count == 32)
+    cache = torch.randint(0, 256, (count, 2 * blocks, piece), dtype=torch.uint8, device="cuda")
+    to_gpu = direction == "h2d"
+    sides = (host, cache.unbind(0)) if to_gpu else (cache.unbind(0), host)
+    src, dst = ([*side] for side in sides)
+    moved = blocks * count * piece
+
+    def make(_: int) -> Buffers:
+        columns = [torch.randperm(len(side[0]))[:blocks] for side in (src, dst)]
+        return Buffers(src, dst, torch.stack(columns, 1), jitkern.LayerSignals(count))
+
+    def read(side: list[torch.Tensor], numbers: torch.Tensor) -> torch.Tensor:
+        return torch.stack([one[numbers.to(one.device)].cpu() for one in side])
+
+    def clear(b: Buffers) -> None:
+        for one in dst:
+            one[b.pairs[:, 1].to(one.device)] = 0
+
+    impls = [
+        ours(partial(_ours, method="sm")),
+        ours(_ours, 'jitkern, method="auto"'),
+        ours(partial(_ours, method="sm", on_cpu=True), "jitkern, pairs on the CPU", graph=False),
+        ours(partial(_ours, method="sm", signalled=True), "jitkern, with signals"),
+        ours(_call_a_buffer, "jitkern, a call per buffer"),
+    ]
+    if blocks * count <= MOST_COPIES:
+        impls.append(peer("cuMemcpyBatchAsync", _batch, graph=False))
+    impls.append(peer("Triton over addresses, as vLLM", _triton, graph=False))
+    if host[0].is_contiguous():
+        impls.append(Impl("sglang's transfer kernel", "peer", _sglang))
+    impls.append(
+        memcpy(lambda b: cache, lambda b: memory, moved)
+        if to_gpu
+        else memcpy(lambda b: memory, lambda b: cache, moved)
+    )
+    name = f"{direction}, {blocks} blocks x {count} buffers x {piece >> 10} KiB of {gib:g} GiB"
+    return Case(
+        op="lists",
+        name=name,
+        impls=impls,
+        params={"piece_bytes": piece, "buffers": count, "pool_gib": gib},
+        bytes_moved=moved,
+        calls=3,
+        make=make,
+        outputs=lambda b: (read(dst, b.pairs[:, 1]),),
+        reference=lambda b: (read(src, b.pairs[:, 0]),),
+        prepare=clear,
+    )
+
+
+def _ours(b: Buffers, on_cpu: bool = False, signalled: bool = False, **how: Any) -> None:
+    signals = b.signals if signalled else None
+    jitkern.copy_blocks(*b.lists, b.pairs if on_cpu else b.on_gpu, signals=signals, **how)
+
+
+def _call_a_buffer(b: Buffers) -> None:
+    for src, dst in zip(b.src, b.dst, strict=True):
+        jitkern.copy_blocks(src[None], dst[None], b.on_gpu, method="sm")
+
+
+def _batch(b: Buffers) -> None:
+    # The driver takes no batch on the default stream.
+    main = torch.cuda.current_stream()
+    b.stream.wait_stream(main)
+    with torch.cuda.stream(b.stream):
+        peers.host().copy_batch(*b.addresses, b.on_gpu)
+    main.wait_stream(b.stream)
+
+
+def _triton(b: Buffers) -> None:
+    peers.triton().swap(*b.addresses)
+
+
+def _sglang() -> Callable[[Any], object]:
+    transfer = peers.sglang_transfer()
+    return lambda b: transfer(*b.tables, *b.columns, b.src[0].shape[1])
+
+
+# -- a prefix hit ----------------------------------------------------------------------------------
+
+
+def _prefix_hit(ctx: Context, rows: int) -> Iterator[Row]:
+    """Time a step that loads all layers and computes on each, against the longer of the two.
+
+    The body of a layer is attention over what was loaded, and a product of `rows` rows.
+    """
+    memory = host_pool.allocated(1)
+    host = _host_buffers(memory, PAGE_BYTES, 2 * LAYERS, page_first=True)
+    shape = (2 * LAYERS, 2 * PAGES, PAGE_BYTES)
+    cache = torch.zeros(shape, dtype=torch.uint8, device="cuda").unbind(0)
+    columns = [torch.randperm(len(side[0]))[:PAGES] for side in (host, cache)]
+    signals = jitkern.LayerSignals(LAYERS)
+    b = Buffers([*host], [*cache], torch.stack(columns, 1), signals)
+    keys = [one.view(torch.bfloat16).view(1, -1, 8, 128).transpose(1, 2) for one in cache]
+    query = torch.randn(1, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, 12288, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    copies, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(LAYERS)]
+
+    def body(layer: int) -> None:
+        functional.scaled_dot_product_attention(query, keys[2 * layer], keys[2 * layer + 1])
+        torch.mm(hidden, weight)
+
+    def beside(copy: Callable[[], object], wait: Callable[[int], object]) -> None:
+        main = torch.cuda.current_stream()
+        copies.wait_stream(main)
+        with torch.cuda.stream(copies):
+            copy()
+        for layer in range(LAYERS):
+            wait(layer)
+            body(layer)
+        main.wait_stream(copies)
+
+    def by_layer() -> None:
+        for layer, event in enumerate(events):
+            for i in (2 * layer, 2 * layer + 1):
+                jitkern.copy_blocks(b.src[i][None], b.dst[i][None], b.on_gpu, method="sm")
+            event.record()
+
+    def compute() -> None:
+        for layer in range(LAYERS):
+            body(layer)
+
+    def signalled(**how: Any) -> Callable[[], object]:
+        return partial(beside, partial(_ours, b, signalled=True, **how), signals.wait)
+
+    def all_first() -> None:
+        _ours(b, method="sm")
+        compute()
+
+    steps = {
+        "compute alone": ("ceiling", compute),
+        "copy alone": ("ceiling", partial(_ours, b, method="sm")),
+        'copy alone, method="auto"': ("ceiling", partial(_ours, b)),
+        "jitkern, one launch with signals": ("ours", signalled(method="sm")),
+        'jitkern, one launch with signals, method="auto"': ("ours", signalled()),
+        "a launch per buffer, an event per layer": (
+            "peer",
+            partial(beside, by_layer, lambda layer: events[layer].wait()),
+        ),
+        "copy, then compute": ("peer", all_first),
+    }
+    for how in ("eager", "graph"):
+        case = f"prefix hit, {PAGES * 16} tokens x {LAYERS} layers, {rows} rows, {how}"
+        for name, (role, step) in steps.items():
+            row = Row("lists", case, name, role, bytes_moved=0)
+            try:
+                row.median_us = _step_us(step, how == "graph", ctx.rounds)
+            except Exception as error:
+                row = error_row("lists", case, name, role, error)
+            yield row
+
+
+def _step_us(step: Callable[[], object], in_graph: bool, rounds: int) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        replay: Callable[[], object] = step
+        if in_graph:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+            replay = graph.replay
+        times = []
+        for _ in range(rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # the host is ahead of the GPU
+            begin.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,295 @@
+// Lists of buffers, checked once, with their table of addresses on the GPU.
+#include "block_buffers.h"
+
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "host/pinned.h"
+
+namespace jitkern {
+
+namespace {
+
+using tvm::ffi::Array;
+
+constexpr const char* kName = "BlockBuffers";
+
+u64 new_id() {
+  static std::atomic<u64> last{0};
+  return ++last;
+}
+
+// How many of something, and the bytes from one to the next.
+struct Dim {
+  i64 count;
+  i64 stride;
+};
+using Dims = std::array<Dim, 3>;
+
+// From the longest stride to the shortest.
+Dims sorted(Dims dims) {
+  std::sort(dims.begin(), dims.end(),
+            [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  return dims;
+}
+
+}  // namespace
+
+i64 max_lead(u64 data, u64 stride_bits) {
+  const u64 line = kHostLineBytes;
+  if (stride_bits % line == 0) return static_cast<i64>(data % line);
+  const u64 bits = data | stride_bits | line;
+  return static_cast<i64>(line - (bits & ~(bits - 1)));
+}
+
+BlockBuffers::BlockBuffers(Array<tvm::ffi::Tensor> tensors, i64 block_dims) : id_(new_id()) {
+  if (block_dims != 1 && block_dims != 2) {
+    raise_value_error(kName, "block_dims", std::to_string(block_dims), "1 or 2");
+  }
+  if (tensors.empty()) raise_value_error(kName, "tensors", "none", "at least one");
+  tensors_.assign(tensors.begin(), tensors.end());
+  device_ = tensors_[0].device();
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const std::string arg = "tensors[" + std::to_string(i) + "]";
+    take(static_cast<i64>(i), Tensor(kName, arg.c_str(), tensors_[i]), block_dims);
+  }
+}
+
+BlockBuffers::BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device)
+    : entries_(std::move(buffers)), device_(device), num_blocks_(num_blocks), id_(new_id()) {
+  for (const BufferEntry& entry : entries_) {
+    are_alike_ &= entry.piece_bytes == entries_[0].piece_bytes;
+    bits_ |= entry.address | static_cast<u64>(entry.block_bytes | entry.piece_bytes);
+  }
+}
+
+// Adds the buffer of a tensor.
+void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
+  const DLTensor& dl = *tensor.dl;
+  const Tensor first(kName, "tensors[0]", tensors_[0]);
+  tensor.same_device(first);
+  tensor.same_dtype(first);
+  if (dl.ndim < block_dims) {
+    tensor.value_error("shape " + tensor.shape_text(),
+                       "at least " + std::to_string(block_dims) + " dimensions");
+  }
+  for (int dim = 0; dim < dl.ndim; ++dim) {
+    if (dl.shape[dim] > 1 && tensor.stride(dim) < 0) tensor.refuse_stride(dim);
+  }
+  // A row is the last dimensions that are contiguous; the others of a block count its rows.
+  i64 row_items = 1, rows = 1, row_stride = 0;
+  for (int dim = dl.ndim - 1; dim >= block_dims; --dim) {
+    const i64 count = dl.shape[dim], stride = tensor.stride(dim);
+    if (count == 1) continue;
+    if (rows == 1 && stride == row_items) {
+      row_items *= count;
+    } else if (rows == 1 && (row_items > 1 || dim < dl.ndim - 1)) {
+      rows = count, row_stride = stride;
+    } else if (rows > 1 && stride == rows * row_stride) {
+      rows *= count;
+    } else {
+      tensor.value_error("strides that make rows of no equal distance of each block (shape " +
+                             tensor.shape_text() + ")",
+                         "blocks that are contiguous, or contiguous rows at one distance");
+    }
+  }
+  const auto stride_of = [&](int dim) {
+    return dl.shape[dim] > 1 ? tensor.stride(dim) * tensor.item_bytes() : 0;
+  };
+  const i64 parts = block_dims == 2 ? dl.shape[1] : 1;
+  const BufferEntry entry{address(tensor.data()), stride_of(0), block_dims == 2 ? stride_of(1) : 0,
+                          rows * row_items * tensor.item_bytes()};
+  row_stride *= tensor.item_bytes();
+  const auto require = [&](i64 came, i64& expected, const char* what) {
+    if (layer == 0) expected = came;
+    if (came == expected) return;
+    tensor.value_error(std::to_string(came) + what + " (shape " + tensor.shape_text() + ")",
+                       std::to_string(expected) + " as in tensors[0]");
+  };
+  require(dl.shape[0] * parts, num_blocks_, " blocks");
+  require(parts, num_parts_, " parts of a block");
+  require(rows, num_rows_, " rows of a block");
+  require(row_stride, row_stride_, " bytes from one row of a block to the next");
+  entries_.push_back(entry);
+  if (entry.piece_bytes != entries_[0].piece_bytes) {
+    if (entry.piece_bytes == 0 || entries_[0].piece_bytes == 0 || rows > 1) {
+      require(entry.piece_bytes, entries_[0].piece_bytes, " bytes of a block");
+    }
+    are_alike_ = false;
+  }
+  bits_ |= entry.address | static_cast<u64>(entry.block_bytes | entry.part_bytes | row_stride |
+                                            row_items * tensor.item_bytes());
+}
+
+i64 BlockBuffers::max_lead() const {
+  i64 most = 0;
+  for (const BufferEntry& entry : entries_) {
+    const u64 bits = static_cast<u64>(entry.block_bytes | entry.part_bytes | row_stride_);
+    most = std::max(most, jitkern::max_lead(entry.address, bits));
+  }
+  return most;
+}
+
+u64 BlockBuffers::end_of(i64 layer) const {
+  const BufferEntry& entry = entries_[layer];
+  const i64 last = (num_blocks_ / num_parts_ - 1) * entry.block_bytes +
+                   (num_parts_ - 1) * entry.part_bytes + (num_rows_ - 1) * row_stride_;
+  return entry.address + static_cast<u64>(last + row_bytes(layer));
+}
+
+bool BlockBuffers::spans(u64 begin, u64 end) const {
+  if (is_empty()) return false;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (begin < end_of(i) && entries_[i].address < end) return true;
+  }
+  return false;
+}
+
+// -- blocks that share bytes ---------------------------------------------------------------------
+
+bool BlockBuffers::meet(i64 layer, const BlockBuffers& other, i64 other_layer) const {
+  const BufferEntry& a = entries_[layer];
+  const BufferEntry& b = other.entries_[other_layer];
+  if (a.address >= other.end_of(other_layer) || b.address >= end_of(layer)) return false;
+  const bool same_strides = a.block_bytes == b.block_bytes && a.part_bytes == b.part_bytes &&
+                            row_stride_ == other.row_stride_ && num_parts_ == other.num_parts_ &&
+                            num_rows_ == other.num_rows_;
+  if (!same_strides) return true;  // one between the other: not looked into
+  // Of strides that are alike one row of each meets if the distance, less some of each stride, is
+  // less than a row. The shorter strides together are less than a longer one.
+  const i64 blocks = std::max(num_blocks_, other.num_blocks_) / num_parts_;
+  const Dims dims =
+      sorted({{{blocks, a.block_bytes}, {num_parts_, a.part_bytes}, {num_rows_, row_stride_}}});
+  const i64 distance = static_cast<i64>(b.address - a.address);
+  for (int choice = 0; choice < 8; ++choice) {
+    i64 left = distance;
+    for (int d = 0; d < 3; ++d) {
+      const auto& [count, stride] = dims[d];
+      if (count <= 1 || stride == 0) continue;
+      i64 steps = left / stride - (left % stride < 0);  // rounded down
+      steps = std::clamp(steps + (choice >> d & 1), 1 - count, count - 1);
+      left -= steps * stride;
+    }
+    if (-other.row_bytes(other_layer) < left && left < row_bytes(layer)) return true;
+  }
+  return false;
+}
+
+void BlockBuffers::require_distinct(const char* op, const char* arg) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (are_distinct_ || is_empty()) return;
+  const auto refuse = [&](i64 layer, i64 other) {
+    raise_value_error(op, arg,
+                      "buffer " + std::to_string(layer) +
+                          (layer == other ? ", whose blocks overlap"
+                                          : ", which overlaps buffer " + std::to_string(other)),
+                      "memory of its own for each block that is written");
+  };
+  const auto count = static_cast<i64>(entries_.size());
+  for (i64 i = 0; i < count; ++i) {
+    const BufferEntry& entry = entries_[i];
+    const Dims dims = sorted({{{num_blocks_ / num_parts_, entry.block_bytes},
+                               {num_parts_, entry.part_bytes},
+                               {num_rows_, row_stride_}}});
+    i64 bytes = row_bytes(i);  // of all shorter strides together
+    for (int d = 2; d >= 0; --d) {
+      if (dims[d].count <= 1) continue;
+      if (dims[d].stride < bytes) refuse(i, i);
+      bytes += (dims[d].count - 1) * dims[d].stride;
+    }
+    for (i64 other = 0; other < i; ++other) {
+      if (meet(i, *this, other)) refuse(i, other);
+    }
+  }
+  are_distinct_ = true;
+}
+
+bool BlockBuffers::meets(const BlockBuffers& other) {
+  if (is_empty() || other.is_empty()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (apart_from_ == other.id_) return false;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    for (size_t j = 0; j < other.entries_.size(); ++j) {
+      if (meet(i, other, j)) return true;
+    }
+  }
+  apart_from_ = other.id_;
+  return false;
+}
+
+// -- on the GPU ----------------------------------------------------------------------------------
+
+// A buffer, first byte to last, as one row.
+Rows BlockBuffers::rows_of(i64 layer, const char* op, const char* arg) const {
+  const i64 bytes = static_cast<i64>(end_of(layer) - entries_[layer].address);
+  Rows rows(Tensor(op, arg, tensors_[layer]), 1, bytes, bytes);
+  return rows;
+}
+
+bool BlockBuffers::is_one_registration(i64 layer) const {
+  return on_cuda() || registration_end(entries_[layer].address) >= end_of(layer);
+}
+
+const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op, const char* arg) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Table& table = tables_[scope.device.ordinal];
+  const bool is_host = !on_cuda();
+  const u64 num_closed = num_pools_closed();
+  if (table.on_gpu != nullptr && (!is_host || table.num_closed == num_closed)) return table.on_gpu;
+  std::vector<BufferEntry> mapped = entries_;
+  for (size_t i = 0; is_host && !tensors_.empty() && i < mapped.size(); ++i) {
+    const std::string name = std::string(arg) + "[" + std::to_string(i) + "]";
+    mapped[i].address = address(mapped_rows(rows_of(i, op, name.c_str())));
+  }
+  table.num_closed = num_closed;
+  if (table.on_gpu != nullptr) return table.on_gpu;
+  if (is_capturing(scope.stream())) {
+    raise_value_error(op, arg, "a list that was never used on this GPU, while a graph is captured",
+                      "one that a call before the capture has used");
+  }
+  // Kept for good, 32 bytes a layer: kernels of any stream may still read it.
+  const i64 bytes = static_cast<i64>(mapped.size() * sizeof(BufferEntry));
+  auto& kept = *new tvm::ffi::Tensor(allocate_bytes(bytes, {kDLCUDA, scope.device.ordinal}));
+  char* const on_gpu = static_cast<char*>(kept.data_ptr());
+  const RelaxedCapture relaxed;
+  copy_to_device(on_gpu, reinterpret_cast<const char*>(mapped.data()), bytes, scope.stream());
+  const CUevent copied = make_event();
+  record(copied, scope.stream());
+  wait_for(copied);  // the list may be used on any stream from now on
+  JITKERN_CU(cuEventDestroy_v2, copied);
+  return table.on_gpu = reinterpret_cast<const BufferEntry*>(on_gpu);
+}
+
+// -- for Python ----------------------------------------------------------------------------------
+
+namespace {
+
+tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Tensor> tensors, int64_t block_dims) {
+  return tvm::ffi::ObjectRef(
+      tvm::ffi::make_object<BlockBuffers>(std::move(tensors), i64(block_dims)));
+}
+
+// `ordinal`: of a GPU, -1: the CPU.
+tvm::ffi::ObjectRef trust_block_buffers(Array<int64_t> addresses, Array<int64_t> block_bytes,
+                                        Array<int64_t> strides, int64_t num_blocks,
+                                        int64_t ordinal) {
+  std::vector<BufferEntry> entries;
+  for (i64 i = 0; i < static_cast<i64>(addresses.size()); ++i) {
+    entries.push_back({static_cast<u64>(addresses[i]), strides[i], 0, block_bytes[i]});
+  }
+  const DLDevice device =
+      ordinal < 0 ? DLDevice{kDLCPU, 0} : DLDevice{kDLCUDA, static_cast<int32_t>(ordinal)};
+  return tvm::ffi::ObjectRef(
+      tvm::ffi::make_object<BlockBuffers>(std::move(entries), i64(num_blocks), device));
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_block_buffers, make_block_buffers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(trust_block_buffers, trust_block_buffers);
+
+}  // namespace jitkern

@@ -1,0 +1,133 @@
+// A call of copy_blocks, and the ways that it takes.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "block_buffers.h"
+#include "copy_blocks.h"
+#include "pairs_host.h"
+
+namespace jitkern {
+
+constexpr const char* kCopyBlocks = "copy_blocks";
+
+// Pairs of blocks: [..., 2], or a vector each of sources and destinations.
+class PairsArg {
+ public:
+  PairsArg(AnyView pairs, AnyView count);
+
+  bool on_cuda() const { return sources_->on_cuda(); }
+  const Indices& sources() const { return *sources_; }
+  const void* destinations() const { return destinations_ ? destinations_->data : nullptr; }
+  i64 size() const { return size_; }
+  const CountArg& count() const { return count_; }
+  // Calls `check` with each list of numbers.
+  template <class Check>
+  void each(const Check& check) const {
+    check(*sources_);
+    if (destinations_) check(*destinations_);
+    if (count_.indices) check(*count_.indices);
+  }
+  // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
+  // for the first that is out of range.
+  std::vector<Pair> read(i64 num_src_blocks, i64 num_dst_blocks) const;
+  void give_to(CopyBlocksParams& params) const;
+
+ private:
+  std::optional<tvm::ffi::Array<tvm::ffi::Any>> both_;
+  std::optional<Indices> sources_, destinations_;
+  CountArg count_;
+  i64 size_ = 0;
+};
+
+enum class BlockMethod : int { kAuto, kSms, kEngine };
+BlockMethod block_method(AnyView value, const PairsArg& pairs);
+
+// A tensor whose layers are at one distance (the outer dimension; the inner one is blocks), or a
+// list of buffers.
+struct Side {
+  const char* arg;
+  std::optional<Grid> grid;
+  BlockBuffers* list;
+  i64 row_stride;  // of the rows of a block
+
+  Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim);
+
+  DLDevice device() const { return list ? list->device() : grid->dl->device; }
+  bool on_cuda() const { return device().device_type == kDLCUDA; }
+  std::string device_name() const;
+  // One that messages are about; none of a list of trusted addresses.
+  std::optional<Tensor> tensor() const;
+  std::string shape_text() const;
+  i64 num_layers() const { return list ? static_cast<i64>(list->entries().size()) : grid->outer; }
+  i64 num_blocks() const { return list ? list->num_blocks() : grid->inner; }
+  i64 num_parts() const { return list ? list->num_parts() : 1; }
+  i64 num_rows() const { return list ? list->num_rows() : 1; }
+  bool are_alike() const { return list == nullptr || list->are_alike(); }
+  bool empty() const { return list ? list->is_empty() : grid->empty(); }
+  bool is_one_piece() const {  // all layers of a block
+    return grid && (grid->outer <= 1 || grid->outer_stride == grid->row_bytes);
+  }
+  BufferEntry entry(i64 layer) const;
+  char* piece(const BufferEntry& entry, i64 block) const {
+    return reinterpret_cast<char*>(entry.address) + block / num_parts() * entry.block_bytes +
+           block % num_parts() * entry.part_bytes;
+  }
+  u64 bits() const;
+  i64 max_lead() const;
+  [[noreturn]] void value_error(const std::string& came, const std::string& expected) const {
+    raise_value_error(kCopyBlocks, arg, came, expected);
+  }
+};
+
+struct BlockCall {
+  Side src, dst;
+  const PairsArg& pairs;
+  LayerSignals* signals;
+  BlockMethod method;
+  std::optional<i64> num_sms;  // as the caller says
+  i64 num_layers;
+  i64 num_rows;
+  i64 max_row_bytes = 0;
+  i64 block_bytes = 0;  // of all layers
+
+  // Checks everything but pairs on the CPU.
+  BlockCall(Side src, Side dst, const PairsArg& pairs, LayerSignals* signals, BlockMethod method,
+            std::optional<i64> num_sms);
+
+  bool on_cpu() const { return !src.on_cuda() && !dst.on_cuda(); }
+  const Side& on_gpu() const { return dst.on_cuda() ? dst : src; }
+  bool over_link() const { return src.on_cuda() != dst.on_cuda(); }
+  bool to_host() const { return over_link() && src.on_cuda(); }
+  bool of_tensors() const { return src.grid && dst.grid; }
+  // Few SMs, as a model may run beside the call.
+  bool beside_compute() const { return method == BlockMethod::kAuto && !num_sms; }
+  bool empty() const { return pairs.size() == 0 || src.empty() || dst.empty(); }
+  i64 row_bytes(i64 layer) const { return dst.entry(layer).piece_bytes / num_rows; }
+
+ private:
+  void check_places() const;
+  void check_shapes();
+  void check_memory() const;
+  void check_signals() const;
+  void merge_layers();
+};
+
+// By SMs; pairs are on the GPU if none are listed.
+void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
+                        const std::vector<Pair>* listed = nullptr);
+
+// Whether the copy engine is as fast as SMs, which then stay free.
+bool is_for_engine(const LaunchScope& scope, const BlockCall& call);
+void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
+                           const std::vector<Pair>& pairs);
+// Whether blocks are whole pages on the host: all layers of each together.
+bool is_for_staging(const LaunchScope& scope, const BlockCall& call);
+// The engine moves whole pages between the host and staging; SMs move pieces between staging and
+// the cache, at ten times the speed of the link. To the host 33 GB/s beside a decode step (1.04
+// times as long) and 41 alone; by SMs 30 and 32.
+void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
+                            const std::vector<Pair>& pairs);
+
+}  // namespace jitkern

@@ -1,0 +1,134 @@
+// Flags that say which layers of a copy have come, for streams and for the host.
+#include <tvm/ffi/function.h>
+#include <unistd.h>
+
+#include "block_buffers.h"
+#include "host/pinned.h"
+
+namespace jitkern {
+
+namespace {
+
+constexpr const char* kName = "LayerSignals";
+
+}  // namespace
+
+LayerSignals::LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past)
+    : flags_(std::move(flags)), num_past_(std::move(num_past)) {
+  const DLDevice device = num_past_.device();
+  ordinal_ = device.device_type == kDLCUDA ? device.device_id : -1;
+  if (ordinal_ < 0) return;
+  const LaunchScope scope(ordinal_);
+  const i64 bytes = 2 * num_layers() * 4;
+  const Rows rows(Tensor(kName, "flags", flags_), 1, bytes, bytes);
+  on_gpu_ = reinterpret_cast<u32*>(mapped_rows(rows));
+  const RelaxedCapture relaxed;
+  armed_ = make_event();
+}
+
+// A copy that is queued, or in a graph, still writes the flags: their memory is kept then.
+LayerSignals::~LayerSignals() {
+  if (ordinal_ < 0) return;
+  const bool is_done_with = !was_captured_ && (generation_ == 0 || are_all_done());
+  if (is_done_with) return;
+  new tvm::ffi::Tensor(flags_);
+  new tvm::ffi::Tensor(num_past_);
+}
+
+u32* LayerSignals::flags() const {
+  return static_cast<u32*>(flags_.data_ptr()) + (is_captured_ ? num_layers() : 0);
+}
+
+bool LayerSignals::is_done(i64 layer) const {
+  const u32 wanted = is_captured_ ? 1 : generation_;
+  const u32 seen = __atomic_load_n(flags() + layer, __ATOMIC_ACQUIRE);
+  return (generation_ > 0 || is_captured_) && static_cast<i32>(seen - wanted) >= 0;
+}
+
+bool LayerSignals::are_all_done() const {
+  for (i64 i = 0; i < num_layers(); ++i) {
+    if (!is_done(i)) return false;
+  }
+  return true;
+}
+
+LayerFlags LayerSignals::begin(const LaunchScope& scope) {
+  const bool in_use = generation_ > 0 && !is_captured_ && scope.stream() != stream_;
+  if (in_use && !are_all_done()) {
+    raise_value_error("copy_blocks", "signals", "of a copy on another stream that has not ended",
+                      "one copy at a time");
+  }
+  const auto count = static_cast<u32>(num_layers());
+  is_captured_ = is_capturing(scope.stream());
+  stream_ = scope.stream();
+  u32* const num_past = static_cast<u32*>(num_past_.data_ptr());
+  if (!is_captured_) return {on_gpu_, num_past, ++generation_, count};
+  // A replay has the same value each time, so that it begins with flags of 0.
+  was_captured_ = true;
+  scope.fill_bytes(on_gpu_ + count, 0, 4 * i64(count));
+  record(armed_, stream_);
+  return {on_gpu_ + count, num_past, 1, count};
+}
+
+void LayerSignals::set_all() {
+  ++generation_;
+  for (i64 i = 0; i < num_layers(); ++i) {
+    __atomic_store_n(flags() + i, generation_, __ATOMIC_RELEASE);
+  }
+}
+
+void LayerSignals::wait(i64 layer, CUstream stream) {
+  if (generation_ == 0 && !was_captured_) {
+    raise_error("RuntimeError", "LayerSignals.wait: no copy was queued with these signals");
+  }
+  if (ordinal_ < 0) return;
+  const ContextScope scope(Device::get(ordinal_));
+  const bool captured = is_capturing(stream);
+  if (captured != is_captured_) {
+    raise_error("RuntimeError",
+                captured ? "LayerSignals.wait: a graph is captured, and the copy was queued before"
+                         : "LayerSignals.wait: the copy is in a graph, whose replays only waits "
+                           "in the graph can follow");
+  }
+  if (captured && stream != stream_) wait_for(stream, armed_);
+  const Driver& driver = Driver::get();
+  if (driver.cuStreamWaitValue32_v2 == nullptr) {
+    raise_error("RuntimeError", "LayerSignals.wait: the driver is older than CUDA 11.7");
+  }
+  const u32* const flag = on_gpu_ + (captured ? num_layers() : 0) + layer;
+  JITKERN_CU(cuStreamWaitValue32_v2, stream, address(flag), captured ? 1 : generation_,
+             kWaitAtLeast);
+}
+
+// -- for Python ----------------------------------------------------------------------------------
+
+namespace {
+
+tvm::ffi::ObjectRef make_layer_signals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past) {
+  return tvm::ffi::ObjectRef(
+      tvm::ffi::make_object<LayerSignals>(std::move(flags), std::move(num_past)));
+}
+
+i64 layer_arg(const char* name, const LayerSignals& signals, int64_t layer) {
+  if (is_below(layer, signals.num_layers())) return layer;
+  raise_error("IndexError", std::string(name) + ": layer: " + std::to_string(layer) +
+                                ", expected 0 to " + std::to_string(signals.num_layers() - 1));
+}
+
+void wait_layer_signal(AnyView signals, int64_t layer, int64_t stream) {
+  LayerSignals& of = *LayerSignals::of(signals);
+  of.wait(layer_arg("LayerSignals.wait", of, layer), reinterpret_cast<CUstream>(stream));
+}
+
+bool is_layer_done(AnyView signals, int64_t layer) {
+  const LayerSignals& of = *LayerSignals::of(signals);
+  return of.is_done(layer_arg("LayerSignals.done", of, layer));
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_layer_signals, make_layer_signals);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(wait_layer_signal, wait_layer_signal);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(is_layer_done, is_layer_done);
+
+}  // namespace jitkern

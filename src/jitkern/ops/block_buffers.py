@@ -1,0 +1,215 @@
+"""``BlockBuffers`` and ``LayerSignals``: what ``copy_blocks`` takes beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jitkern.host import module as host
+from jitkern.ops import dispatch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class BlockBuffers:
+    """A KV cache that is a list of tensors, one per layer: one side of ``copy_blocks``.
+
+    Checked once, so that a call of ``copy_blocks`` moves blocks of all layers in one launch. The
+    list holds its tensors. Its table of addresses is in GPU memory, 32 bytes per tensor. PyTorch's
+    autograd does not see what a call writes into a list.
+
+    Parameters
+    ----------
+    *tensors : sequence of Tensor
+        One list with a tensor per layer, or several of equal length, such as K and V: layer i then
+        is the i-th tensor of each list, in turn. All are on one device, in pinned memory if the
+        other side is on a GPU, and have the same dtype and number of blocks. Bytes per block may
+        differ. A block is contiguous, or has rows at one distance.
+    block_dims : int
+        1: the first dimension counts blocks. 2: the first two do, as in ``[pages, page_size,
+        ...]`` with a block per token; or ``[cpu_blocks, factor, ...]``, whose blocks are ``factor``
+        GPU blocks. Block ``i`` is then ``[i // n, i % n]``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Tensors of different devices, dtypes or numbers of blocks; strides that are no rows.
+
+    Examples
+    --------
+    >>> import torch, jitkern
+    >>> k, v = ([torch.zeros(200, 16, 8) for _ in range(4)] for _ in "kv")
+    >>> pool = torch.ones(1000, 8, 16 * 8)  # block first: K and V of each layer in turn
+    >>> cache = jitkern.BlockBuffers(k, v)
+    >>> jitkern.copy_blocks(pool, cache, torch.tensor([[7, 0], [999, 5]]), src_block_dim=0)
+    >>> k[3][5].eq(1).all().item(), len(cache)
+    (True, 8)
+    """
+
+    # What a call asks its tensors for: a list has neither gradient nor version.
+    requires_grad = False
+    _version = 0
+
+    def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
+        name = "BlockBuffers"
+        lists = [list(one) for one in tensors]
+        if len({len(one) for one in lists}) > 1:
+            lengths = ", ".join(str(len(one)) for one in lists)
+            raise ValueError(f"{name}: tensors: lists of {lengths}, expected equal lengths")
+        layers = [tensor for layer in zip(*lists, strict=True) for tensor in layer]
+        for i, tensor in enumerate(layers):
+            if getattr(tensor, "requires_grad", False):
+                text = "requires a gradient, expected none; pass .detach()"
+                raise ValueError(f"{name}: tensors[{i}]: {text}")
+        self._length = len(layers)
+        try:
+            self._handle: Any = host.module()["make_block_buffers"](layers, block_dims)
+        except dispatch.UNREADABLE as error:
+            by_name = {f"tensors[{i}]": tensor for i, tensor in enumerate(layers)}
+            dispatch.name_unreadable(error, name, **by_name)
+
+    @classmethod
+    def from_trusted_addresses(
+        cls,
+        addresses: Sequence[int] | Tensor,
+        block_bytes: int | Sequence[int],
+        num_blocks: int,
+        device: torch.device | str | int,
+        *,
+        block_strides: Sequence[int] | None = None,
+    ) -> BlockBuffers:
+        """Return a list of buffers at addresses that an engine keeps, such as a pointer table.
+
+        Nothing is checked: a wrong address or size corrupts memory or ends the process. The caller
+        keeps the memory allocated. Host memory has to be pinned and to have the same address on
+        the GPU. It copies with tensors of any dtype.
+
+        Parameters
+        ----------
+        addresses : sequence of int or Tensor
+            Of block 0 of each layer. A tensor on the GPU is read once, which synchronises.
+        block_bytes : int or sequence of int
+            Of a block in each layer.
+        num_blocks : int
+        device : torch.device, str or int
+            Where the memory is: a GPU, or "cpu".
+        block_strides : sequence of int, optional
+            Bytes from one block to the next in each layer; by default ``block_bytes``.
+        """
+        import torch
+
+        values = [int(address) for address in addresses]
+        sizes = [block_bytes] * len(values) if isinstance(block_bytes, int) else [*block_bytes]
+        strides = sizes if block_strides is None else [*block_strides]
+        name = "BlockBuffers.from_trusted_addresses"
+        if not values:
+            raise ValueError(f"{name}: addresses: none, expected at least one")
+        for what, given in (("block_bytes", sizes), ("block_strides", strides)):
+            if len(given) != len(values):
+                text = f"{len(given)} values, expected {len(values)} as in addresses"
+                raise ValueError(f"{name}: {what}: {text}")
+            if any(one < 1 for one in given):
+                raise ValueError(f"{name}: {what}: {min(given)}, expected at least 1")
+        if num_blocks < 0:
+            raise ValueError(f"{name}: num_blocks: {num_blocks}, expected at least 0")
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        ordinal = -1
+        if where.type == "cuda":
+            ordinal = torch.cuda.current_device() if where.index is None else where.index
+        found = cls.__new__(cls)
+        found._length = len(values)
+        make = host.module()["trust_block_buffers"]
+        found._handle = make(values, sizes, strides, num_blocks, ordinal)
+        return found
+
+    def __len__(self) -> int:
+        """Return the number of buffers."""
+        return self._length
+
+    def __tvm_ffi_object__(self) -> Any:
+        return self._handle
+
+
+class LayerSignals:
+    """Tells streams and the host which layers of a ``copy_blocks`` have arrived.
+
+    Attention of layer 0 can start while later layers are still on the link. One copy at a time;
+    the next one re-arms the signals. A captured graph re-arms them at each replay.
+
+    A wait ends as one for an event after the copy would: it can only be queued once the copy is,
+    and the copy's kernel sets every flag, also if it skips blocks that are out of range. Those are
+    raised as IndexError by the next call on the device or ``jitkern.check``.
+
+    Parameters
+    ----------
+    num_layers : int
+        Divides the buffers of the copy: flag i is of the i-th group of as many neighbours.
+    device : torch.device, str or int
+        The GPU of the copies; on the CPU all layers are done when ``copy_blocks`` returns.
+
+    Examples
+    --------
+    >>> import torch, jitkern
+    >>> cache = [torch.zeros(20, 64) for _ in range(4)]
+    >>> pool = torch.ones(100, 4, 64)
+    >>> signals = jitkern.LayerSignals(4, "cpu")
+    >>> pairs = torch.tensor([[3, 0]])
+    >>> copy = dict(src_block_dim=0, signals=signals)
+    >>> jitkern.copy_blocks(pool, jitkern.BlockBuffers(cache), pairs, **copy)
+    >>> signals.wait(0)  # the current stream: attention of layer 0 may follow
+    >>> signals.done(3)
+    True
+    """
+
+    def __init__(self, num_layers: int, device: torch.device | str | int = "cuda") -> None:
+        import torch
+
+        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
+            name = type(num_layers).__name__
+            raise TypeError(f"LayerSignals: num_layers: {name}, expected an int")
+        if num_layers < 1:
+            raise ValueError(f"LayerSignals: num_layers: {num_layers}, expected at least 1")
+        self.num_layers = num_layers
+        self.device: torch.device = (
+            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        )
+        on_gpu = self.device.type == "cuda"
+        with torch.inference_mode(False):
+            flags = torch.zeros(2, num_layers, dtype=torch.int32, pin_memory=on_gpu)
+            num_past = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
+        self.device = num_past.device
+        if on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams
+        module: Any = host.module()
+        self._handle: Any = module["make_layer_signals"](flags, num_past)
+        self._wait, self._is_done = module["wait_layer_signal"], module["is_layer_done"]
+
+    def wait(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
+        """Make ``stream``, by default torch's current one, wait until this layer has arrived.
+
+        A stream memory operation: no kernel, no host. Capturable if the copy is in the same graph.
+
+        Raises
+        ------
+        IndexError
+            No such layer.
+        RuntimeError
+            No copy was queued with these signals, or one of the two is in a graph and the other
+            is not.
+        """
+        import torch
+
+        handle = 0
+        if self.device.type == "cuda":
+            on = torch.cuda.current_stream(self.device) if stream is None else stream
+            handle = on.cuda_stream
+        self._wait(self._handle, layer, handle)
+
+    def done(self, layer: int) -> bool:
+        """Tell whether this layer of the last copy has arrived, without asking the GPU."""
+        return bool(self._is_done(self._handle, layer))
+
+    def __tvm_ffi_object__(self) -> Any:
+        return self._handle

@@ -1,0 +1,486 @@
+"""copy_blocks between lists of buffers: layouts of engines, signals per layer, wrong lists."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from buffers import INT_DTYPES, distinct, out_of_range, random_bytes
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import jitkern
+from jitkern import BlockBuffers, LayerSignals, copy_blocks
+from jitkern.offload import OffloadEngine, PinnedPool
+
+LAYERS, BLOCKS, HOST_BLOCKS = 5, 17, 29
+CPU = torch.device("cpu")
+Layout = Callable[[torch.device, int], "tuple[Any, list[Tensor]]"]
+"""Makes a side of ``copy_blocks``, and its layers as ``[blocks, bytes]`` tensors."""
+
+
+def memory(device: torch.device, *shape: int, pinned: bool = False) -> Tensor:
+    made = random_bytes(torch.Size(shape).numel(), sum(shape)).view(shape)
+    return made.pin_memory() if pinned else made.to(device)
+
+
+def make_list(device: torch.device, item: int, blocks: int = BLOCKS, pinned: bool = False) -> Any:
+    layers = [memory(device, blocks, item + i % 2, pinned=pinned)[:, :item] for i in range(LAYERS)]
+    return BlockBuffers(layers), layers
+
+
+def make_k_and_v(device: torch.device, item: int, blocks: int, pinned: bool) -> Any:
+    """Of one allocation, K and V of a block side by side."""
+    both = [memory(device, blocks, 2, item, pinned=pinned) for _ in range(LAYERS)]
+    lists = [one[:, 0] for one in both], [one[:, 1] for one in both]
+    return BlockBuffers(*lists), [one[:, part] for one in both for part in (0, 1)]
+
+
+def make_page_first(device: torch.device, item: int, blocks: int, pinned: bool) -> Any:
+    """A tensor with blocks first: ``src_block_dim=0``."""
+    pages = memory(device, blocks, LAYERS, item, pinned=pinned)
+    return pages, list(pages.unbind(1))
+
+
+def make_region(device: torch.device, item: int, blocks: int, pinned: bool) -> Any:
+    """Views of one region with rows longer than all layers, as vLLM's shared one."""
+    region = memory(device, blocks, LAYERS * item + 48, pinned=pinned)
+    layers = [region[:, i * item : (i + 1) * item] for i in range(LAYERS)]
+    return BlockBuffers(layers), layers
+
+
+def make_factor(device: torch.device, item: int, blocks: int, pinned: bool) -> Any:
+    """Each block of the tensor is three of the other side's."""
+    whole = -(-blocks // 3)
+    layers = [
+        memory(device, whole, 3, item + 16, pinned=pinned)[:, :, :item] for _ in range(LAYERS)
+    ]
+    return BlockBuffers(layers, block_dims=2), [one.reshape(-1, item) for one in layers]
+
+
+def sides(
+    device: torch.device, direction: str, host: Callable[..., Any], item: int, **how: Any
+) -> tuple[Any, Any, Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
+    """Return source and destination, and what reads their layers, copied, on the CPU."""
+    pinned = device.type == "cuda" and direction != "d2d"
+    where = device if direction == "d2d" else CPU
+    far, far_layers = host(where, item, HOST_BLOCKS, pinned)
+    near, near_layers = how.get("near", make_list)(device, item, **how.get("options", {}))
+
+    def reader(layers: list[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: [layer.cpu().clone().reshape(len(layer), -1) for layer in layers]
+
+    made = [(far, reader(far_layers)), (near, reader(near_layers))]
+    (src, read_src), (dst, read_dst) = made if direction != "d2h" else made[::-1]
+    return src, dst, read_src, read_dst
+
+
+def make_pairs(src_blocks: int, dst_blocks: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    count = min(src_blocks, dst_blocks) - 2
+    pairs = torch.tensor([distinct(count, src_blocks), distinct(count, dst_blocks, 1)]).T
+    pairs = pairs.contiguous()
+    pairs[3, 0], pairs[5, 1] = -1, -7
+    return pairs.to(dtype)
+
+
+def expect(read_src: Any, before: list[Tensor], pairs: Tensor) -> list[Tensor]:
+    for source, target in zip(read_src(), before, strict=True):
+        for a, b in pairs.tolist():
+            if a >= 0 and b >= 0:
+                target[b] = source[a]
+    return before
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def run(device: torch.device, case: Any, pairs: Tensor, given: Any = None, **how: Any) -> None:
+    src, dst, read_src, read_dst = case
+    expected = expect(read_src, read_dst(), pairs.cpu())
+    for name, side in (("src", src), ("dst", dst)):
+        if isinstance(side, Tensor):
+            how[f"{name}_block_dim"] = 0
+    assert copy_blocks(src, dst, pairs if given is None else given, **how) is None
+    synchronize(device)
+    for layer, (came, wanted) in enumerate(zip(read_dst(), expected, strict=True)):
+        assert torch.equal(came, wanted), layer
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
+@pytest.mark.parametrize("host", [make_page_first, make_region, make_factor, make_k_and_v])
+@pytest.mark.parametrize("item", [16, 24, 656, 4096])
+def test_layouts_of_engines(device: torch.device, item: int, host: Any, direction: str) -> None:
+    near = {}
+    if host is make_k_and_v:
+        near = {"near": make_k_and_v, "options": {"blocks": BLOCKS, "pinned": False}}
+    case = sides(device, direction, host, item, **near)
+    for i, (on, method) in enumerate(ways(device)):
+        src_blocks, dst_blocks = (len(read()[0]) for read in case[2:])
+        run(
+            device,
+            case,
+            make_pairs(src_blocks, dst_blocks, INT_DTYPES[i % 2]).to(on),
+            method=method,
+        )
+
+
+def ways(device: torch.device) -> list[tuple[torch.device, str]]:
+    on_cpu = [(CPU, method) for method in ("auto", "sm", "engine")]
+    return on_cpu if device.type == "cpu" else [*on_cpu, (device, "auto"), (device, "sm")]
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_page_head(device: torch.device, direction: str) -> None:
+    """A token is a row per head on the host, and contiguous on the GPU."""
+    pages, heads, page_size, dim = 6, 4, 3, 32
+    pinned = device.type == "cuda"
+    host = memory(CPU, pages, heads, page_size, LAYERS, dim, pinned=pinned)
+    far = [host[:, :, :, i].permute(0, 2, 1, 3) for i in range(LAYERS)]
+    near = [memory(device, 20, heads, dim) for _ in range(LAYERS)]
+    made = [
+        (BlockBuffers(far, block_dims=2), lambda: [f.cpu().reshape(18, -1).clone() for f in far]),
+        (BlockBuffers(near), lambda: [n.cpu().reshape(20, -1).clone() for n in near]),
+    ]
+    (src, read_src), (dst, read_dst) = made if direction == "h2d" else made[::-1]
+    for on, method in ways(device):
+        run(device, (src, dst, read_src, read_dst), make_pairs(18, 18).to(on), method=method)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_layers_of_different_sizes(device: torch.device, direction: str) -> None:
+    sizes = [4096, 16, 656, 32, 8192]
+    pinned = device.type == "cuda"
+    far = [memory(CPU, HOST_BLOCKS, size, pinned=pinned) for size in sizes]
+    near = [memory(device, BLOCKS, size) for size in sizes]
+    made = [
+        (BlockBuffers(one), lambda one=one: [t.cpu().clone() for t in one]) for one in (far, near)
+    ]
+    (src, read_src), (dst, read_dst) = made if direction == "h2d" else made[::-1]
+    blocks = (HOST_BLOCKS, BLOCKS) if direction == "h2d" else (BLOCKS, HOST_BLOCKS)
+    for on, method in ways(device):
+        run(device, (src, dst, read_src, read_dst), make_pairs(*blocks).to(on), method=method)
+
+
+@pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
+def test_pairs_as_two_vectors(device: torch.device, dtype: torch.dtype) -> None:
+    for host in (make_page_first, make_region):
+        case = sides(device, "h2d", host, 96)
+        for on, method in ways(device):
+            pairs = make_pairs(HOST_BLOCKS, BLOCKS, dtype).to(on)
+            given = tuple(pairs.unbind(1)[i].contiguous() for i in (0, 1))
+            run(device, case, pairs, given, method=method)
+    # Of tensors as well.
+    src, dst = torch.arange(12.0).view(1, 6, 2), torch.zeros(1, 6, 2)
+    copy_blocks(src, dst, (torch.tensor([4]), torch.tensor([1])))
+    assert dst[0, 1].tolist() == [8, 9]
+
+
+def test_many_pairs_are_uploaded(device: torch.device) -> None:
+    """More than fit into the parameters of a launch."""
+    far = [memory(CPU, 1000, 64, pinned=device.type == "cuda") for _ in range(2)]
+    near = [memory(device, 900, 64) for _ in range(2)]
+    read = [lambda one=one: [t.cpu().clone() for t in one] for one in (far, near)]
+    for on in {CPU, device}:
+        pairs = make_pairs(1000, 900).to(on)
+        run(device, (BlockBuffers(far), BlockBuffers(near), *read), pairs, method="sm")
+
+
+def test_count_and_range(device: torch.device) -> None:
+    src, dst, read_src, read_dst = sides(device, "h2d", make_region, 64)
+    pairs = make_pairs(HOST_BLOCKS, BLOCKS)
+    pairs[6:] = 2**40
+    before = read_dst()
+    count = torch.tensor([6], device=device)
+    copy_blocks(src, dst, pairs.to(device), count=count)
+    synchronize(device)
+    expected = expect(read_src, before, pairs[:6])
+    assert all(map(torch.equal, read_dst(), expected))
+    pairs[6:] = -1
+    pairs[6] = torch.tensor([2, BLOCKS])
+    note = "; nothing was written" if device.type == "cpu" else ""
+    text = f"index {BLOCKS} at position 6, expected below {BLOCKS}{note}"
+    with out_of_range(device, f"copy_blocks: pairs[..., 1]: {text}"):
+        copy_blocks(src, dst, pairs.to(device))
+    with out_of_range(device, f"copy_blocks: pairs[1]: {text}"):
+        copy_blocks(src, dst, tuple(one.contiguous() for one in pairs.to(device).unbind(1)))
+    with pytest.raises(IndexError, match=re.escape(text.partition(";")[0])):
+        copy_blocks(src, dst, pairs)
+
+
+def test_within_one_list(device: torch.device) -> None:
+    cache, layers = make_list(device, 48)
+    before = [layer.clone() for layer in layers]
+    copy_blocks(cache, cache, torch.tensor([[4, 2], [0, 6]], device=device))
+    for layer, old in zip(layers, before, strict=True):
+        old[[2, 6]] = old[[4, 0]]
+        assert torch.equal(layer, old)
+
+
+def test_trusted_addresses(device: torch.device) -> None:
+    _, layers = make_list(device, 64)
+    layers = [layer.contiguous() for layer in layers]
+    addresses = torch.tensor([layer.data_ptr() for layer in layers], device=device)
+    trusted = BlockBuffers.from_trusted_addresses(addresses, 64, BLOCKS, device)
+    pool = memory(CPU, HOST_BLOCKS, LAYERS, 64, pinned=device.type == "cuda")
+    copy_blocks(pool, trusted, torch.tensor([[8, 3]], device=device), src_block_dim=0)
+    assert all(torch.equal(layers[i][3].cpu(), pool[8, i]) for i in range(LAYERS))
+    assert len(trusted) == LAYERS
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_signals", [LAYERS, 1])
+def test_signals(device: torch.device, num_signals: int) -> None:
+    """Each layer is there once its signal is; a stream that waits reads the new bytes."""
+    src, _, _, _ = sides(device, "h2d", make_page_first, 4096)
+    layers = make_list(device, 4096)[1]
+    dst, seen = BlockBuffers(layers), [torch.empty_like(layer) for layer in layers]
+    signals = LayerSignals(num_signals, device)
+    assert not signals.done(0)
+    with pytest.raises(RuntimeError, match=r"LayerSignals.wait: no copy was queued"):
+        signals.wait(0)
+    on_gpu = device.type == "cuda"
+    copies, compute = [torch.cuda.Stream() if on_gpu else None for _ in range(2)]
+    for method, on in itertools.product(("auto", "sm"), (CPU, device)):
+        src.random_(0, 255)
+        pairs = make_pairs(HOST_BLOCKS, BLOCKS).to(on)
+        synchronize(device)
+        with torch.cuda.stream(copies):
+            if on_gpu:
+                torch.cuda._sleep(2_000_000)
+            copy_blocks(src, dst, pairs, src_block_dim=0, method=method, signals=signals)
+        with torch.cuda.stream(compute):
+            for layer in range(LAYERS):
+                signals.wait(layer * num_signals // LAYERS)
+                seen[layer].copy_(layers[layer])
+        synchronize(device)
+        assert all(map(signals.done, range(num_signals)))
+        for a, b in pairs.tolist():
+            for layer in range(LAYERS if a >= 0 and b >= 0 else 0):
+                assert torch.equal(seen[layer][b].cpu(), src[a, layer])
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "block_first"])
+@pytest.mark.parametrize("kind", ["kv", "mla"])
+def test_an_engine_signals_layers(device: torch.device, kind: Any, layout: Any) -> None:
+    shape = (2, 8) if kind == "kv" else (24,)
+    counts = {"num_layers": 3, "num_cpu_blocks": 7, "num_slots": 4, "block_size": 16}
+    how = {"token_shape": shape, "dtype": torch.float16, "kind": kind, "layout": layout}
+    with OffloadEngine(**counts, **how, device=device) as engine:  # type: ignore[arg-type]
+        signals = LayerSignals(3, device)
+        for tokens in (16, 5):
+            engine.cpu_cache.normal_()
+            wanted, store = engine.cpu_cache.clone(), (1, 4)
+            engine.load([2, 0], [6, 3], num_tokens=tokens, signals=signals)
+            engine.store([2, 0], store, num_tokens=tokens, signals=signals)
+            synchronize(device)
+            assert all(map(signals.done, range(3)))
+            dim = 0 if layout == "block_first" else 2 - (kind == "mla")
+            sides = (engine.cpu_cache, wanted)
+            stored, loaded = (
+                one.movedim(dim, 0).narrow(-1 - len(shape), 0, tokens) for one in sides
+            )
+            assert torch.equal(stored[list(store)], loaded[[6, 3]])
+        with pytest.raises(ValueError, match=r"OffloadEngine\.load: signals: with layer=1"):
+            engine.load(0, 0, layer=1, signals=signals)
+
+
+def test_signals_of_an_empty_copy(device: torch.device) -> None:
+    src, dst, *_ = sides(device, "h2d", make_page_first, 64)
+    signals = LayerSignals(LAYERS, device)
+    for pairs in (torch.empty(0, 2, dtype=torch.int64), torch.tensor([[-1, -1]])):
+        for on in (CPU, device):
+            copy_blocks(src, dst, pairs.to(on), src_block_dim=0, signals=signals)
+            synchronize(device)
+            assert all(map(signals.done, range(LAYERS)))
+
+
+@pytest.mark.cuda
+def test_signals_in_a_graph() -> None:
+    """A replay waits for its own copy, not for the one before."""
+    device = torch.device("cuda")
+    src, dst, _, _ = sides(device, "h2d", make_page_first, 65536)
+    layers = make_list(device, 65536)[1]
+    dst = BlockBuffers(layers)
+    pairs = torch.tensor([[i, i] for i in range(BLOCKS)], device=device)
+    signals = LayerSignals(LAYERS, device)
+    copy_blocks(src, dst, pairs, src_block_dim=0, num_sms=1)  # compiled
+    seen = [torch.empty_like(layer) for layer in layers]
+    torch.cuda.synchronize()
+    graph, copies = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        copies.wait_stream(main)
+        with torch.cuda.stream(copies):
+            copy_blocks(src, dst, pairs, src_block_dim=0, num_sms=1, signals=signals)
+        for layer in range(LAYERS):
+            signals.wait(layer)
+            seen[layer].copy_(layers[layer])
+        main.wait_stream(copies)
+    with pytest.raises(RuntimeError, match="the copy is in a graph"):
+        signals.wait(0)
+    for value in (3, 9):
+        src.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(bool(one.eq(value).all()) for one in seen)
+        assert all(map(signals.done, range(LAYERS)))
+
+
+@pytest.mark.cuda
+def test_signals_are_of_one_copy_at_a_time() -> None:
+    device = torch.device("cuda")
+    src, dst, *_ = sides(device, "h2d", make_page_first, 64)
+    pairs = torch.tensor([[1, 1]], device=device)
+    signals = LayerSignals(LAYERS, device)
+    copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
+        copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)  # in order
+    text = "copy_blocks: signals: of a copy on another stream that has not ended, expected one"
+    with pytest.raises(ValueError, match=text):
+        copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
+    torch.cuda.synchronize()
+
+
+# -- wrong lists -----------------------------------------------------------------------------------
+
+
+def rows(*shape: int, **how: Any) -> Tensor:
+    return torch.zeros(*shape, **how)
+
+
+WRONG_LISTS: list[tuple[Sequence[Any], dict[str, Any], type[Exception], str]] = [
+    ([[]], {}, ValueError, "tensors: none, expected at least one"),
+    ([[rows(3, 4)], []], {}, ValueError, "tensors: lists of 1, 0, expected equal lengths"),
+    ([[rows(3, 4)]], {"block_dims": 3}, ValueError, "block_dims: 3, expected 1 or 2"),
+    ([[rows(3)]], {"block_dims": 2}, ValueError,
+     "tensors[0]: shape [3], expected at least 2 dimensions"),
+    ([[rows(3, 4), rows(3, 4).half()]], {}, TypeError,
+     "tensors[1]: dtype float16, expected float32 as in tensors[0]"),
+    ([[rows(3, 4), rows(2, 4)]], {}, ValueError,
+     "tensors[1]: 2 blocks (shape [2, 4]), expected 3 as in tensors[0]"),
+    ([[rows(3, 4), rows(3, 0)]], {}, ValueError,
+     "tensors[1]: 0 bytes of a block (shape [3, 0]), expected 16 as in tensors[0]"),
+    ([[rows(3, 4, 5, 8)[:, ::2, ::2]]], {}, ValueError,
+     "tensors[0]: strides that make rows of no equal distance of each block (shape [3, 2, 3, 8]), "
+     "expected blocks that are contiguous, or contiguous rows at one distance"),
+    ([[rows(3, 4, requires_grad=True)]], {}, ValueError,
+     "tensors[0]: requires a gradient, expected none; pass .detach()"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lists", "how", "kind", "text"), WRONG_LISTS)
+def test_wrong_lists(lists: Any, how: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=f"^{re.escape('BlockBuffers: ' + text)}$"):
+        BlockBuffers(*lists, **how)
+
+
+def test_wrong_calls() -> None:
+    cache = BlockBuffers([rows(4, 8) for _ in range(2)])
+    pairs = torch.tensor([[0, 1]])
+    shared, first = rows(5, 8), rows(4, 8)
+    cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+        (rows(3, 9, 8), cache, {}, ValueError,
+         "src: 3 layers (shape [3, 9, 8]), expected 2 layers as in dst"),
+        (rows(2, 9, 7), cache, {}, ValueError,
+         "src: blocks of 28 bytes a layer (shape [2, 9, 7]), expected blocks of 32 bytes a layer "
+         "as in dst"),
+        (rows(2, 9, 8).int(), cache, {}, TypeError, "src: dtype int32, expected float32 as in dst"),
+        (cache, BlockBuffers([shared[:4], shared[1:]]), {}, ValueError,
+         "dst: buffer 1, which overlaps buffer 0, expected memory of its own for each block that "
+         "is written"),
+        (cache, BlockBuffers([rows(1, 8).expand(4, 8), rows(4, 8)]), {}, ValueError,
+         "dst: buffer 0, whose blocks overlap, expected memory of its own for each block that is "
+         "written"),
+        (BlockBuffers([first, rows(4, 8)]), BlockBuffers([first, rows(4, 8)]), {}, ValueError,
+         "dst: overlaps src, expected memory of its own"),
+        (cache, rows(2, 9, 8), {"signals": LayerSignals(3, "cpu")}, ValueError,
+         "signals: 3 layers, expected a number that divides the 2 of dst"),
+        (cache, rows(2, 9, 8), {"signals": LayerSignals(2, "cpu"), "method": "engine"}, ValueError,
+         'signals: with method="engine", expected "auto" or "sm", whose kernel sets them'),
+        (cache, rows(2, 9, 8), {"signals": 3}, TypeError, "signals: int, expected LayerSignals"),
+        (cache, 3, {}, TypeError, "dst: int, expected a tensor"),
+    ]  # fmt: skip
+    for src, dst, how, kind, text in cases:
+        with pytest.raises(kind, match=f"^{re.escape('copy_blocks: ' + text)}$"):
+            copy_blocks(src, dst, pairs, **how)
+    for given, kind, text in (
+        ((pairs[0],), TypeError, "pairs: list, expected a tensor"),
+        ((pairs[0], pairs[0, :1]), ValueError, "pairs[1]: 1 blocks, expected 2 as in pairs[0]"),
+        (
+            (pairs[0], pairs[0].int()),
+            TypeError,
+            "pairs[1]: dtype int32, expected int64 as in pairs[0]",
+        ),
+    ):
+        with pytest.raises(kind, match=f"^{re.escape('copy_blocks: ' + text)}$"):
+            copy_blocks(rows(2, 9, 8), cache, given)
+
+
+def test_wrong_addresses_and_signals() -> None:
+    name, make = "BlockBuffers.from_trusted_addresses", BlockBuffers.from_trusted_addresses
+    with pytest.raises(ValueError, match=f"{name}: addresses: none, expected at least one"):
+        make([], 8, 2, "cpu")
+    with pytest.raises(ValueError, match=f"{name}: block_bytes: 2 values, expected 1 as in"):
+        make([4096], [8, 8], 2, "cpu")
+    with pytest.raises(ValueError, match=f"{name}: block_strides: 0, expected at least 1"):
+        make([4096], 8, 2, "cpu", block_strides=[0])
+    with pytest.raises(ValueError, match="LayerSignals: num_layers: 0, expected at least 1"):
+        LayerSignals(0, "cpu")
+    with pytest.raises(TypeError, match="LayerSignals: num_layers: float, expected an int"):
+        LayerSignals(2.0, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(IndexError, match=r"LayerSignals\.done: layer: 2, expected 0 to 1"):
+        LayerSignals(2, "cpu").done(2)
+
+
+def test_a_graph_of_pytorch_refuses_lists() -> None:
+    cache, pairs, signals = (
+        BlockBuffers([rows(4, 8)]),
+        torch.tensor([[0, 1]]),
+        LayerSignals(1, "cpu"),
+    )
+    src, dst = rows(1, 4, 8), rows(1, 4, 8)
+    with TorchDispatchMode():
+        with pytest.raises(TypeError, match="copy_blocks: dst: BlockBuffers, expected a tensor"):
+            copy_blocks(src, cache, pairs)
+        text = "copy_blocks: signals: LayerSignals while PyTorch traces or differentiates"
+        with pytest.raises(RuntimeError, match=text):
+            copy_blocks(src, dst, pairs, signals=signals)
+
+
+@pytest.mark.cuda
+def test_memory_that_a_gpu_cannot_read() -> None:
+    device = torch.device("cuda")
+    cache, _ = make_list(device, 64)
+    pairs = torch.tensor([[0, 1]], device=device)
+    pageable = BlockBuffers([torch.zeros(4, 64, dtype=torch.uint8) for _ in range(LAYERS)])
+    with pytest.raises(ValueError, match=r"copy_blocks: src\[0\]: pageable host memory"):
+        copy_blocks(pageable, cache, pairs)
+    pool = PinnedPool((LAYERS, 4, 64), torch.uint8)
+    far = BlockBuffers(list(pool.tensor((LAYERS, 4, 64), torch.uint8).unbind(0)))
+    copy_blocks(far, cache, pairs)
+    pool.close()
+    with pytest.raises(ValueError, match=r"src\[0\]: memory of a PinnedPool that was closed"):
+        copy_blocks(far, cache, pairs)
+    jitkern.check(device)
+
+
+@pytest.mark.cuda
+def test_first_use_in_a_capture_is_refused() -> None:
+    device = torch.device("cuda")
+    src, dst, *_ = sides(device, "h2d", make_region, 64)
+    pairs = torch.tensor([[0, 1]], device=device)
+    graph = torch.cuda.CUDAGraph()
+    text = "a list that was never used on this GPU, while a"
+    with torch.cuda.graph(graph), pytest.raises(ValueError, match=text):
+        copy_blocks(src, dst, pairs)
