@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,14 +36,20 @@ def communicator_arg(call: str, value: Any) -> Communicator:
     return cast(Communicator, value)
 
 
-def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return an int in a range."""
-    if type(value) is not int:  # not a bool
-        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int")
-    if value < least or (most is not None and value > most):
+def int_arg(
+    call: str, name: str, value: Any, least: int, most: int | None = None, error: Any = ValueError
+) -> int:
+    """Return an int of `least` to `most`; NumPy's ints count as ints, bools and tensors do not."""
+    try:
+        if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+            raise TypeError  # a tensor on the GPU would be waited for
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int") from None
+    if number < least or (most is not None and number > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
-    return value
+        raise error(f"{call}: {name}: {number}, expected {expected}")
+    return number
 
 
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:

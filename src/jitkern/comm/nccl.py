@@ -85,11 +85,10 @@ def init_pynccl(
     """
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
-    int_arg(call, "max_size_bytes", max_size_bytes, 0)
+    num_bytes = min(int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
     device = device_arg(call, "device", device or torch.device("cuda"))
     if device.type != "cuda":
         raise ValueError(f"{call}: device: {device}, expected a GPU")
-    num_bytes = min(max_size_bytes, 1 << 30)
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 

@@ -60,7 +60,7 @@ class PeerCommunicator(Closing):
             # Two H200s: 0.43 of NCCL's time at 4 MiB, the largest size measured. More ranks are not
             # measured: where two ranks still take a third of it.
             max_bytes = 4 << 20 if comm.size == 2 else 1 << 20
-        int_arg(call, "max_bytes", max_bytes, 0)
+        max_bytes = int_arg(call, "max_bytes", max_bytes, 0)
         choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
         if comm.size > MAX_RANKS:
             expected = f"expected at most {MAX_RANKS}; use it as it is"

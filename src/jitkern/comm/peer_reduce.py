@@ -113,7 +113,7 @@ class PeerReducer:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, ONE_SHOT_BYTES[size]
+            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, ONE_SHOT_BYTES[size]
         )
         self._all_reduce, self._reduce_scatter, self._reset, *others = functions
         self._device_barrier, intact = others
@@ -126,7 +126,7 @@ class PeerReducer:
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
         """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
         one_shot_bytes = ONE_SHOT_BYTES[int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)]
-        int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
+        max_bytes = int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
         return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
 
     def all_reduce(

@@ -93,7 +93,8 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_size: int = int_arg(OP, "vocab_size", vocab_size, 1)
         self.hidden_size: int = int_arg(OP, "hidden_size", hidden_size, 1)
         self.num_added: int = int_arg(OP, "num_added", num_added, 0)
-        self.num_embeddings, self.embedding_dim = vocab_size + num_added, hidden_size
+        self.embedding_dim = hidden_size = self.hidden_size
+        self.num_embeddings: int = self.vocab_size + self.num_added
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
         self.padding_idx: int | None = padding_idx

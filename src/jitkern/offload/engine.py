@@ -7,19 +7,18 @@ from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import Any, Literal
 
-from jitkern.comm.args import choice_arg
+import torch
+
+from jitkern.comm.args import choice_arg, int_arg
 from jitkern.host.faults import check
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
+from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.copy_blocks import copy_blocks
 
-if TYPE_CHECKING:
-    import torch
-
-Blocks = Union[int, Sequence[int], "torch.Tensor"]
+Blocks = int | Sequence[int] | torch.Tensor
 """Numbers of blocks or slots."""
 
 _CALL = "OffloadEngine"
@@ -72,19 +71,6 @@ class OffloadEngine:
         A wrong argument; a pool that is not pinned, or has not as much left.
     MemoryError, RuntimeError
         No pinned memory of that size; see ``PinnedPool``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import OffloadEngine
-    >>> engine = OffloadEngine(
-    ...     num_layers=3, num_cpu_blocks=10, num_slots=4, block_size=16, token_shape=(2, 8),
-    ...     dtype=torch.bfloat16, device="cpu",
-    ... )
-    >>> engine.cpu_k[:, 7] = 1
-    >>> engine.load([2, 0], [7, 3])
-    >>> engine.gpu_k.shape, engine.gpu_k[:, 2].eq(1).all().item()
-    (torch.Size([3, 4, 16, 2, 8]), True)
     """
 
     def __init__(
@@ -102,12 +88,10 @@ class OffloadEngine:
         pool: PinnedPool | None = None,
         method: Literal["auto", "sm", "engine"] = "auto",
     ) -> None:
-        import torch
-
-        self.num_layers: int = count_arg(_CALL, "num_layers", num_layers)
-        self.num_cpu_blocks: int = count_arg(_CALL, "num_cpu_blocks", num_cpu_blocks)
-        self.num_slots: int = count_arg(_CALL, "num_slots", num_slots)
-        self.block_size: int = count_arg(_CALL, "block_size", block_size)
+        self.num_layers: int = int_arg(_CALL, "num_layers", num_layers, 1)
+        self.num_cpu_blocks: int = int_arg(_CALL, "num_cpu_blocks", num_cpu_blocks, 1)
+        self.num_slots: int = int_arg(_CALL, "num_slots", num_slots, 1)
+        self.block_size: int = int_arg(_CALL, "block_size", block_size, 1)
         self.token_shape: tuple[int, ...] = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
@@ -245,8 +229,6 @@ class OffloadEngine:
         if not self._is_open:
             return
         if self.device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize(self.device)
         if self._own_pool is not None:
             self._own_pool.close()
@@ -291,9 +273,9 @@ class OffloadEngine:
         call = f"{_CALL}.{name}"
         self._require_open(call)
         if layer is not None:
-            layer = count_arg(call, "layer", layer, self.num_layers - 1, least=0, error=IndexError)
+            layer = int_arg(call, "layer", layer, 0, self.num_layers - 1, error=IndexError)
         if num_tokens is not None:
-            num_tokens = count_arg(call, "num_tokens", num_tokens, self.block_size)
+            num_tokens = int_arg(call, "num_tokens", num_tokens, 1, self.block_size)
         gpu, cpu = self._sides(layer, num_tokens)
         if slots is None:
             gpu = self._flat(call, tensor, layer)
@@ -303,12 +285,10 @@ class OffloadEngine:
 
     def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
-        import torch
-
         call, count = f"{_CALL}.{name}", self.num_slots
         self._require_open(call)
         most = self.num_cpu_blocks - count
-        first = count_arg(call, "first_block", first, most, least=0, error=IndexError)
+        first = int_arg(call, "first_block", first, 0, most, error=IndexError)
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
             torch.cuda.synchronize(self.device)
@@ -364,8 +344,6 @@ class OffloadEngine:
 
     def _flat(self, call: str, tensor: Any, layer: int | None) -> torch.Tensor:
         """Return a tensor of the caller's as ``[parts * layers, blocks, ...]``."""
-        import torch
-
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{call}: tensor: {type(tensor).__name__}, expected a Tensor")
         if tensor.device != self.device:
@@ -391,8 +369,6 @@ class OffloadEngine:
 
         Numbers on the host are checked; for those on the GPU a kernel that makes pairs is queued.
         """
-        import torch
-
         on_gpu = any(getattr(side, "is_cuda", False) for side in (slots, blocks))
 
         def numbers(name: str, side: Any, bound: int) -> Any:

@@ -10,13 +10,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
 
 from jitkern.fs import free_bytes
 from jitkern.host import module as host
-
-if TYPE_CHECKING:
-    import torch
 
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
@@ -53,8 +53,6 @@ class PinnedMemory:
         num_ranks: int = 1,
         shown: Shown = _show_nothing,
     ) -> None:
-        import torch
-        from torch.utils.dlpack import from_dlpack
 
         made = host.module()["make_pinned_memory"](num_bytes, fd)
         with torch.inference_mode(False):  # or it could not be written outside of that
@@ -89,8 +87,6 @@ class PinnedMemory:
 
         CUDA would touch the rest by one thread.
         """
-        import torch
-
         if not torch.cuda.is_available():
             return
         shown("registering", 0.0)
@@ -122,8 +118,6 @@ def _close_all() -> None:
 
 def _node_of_gpu() -> int | None:
     """Return the NUMA node of the current GPU, if Linux tells."""
-    import torch
-
     if torch.cuda.is_available():
         gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         with suppress(AttributeError, OSError, ValueError):  # AttributeError: before torch 2.10

@@ -10,18 +10,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from jitkern import fs
+from jitkern.comm.args import int_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import ShareError
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, dtype_arg, optional_arg, shape_arg
+from jitkern.offload.args import dtype_arg, optional_arg, shape_arg
 from jitkern.offload.memory import PinnedMemory
-
-if TYPE_CHECKING:
-    import torch
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
 _SHARED = Path("/dev/shm")  # where ranks without a group meet
@@ -119,15 +120,6 @@ class PinnedPool:
         CUDA does not register the memory.
     ShareError
         In every rank: one did not come, went away, failed, or asked for another size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import PinnedPool
-    >>> pool = PinnedPool([1000, 328], torch.bfloat16)
-    >>> pool.tensor().shape
-    torch.Size([1000, 328])
-    >>> pool.close()
     """
 
     stats: PoolStats
@@ -180,8 +172,6 @@ class PinnedPool:
         ranks that ask for the same tensors get the same memory. ValueError if not as much is left,
         RuntimeError if the pool is closed.
         """
-        import torch
-
         bytes_ = self._usable("tensor").tensor
         if shape is None:
             shape, dtype = self._shape, dtype or self._dtype
@@ -308,8 +298,6 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
 
 def _file_store(name: str) -> Any:
     """Return a store in a file that only this user can read."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     folder = _SHARED / f"jitkern-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -317,7 +305,8 @@ def _file_store(name: str) -> Any:
         text = f"uid {found.st_uid}, mode {found.st_mode & 0o7777:o}"
         expected = f"a folder of uid {os.geteuid()} alone, mode 700"
         raise ShareError(f"{folder}: {text}, expected {expected}")
-    return FileStore(str(folder / f"pool-{name}"), -1)
+    path = str(folder / f"pool-{name}")
+    return dist.FileStore(path, -1)  # type: ignore[attr-defined]
 
 
 def _size_arg(
@@ -327,7 +316,7 @@ def _size_arg(
     if dtype is not None:
         dtype_arg(call, dtype)
     if not isinstance(size, Sequence):
-        shape = [count_arg(call, name, size)]
+        shape = [int_arg(call, name, size, 1)]
     elif dtype is None:
         raise TypeError(f"{call}: dtype: None, expected a torch.dtype for a shape")
     else:

@@ -9,21 +9,21 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import torch
+
+from jitkern.comm.args import int_arg
 from jitkern.errors import name_unreadable
 from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, device_arg, number_arg
+from jitkern.offload.args import device_arg, number_arg
 from jitkern.offload.memory import PinnedMemory
 from jitkern.offload.ring_server import CALL as SERVE
 from jitkern.offload.ring_server import RingServer
 from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
-
-if TYPE_CHECKING:
-    import torch
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
@@ -58,17 +58,6 @@ class DescriptorRing:
         A wrong argument.
     MemoryError, RuntimeError, UnsupportedError
         More memory than is free; CUDA does not register it; there is no ``memfd_create``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import DescriptorRing
-    >>> ring = DescriptorRing(num_slots=4, max_descriptors=128)
-    >>> ring.push(torch.tensor([[0, 512, 100], [4096, 0, 512]]))  # src_off, dst_off, len
-    0
-    >>> ring.done(0)
-    False
-    >>> ring.close()
     """
 
     def __init__(
@@ -77,11 +66,9 @@ class DescriptorRing:
         max_descriptors: int = 2048,
         device: torch.device | str | int | None = None,
     ) -> None:
-        import torch
-
         call, module = "DescriptorRing", host.module()
-        most = count_arg(call, "max_descriptors", max_descriptors, _MAX_DESCRIPTORS)
-        self.num_slots: int = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
+        most = int_arg(call, "max_descriptors", max_descriptors, 1, _MAX_DESCRIPTORS)
+        self.num_slots: int = int_arg(call, "num_slots", num_slots, 1, _MAX_SLOTS)
         self.max_descriptors: int = most
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,7 +157,7 @@ class DescriptorRing:
         """
         call, count = "DescriptorRing.reserve", self.max_descriptors
         if num_descriptors is not None:
-            count = count_arg(call, "num_descriptors", num_descriptors, count)
+            count = int_arg(call, "num_descriptors", num_descriptors, 1, count)
         ticket = self._await(call, lambda: self._reserve(count), timeout_s)
         self._reserved_by = threading.get_ident()
         index = ticket % self.num_slots
@@ -217,15 +204,13 @@ class DescriptorRing:
         idle_timeout_s : float, optional
             The kernel ends once no push has come for so long.
         """
-        import torch
-
         self._next()  # raises once it is closed
         if self.device.type == "cpu":
             raise ValueError(f"{SERVE}: {self!r}, expected a ring of a GPU")
         _require_writable(SERVE, dst, src)
         # A cluster that any GPU with clusters has.
         most = 8 if torch.cuda.get_device_capability(self.device) >= (9, 0) else 1
-        sms = count_arg(SERVE, "num_sms", num_sms, most)
+        sms = int_arg(SERVE, "num_sms", num_sms, 1, most)
         idle_ns = int(1e9 * number_arg(SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
         return RingServer(self, partial(self._serve, src, dst, sms, idle_ns), dst)
 
@@ -254,7 +239,7 @@ class DescriptorRing:
     def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None:
         """Do what ``unpack`` does of a ring."""
         if type(num_slots) is not int or num_slots != 1:
-            num_slots = count_arg("unpack", "num_slots", num_slots, self.num_slots)
+            num_slots = int_arg("unpack", "num_slots", num_slots, 1, self.num_slots)
         _require_writable("unpack", dst, src)
         try:
             self._consume(src, dst, num_slots)
@@ -268,8 +253,6 @@ class DescriptorRing:
 
     def _try_push(self, descriptors: Any) -> int:
         if type(descriptors) is not self._is_tensor:  # an array, such as NumPy's
-            import torch
-
             try:
                 descriptors = torch.as_tensor(descriptors, device="cpu")  # whatever torch's default
             except (TypeError, ValueError, RuntimeError):
@@ -316,7 +299,7 @@ class DescriptorRing:
         self._publish(count)
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
-        number = count_arg(call, "ticket", ticket, least=0)
+        number = int_arg(call, "ticket", ticket, 0)
         pushed = self.num_pushed
         if number >= pushed:
             raise ValueError(f"{call}: ticket: {number}, expected below the {pushed} pushes so far")
@@ -352,8 +335,6 @@ def _slice_us(deadline: float) -> int:
 
 def _zeros_on(device: torch.device, num_bytes: int) -> torch.Tensor:
     """Return zeros that every stream finds."""
-    import torch
-
     zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.current_stream(device).synchronize()
     return zeros
@@ -368,8 +349,6 @@ def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def _field(dtype: str, column: int, doc: str) -> property:
     def field(self: RingSlot) -> torch.Tensor:
-        import torch
-
         return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
 
     return property(field, doc=doc)
@@ -402,7 +381,7 @@ class RingSlot:
         call = "RingSlot.publish"
         count = self._open(call).shape[0]
         if num_descriptors is not None:
-            count = count_arg(call, "num_descriptors", num_descriptors, count)
+            count = int_arg(call, "num_descriptors", num_descriptors, 1, count)
         self._bytes = None
         self._finish(count)
         return self.ticket

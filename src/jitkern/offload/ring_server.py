@@ -9,12 +9,12 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from jitkern.host import module as host
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
-    import torch
-
     from jitkern.offload.ring import DescriptorRing
 
 CALL = "DescriptorRing.serve"
@@ -47,8 +47,6 @@ class RingServer:
 
     def stop(self) -> None:
         """End the kernel and wait for that; it completes the push that it has begun with."""
-        import torch
-
         if self._ended is not None:
             self._tell()
             self._ended.synchronize()
@@ -59,8 +57,6 @@ class RingServer:
         self._ring = None
 
     def __enter__(self) -> RingServer:
-        import torch
-
         ring = self._ring
         if ring is None:
             raise RuntimeError(f"{CALL}: the server has ended; make another one")
@@ -100,15 +96,11 @@ def _tell(stop: torch.Tensor, pid: int) -> None:
 
 
 def _pinned_zero() -> torch.Tensor:
-    import torch
-
     return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 @cache
 def _stream_of(device: torch.device) -> Any:
     """Return the stream of a device's servers: torch would hand out its own to others, too."""
-    import torch
-
     made = host.module()["make_ring_stream"](device.index)
     return torch.cuda.ExternalStream(made, device=device)  # type: ignore[no-untyped-call]
