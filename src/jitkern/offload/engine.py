@@ -10,15 +10,17 @@ from operator import index
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from jitkern.comm.args import choice_arg, int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.host.faults import check
 from jitkern.offload import memory
 from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.copy_blocks import copy_blocks
 
-Blocks = int | Sequence[int] | torch.Tensor
+Blocks = int | Sequence[int] | Tensor
 """Numbers of blocks or slots."""
 
 _CALL = "OffloadEngine"
@@ -30,7 +32,7 @@ _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the displa
 _SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
 
 
-class OffloadEngine:
+class OffloadEngine(Closing):
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
     A call is one call of ``copy_blocks`` for K and V of its blocks, asynchronous on
@@ -115,12 +117,12 @@ class OffloadEngine:
             self._cpu = used.tensor(shape, dtype)
             part = 1 - self._block_dim
             if self.kind == "kv":
-                self.cpu_cache: torch.Tensor = self._cpu
-                self.gpu_cache: torch.Tensor = self._gpu
-                self.cpu_k: torch.Tensor = self._cpu.select(part, 0)
-                self.cpu_v: torch.Tensor = self._cpu.select(part, 1)
-                self.gpu_k: torch.Tensor = self._gpu[0]
-                self.gpu_v: torch.Tensor = self._gpu[1]
+                self.cpu_cache: Tensor = self._cpu
+                self.gpu_cache: Tensor = self._gpu
+                self.cpu_k: Tensor = self._cpu.select(part, 0)
+                self.cpu_v: Tensor = self._cpu.select(part, 1)
+                self.gpu_k: Tensor = self._gpu[0]
+                self.gpu_v: Tensor = self._gpu[1]
             else:
                 self.cpu_cache, self.gpu_cache = self._cpu.select(part, 0), self._gpu[0]
             if on_gpu:  # loads on other streams come after the zeros
@@ -128,7 +130,7 @@ class OffloadEngine:
         self._own_pool = used if pool is None else None
         self._is_open = True
         # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.
-        self._views: dict[tuple[int | None, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -175,9 +177,7 @@ class OffloadEngine:
         """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as ``load``."""
         self._move("store", False, slots, blocks, layer, num_tokens)
 
-    def load_blocks_into(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
-    ) -> None:
+    def load_blocks_into(self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None) -> None:
         """Copy blocks to a tensor of the caller's, such as a slot of a ``SlotPipeline``.
 
         The tensor is on the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for
@@ -187,7 +187,7 @@ class OffloadEngine:
         self._move("load_blocks_into", True, None, blocks, layer, None, tensor)
 
     def store_blocks_from(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
+        self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
         self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
@@ -236,12 +236,6 @@ class OffloadEngine:
         self._views.clear()
         for name in ("_cpu", "_gpu", *_CACHES):
             self.__dict__.pop(name, None)
-
-    def __enter__(self) -> OffloadEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if not self._is_open:
@@ -314,22 +308,13 @@ class OffloadEngine:
                     stream.synchronize()
             shown(what, 1.0)
 
-    def _copy(
-        self,
-        to_gpu: bool,
-        pairs: torch.Tensor,
-        gpu: torch.Tensor,
-        cpu: torch.Tensor,
-        method: Any,
-    ) -> None:
+    def _copy(self, to_gpu: bool, pairs: Tensor, gpu: Tensor, cpu: Tensor, method: Any) -> None:
         if to_gpu:
             copy_blocks(cpu, gpu, pairs, src_block_dim=self._block_dim, method=method)
         else:
             copy_blocks(gpu, cpu, pairs, dst_block_dim=self._block_dim, method=method)
 
-    def _sides(
-        self, layer: int | None, num_tokens: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sides(self, layer: int | None, num_tokens: int | None) -> tuple[Tensor, Tensor]:
         """Return what ``copy_blocks`` takes of both caches; K and V are as twice the layers."""
         found = self._views.get((layer, num_tokens))
         if found is None:
@@ -342,9 +327,9 @@ class OffloadEngine:
             self._views[layer, num_tokens] = found
         return found
 
-    def _flat(self, call: str, tensor: Any, layer: int | None) -> torch.Tensor:
+    def _flat(self, call: str, tensor: Any, layer: int | None) -> Tensor:
         """Return a tensor of the caller's as ``[parts * layers, blocks, ...]``."""
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise TypeError(f"{call}: tensor: {type(tensor).__name__}, expected a Tensor")
         if tensor.device != self.device:
             raise ValueError(f"{call}: tensor: device {tensor.device}, expected {self.device}")
@@ -364,7 +349,7 @@ class OffloadEngine:
 
     def _pairs(
         self, call: str, to_gpu: bool, slots: Any, blocks: Any, num_places: int
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return the pairs of (source, target), None if there are none.
 
         Numbers on the host are checked; for those on the GPU a kernel that makes pairs is queued.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from jitkern.comm.args import int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.host import module as host
 from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.depth import DepthController
@@ -116,7 +117,7 @@ class Slot:
     block: Any = None
 
 
-class Run(Iterator[Slot]):
+class Run(Closing, Iterator[Slot]):
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
     The run begins with the first slot that is asked for, and is for the thread that asks. It ends
@@ -136,12 +137,6 @@ class Run(Iterator[Slot]):
     def close(self) -> None:
         """End the run, if it goes on."""
         self._steps.close()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from jitkern import fs
 from jitkern.comm.args import int_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
+from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import ShareError
 from jitkern.offload import memory
@@ -90,7 +91,7 @@ class PoolStats:
     is_registered: bool  # false without a GPU, and once the pool is closed
 
 
-class PinnedPool:
+class PinnedPool(Closing):
     """Pinned host memory of exactly the size that is asked for, cut into tensors.
 
     Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
@@ -206,12 +207,6 @@ class PinnedPool:
             self._memory = None
             self.stats = replace(self.stats, is_registered=False)
             self._close_fd()
-
-    def __enter__(self) -> PinnedPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         stats = self.stats

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from jitkern.comm.args import int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.errors import name_unreadable
 from jitkern.fs import make_memory
 from jitkern.host import module as host
@@ -35,7 +37,7 @@ _WAIT_S = 10.0
 _PUSH = "DescriptorRing.push"
 
 
-class DescriptorRing:
+class DescriptorRing(Closing):
     """Slots of descriptors in pinned host memory, which a CPU thread fills and a consumer empties.
 
     A descriptor says which bytes of a source go where in a destination. A push writes descriptors
@@ -80,7 +82,7 @@ class DescriptorRing:
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._memory = PinnedMemory(num_bytes, self._fd)
         self._memory.register()
-        self._bytes: torch.Tensor = self._memory.tensor
+        self._bytes: Tensor = self._memory.tensor
         made = module["make_ring"](self._bytes, num_slots, most)
         self._push, self._reserve, self._publish = made[:3]
         self._await_free, self._await_done, self._consume, self._next = made[3:]
@@ -89,7 +91,6 @@ class DescriptorRing:
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
         self._reserved_by = 0  # a thread
         self._server: RingServer | None = None
-        self._is_tensor = torch.Tensor
         self._is_open = True
         _open.add(self)
 
@@ -147,13 +148,6 @@ class DescriptorRing:
 
         `num_descriptors` are by default as many as a slot has room for; `timeout_s` is as of
         ``push``. A slot that is dropped is cancelled.
-
-        Examples
-        --------
-        >>> with ring.reserve(2) as slot:  # doctest: +SKIP
-        ...     slot.src_off[:] = torch.tensor([0, 4096])
-        ...     slot.len[:] = 512
-        >>> ring.wait(slot.ticket)  # doctest: +SKIP
         """
         call, count = "DescriptorRing.reserve", self.max_descriptors
         if num_descriptors is not None:
@@ -163,8 +157,7 @@ class DescriptorRing:
         index = ticket % self.num_slots
         begin = self._first + index * self._slot_bytes
         part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES]
-        descriptors = part.view(count, _DESCRIPTOR_BYTES)
-        return RingSlot(index, ticket, descriptors, self._finish)
+        return RingSlot(index, ticket, part.view(count, _DESCRIPTOR_BYTES), self._finish)
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
@@ -181,19 +174,14 @@ class DescriptorRing:
                 raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
     def serve(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        num_sms: int = 1,
-        idle_timeout_s: float = _WAIT_S,
+        self, src: Tensor, dst: Tensor, *, num_sms: int = 1, idle_timeout_s: float = _WAIT_S
     ) -> RingServer:
-        """Return a server, as the context in which a kernel consumes what is pushed.
+        """Return a server: in its ``with`` body a kernel consumes what is pushed.
 
         The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
         What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
         and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
-        There is one server on a device, and no ``unpack`` on its ring meanwhile.
+        One server per device, and no ``unpack`` on its ring meanwhile.
 
         Parameters
         ----------
@@ -228,15 +216,12 @@ class DescriptorRing:
         self._next()  # raises once it is closed
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = f"{self.num_pushed} pushed" if self._is_open else "closed"
         slots = f"{self.num_slots} slots of {self.max_descriptors} descriptors"
         return f"DescriptorRing({slots} on {self.device}, {state})"
 
-    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None:
+    def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None:
         """Do what ``unpack`` does of a ring."""
         if type(num_slots) is not int or num_slots != 1:
             num_slots = int_arg("unpack", "num_slots", num_slots, 1, self.num_slots)
@@ -252,7 +237,7 @@ class DescriptorRing:
         dispatch.wrote(dst)
 
     def _try_push(self, descriptors: Any) -> int:
-        if type(descriptors) is not self._is_tensor:  # an array, such as NumPy's
+        if type(descriptors) is not Tensor:  # an array, such as NumPy's
             try:
                 descriptors = torch.as_tensor(descriptors, device="cpu")  # whatever torch's default
             except (TypeError, ValueError, RuntimeError):
@@ -294,7 +279,7 @@ class DescriptorRing:
             raise RuntimeError(f"{call}: {text}")
 
     def _finish(self, count: int) -> None:
-        """End a reservation: push so many descriptors, or nothing (-1)."""
+        """End a reservation: push `count` descriptors; -1: push nothing."""
         self._reserved_by = 0
         self._publish(count)
 
@@ -333,14 +318,14 @@ def _slice_us(deadline: float) -> int:
     return max(0, int(1e6 * min(_SLICE_S, deadline - time.monotonic())))
 
 
-def _zeros_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+def _zeros_on(device: torch.device, num_bytes: int) -> Tensor:
     """Return zeros that every stream finds."""
     zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.current_stream(device).synchronize()
     return zeros
 
 
-def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+def _require_writable(call: str, dst: Tensor, src: Tensor) -> None:
     """Raise for a write that PyTorch would have to see, but does not."""
     if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
         dispatch.refuse(call, {"dst": dst}, {"src": src})
@@ -348,7 +333,7 @@ def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _field(dtype: str, column: int, doc: str) -> property:
-    def field(self: RingSlot) -> torch.Tensor:
+    def field(self: RingSlot) -> Tensor:
         return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
 
     return property(field, doc=doc)
@@ -362,11 +347,11 @@ class RingSlot:
     """
 
     def __init__(
-        self, index: int, ticket: int, bytes_: torch.Tensor, finish: Callable[[int], object]
+        self, index: int, ticket: int, bytes_: Tensor, finish: Callable[[int], object]
     ) -> None:
         self.index: int = index
         self.ticket: int = ticket
-        self._bytes: torch.Tensor | None = bytes_  # a row for each descriptor
+        self._bytes: Tensor | None = bytes_  # a row for each descriptor
         self._finish = finish
 
     src_off = _field("int64", 0, "Offset of the first row in the source, in bytes: int64.")
@@ -412,7 +397,7 @@ class RingSlot:
         state = "pushed or cancelled" if self._bytes is None else "being written"
         return f"RingSlot({self.index}, ticket {self.ticket}, {state})"
 
-    def _open(self, call: str) -> torch.Tensor:
+    def _open(self, call: str) -> Tensor:
         if self._bytes is None:
             raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
         return self._bytes
