@@ -93,11 +93,8 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     return torch.device("cuda", number)
 
 
-# -- how ranks meet --------------------------------------------------------------------------------
-
-
 def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, int, int]:
-    """Return a group's store, or the one that is given, and this process's rank and size."""
+    """Return the store of a group, or the given one, and this process's rank and size."""
     if isinstance(group, c10d.Store):
         size = int_arg(call, "size", size, 1)
         return group, int_arg(call, "rank", rank, 0, size - 1), size
@@ -125,11 +122,8 @@ def serves(store: Any, rank: int) -> bool:
     return is_tcp and is_first and not dist.is_torchelastic_launched()
 
 
-# -- of a call -------------------------------------------------------------------------------------
-
-
 def namespace(found: Any) -> Any:
-    """Return a map that comes from C++ as an object with its keys as attributes."""
+    """Return a map from C++ as an object with its keys as attributes."""
     return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
@@ -142,9 +136,9 @@ def call_cpp(
     read: tuple[Any, ...] = (),
     indices: tuple[Any, ...] = (),
 ) -> Any:
-    """Call C++, and return what it returns: any result but None and 0 says that it was not made.
+    """Call C++ and return its result: None or 0 if the call was made.
 
-    ``names`` are those of what is written, read, and an index. Raises RuntimeError if PyTorch would
+    ``names`` are those of what is written, read and an index. Raises RuntimeError if PyTorch would
     have to see the call.
     """
     if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
@@ -162,9 +156,6 @@ def call_cpp(
     if not result:
         dispatch.wrote(*written)
     return result
-
-
-# -- of a call of TorchCommunicator ----------------------------------------------------------------
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:

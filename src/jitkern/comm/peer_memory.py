@@ -35,9 +35,9 @@ class PeerMemory(Closing):
     ``addresses[r]``. It starts as zeros. Ordering is up to the caller: a reader must come after the
     writer, by ``barrier`` and streams, or by flags.
 
-    If a step fails on one rank, all ranks raise an error of the same kind, and nothing is left. A
-    rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
-    the GPU. A forked child does not have the memory: touching it is SIGSEGV.
+    If a step fails on one rank, all ranks raise an error of the same kind. A rank keeps the memory
+    until it has closed it and dropped its last tensor; that call waits for the GPU. A forked child
+    does not have the memory: touching it is SIGSEGV.
 
     Parameters
     ----------
@@ -104,8 +104,6 @@ class PeerMemory(Closing):
             self._rendezvous.fail(error)
             raise
 
-    # -- memory ------------------------------------------------------------------------------------
-
     def tensor(
         self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> torch.Tensor:
@@ -140,8 +138,6 @@ class PeerMemory(Closing):
         base = self._usable("addresses").base()
         return tuple(base + rank * self.share_bytes for rank in range(self.size))
 
-    # -- all ranks ---------------------------------------------------------------------------------
-
     def barrier(self) -> None:
         """Return when all ranks have called it. The host waits, and for no GPU.
 
@@ -165,8 +161,6 @@ class PeerMemory(Closing):
         state = ", closed" if self._range is None else ""
         where = f"rank {self.rank} of {self.size} on {self.device}"
         return f"PeerMemory({self.num_bytes} bytes of each rank, {where}{state})"
-
-    # -- private -----------------------------------------------------------------------------------
 
     def _usable(self, call: str) -> Any:
         if os.getpid() != self._pid:
@@ -205,9 +199,6 @@ def as_torch(view: Any) -> torch.Tensor:
     """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
     tensor: torch.Tensor = from_dlpack(view.__dlpack__())
     return tensor
-
-
-# -- devices and hosts -----------------------------------------------------------------------------
 
 
 def _gpu_facts(ordinal: int) -> dict[str, Any]:

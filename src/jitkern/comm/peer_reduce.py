@@ -21,8 +21,6 @@ from jitkern.jit.template import KernelConfig, make_cpp_args
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
 
-# -- kernels ---------------------------------------------------------------------------------------
-
 MAX_RANKS = 8
 """kMostPeers of csrc/comm/peer_reduce.h."""
 WAYS = ("one_shot", "two_shot", "scatter", "meet")

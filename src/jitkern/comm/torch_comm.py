@@ -65,8 +65,6 @@ class TorchCommunicator(Closing):
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
 
-    # -- the calls ---------------------------------------------------------------------------------
-
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
         self._check("all_reduce", x=x)
@@ -136,8 +134,6 @@ class TorchCommunicator(Closing):
         if x.device.type != "cpu":
             torch.cuda.current_stream(x.device).synchronize()
 
-    # -- the end -----------------------------------------------------------------------------------
-
     def abort(self) -> None:
         """Abort running calls, here and in the other ranks; any thread may.
 
@@ -154,8 +150,6 @@ class TorchCommunicator(Closing):
         self._rendezvous.close()
 
     destroy = close
-
-    # -- one call ----------------------------------------------------------------------------------
 
     def _check(self, call: str, **tensors: Any) -> None:
         self._rendezvous.check(call)

@@ -231,21 +231,21 @@ class SlotPipeline:
             From the first iteration: the pipeline is closed or broken, in use by another thread, or
             has a run that is not over.
         """
-        return self._run_of(blocks, copy, None)
+        return Run(partial(self._go, blocks, copy, None))
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Give out slots for the body to write, and copy each to its block afterwards.
 
         ``copy(slot.tensor, block)`` queues that copy; the rest is as of ``load``.
         """
-        return self._run_of(blocks, None, copy)
+        return Run(partial(self._go, blocks, None, copy))
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Copy blocks into slots, which the body changes, and store them back.
 
         A block is loaded before earlier ones are stored: they must not share memory.
         """
-        return self._run_of(blocks, load, store)
+        return Run(partial(self._go, blocks, load, store))
 
     def fork(self) -> None:
         """Have later copies wait for all work queued on the compute stream.
@@ -296,9 +296,6 @@ class SlotPipeline:
         return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
     # -- runs --------------------------------------------------------------------------------------
-
-    def _run_of(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
-        return Run(partial(self._go, blocks, load, store))
 
     def _go(
         self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]

@@ -124,10 +124,10 @@ class PinnedPool(Closing):
     """
 
     stats: PoolStats
-    _used: int
-    _memory: PinnedMemory | None
-    _shared: tuple[str, int] | None  # its name, and a descriptor of it
-    _close_fd: Callable[[], object]
+    _used = 0  # bytes, by tensors
+    _memory: PinnedMemory | None = None
+    _shared: tuple[str, int] | None = None  # its name, and a descriptor of it
+    _close_fd: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -153,8 +153,8 @@ class PinnedPool(Closing):
         `handle` is the ``handle`` of an open shared pool of this user on this node.
         """
         if not isinstance(handle, PoolHandle):
-            what = type(handle).__name__
-            raise TypeError(f"PinnedPool.attach: handle: {what}, expected a PoolHandle")
+            given = type(handle).__name__
+            raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
         fd = handle.open()
         try:
             pool = cls.__new__(cls)
@@ -210,9 +210,8 @@ class PinnedPool(Closing):
 
     def __repr__(self) -> str:
         stats = self.stats
-        state = (
-            "closed" if self._memory is None else "pinned" if stats.is_registered else "pageable"
-        )
+        state = "pinned" if stats.is_registered else "pageable"
+        state = "closed" if self._memory is None else state
         node = "" if stats.numa_node is None else f" on node {stats.numa_node}"
         registered = f", registered in {stats.register_s:.2f} s" if stats.register_s else ""
         size = memory.size_text(stats.num_bytes)
@@ -246,9 +245,7 @@ class PinnedPool(Closing):
         self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
     ) -> None:
         """Touch and register it, each step with the other ranks if there are any."""
-        self._pid, self._used = os.getpid(), 0
-        self._memory = self._shared = None
-        self._close_fd = lambda: None
+        self._pid = os.getpid()
         with memory.display(num_bytes, progress) as shown:
             if met is None:
                 made = PinnedMemory(num_bytes, fd, shown=shown)

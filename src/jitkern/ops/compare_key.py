@@ -31,7 +31,7 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
     One step down a radix tree of cached prefixes: ``x`` is the request, of which ``start`` tokens
-    are matched already, and ``y`` is the node's key. After mini-sglang.
+    are matched already, and ``y`` is the node's key. Items count from ``start``. After mini-sglang.
 
     Parameters
     ----------
@@ -41,11 +41,6 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
         Where to begin in ``x``, 0 to ``x_length``.
     page_size : int
         The result is rounded down to a multiple of it, 1 or more.
-
-    Returns
-    -------
-    int
-        Items, counted from ``start``.
 
     Raises
     ------

@@ -29,8 +29,8 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    With ``line_aligned``, 0 or 1, it is that of large calls of a table in host memory, where small
-    calls run the same kernel as on one in device memory.
+    With ``line_aligned``, 0 or 1: of large calls on a table in host memory. Small calls run the
+    same kernel on host and device memory.
     """
     if line_aligned < 0:
         splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
@@ -113,7 +113,8 @@ def indexing(
         memory. A negative index gives zeros. A tensor that is not contiguous is copied.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``.
+        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``. It is
+        returned; default: a new tensor.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. Other indices give zeros, so that a sum over ranks is the whole
@@ -124,11 +125,6 @@ def indexing(
     vocab_size : int, optional
         With ``vocab_range``: the number of indices over all ranks. Larger ones raise as they do
         without ``vocab_range``; without it they are zeros.
-
-    Returns
-    -------
-    Tensor
-        ``output``, or a new tensor.
 
     Raises
     ------
@@ -173,11 +169,10 @@ def indexing(
             if not spread or not hasattr(indices, "new_empty"):
                 # The new output, too: under torch.func.grad of something else it is a wrapper.
                 tensors = {"weights": weights, "indices": indices, "output": result}
-                named = {"vocab_range": vocab_range, "added_range": added_range}
-                lists = {n: r for n, r in named.items() if isinstance(r, (list, tuple))}
-                ints: dict[str, Any] = {
-                    f"{n}[{i}]": one for n, r in lists.items() for i, one in enumerate(r)
-                }
+                ints: dict[str, Any] = {}
+                for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
+                    if isinstance(given, (list, tuple)):
+                        ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
                 ints["vocab_size"] = vocab_size
                 expected = dict.fromkeys(ints, "an int")
                 dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)

@@ -130,7 +130,7 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    ``merge_states`` of two; see there for dtypes, memory, empty partials and errors. After
+    ``merge_states`` of two; see there for dtypes, memory, results, empty partials and errors. After
     vLLM's ``merge_attn_states`` and FlashInfer's ``merge_state``.
 
     Parameters
@@ -145,11 +145,6 @@ def merge_state(
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The merged result and its LSE; None with ``lse=False``.
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
