@@ -92,9 +92,8 @@ class PeerMemory(Closing):
             **({"_page_bytes": HOST_PAGE_BYTES} if ordinal < 0 else _gpu_facts(ordinal)),
         }
         self._rendezvous = Rendezvous(
-            *(_user, group, rank, size),
-            timeout_s=timeout_s, position=self._position, facts=facts,
-        )  # fmt: skip
+            _user, group, rank, size, timeout_s=timeout_s, position=self._position, facts=facts
+        )
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
         try:

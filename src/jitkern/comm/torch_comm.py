@@ -20,7 +20,7 @@ from jitkern.ops import dispatch
 dist: Any = torch.distributed
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
-_LEFT_S = 1.0  # for a thread of gloo to leave a call whose connections are closed
+_LEFT_S = 1.0  # for a thread of gloo to leave a call after its connections are closed
 _LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
 
 
@@ -58,10 +58,10 @@ class TorchCommunicator(Closing):
             self._devices.append(torch.device("cpu"))
         if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
             self._devices.append(torch.device("cuda", torch.cuda.current_device()))
+        facts = {"backends": backends}
         self._rendezvous = Rendezvous(
-            *(call, group, None, None),
-            timeout_s=timeout_s, position=self._position, facts={"backends": backends},
-        )  # fmt: skip
+            call, group, None, None, timeout_s=timeout_s, position=self._position, facts=facts
+        )
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
 

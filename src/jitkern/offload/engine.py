@@ -29,7 +29,7 @@ _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 _LAYOUTS = ("layer_first", "block_first")
 _METHODS = ("auto", "sm", "engine")
 _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
-_SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
+_SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a second
 
 
 class OffloadEngine(Closing):

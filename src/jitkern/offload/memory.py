@@ -21,12 +21,12 @@ from jitkern.host import module as host
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _MAX_THREADS = 32  # 8 back 38 GB/s of used memory, 16 52: what is left is the kernel's zeroing
-# A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
+# A step of the first touch; the display and Ctrl-C come in between.
 _TOUCH_BYTES = _GIB
-_SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
+_SHOWN_BYTES = 4 * _GIB  # progress is shown from this size on
 
 Shown = Callable[[str, float], None]
-"""Is told what is being done, and which part of it is."""
+"""Is told the step, and the part of it that is done, 0 to 1."""
 
 
 def _show_nothing(what: str, done: float) -> None:

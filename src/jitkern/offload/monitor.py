@@ -21,16 +21,16 @@ from jitkern.offload.depth import Iteration
 _log = logging.getLogger("jitkern.offload")
 
 _ROW = struct.Struct("9d")  # of csrc/offload/slot_times.h
-_BATCH = 16  # iterations that are read in one call, in which the pipeline's thread may wait
+_BATCH = 16  # iterations that are read in one call; the pipeline's thread may wait for it
 _SHOWN = 1024  # iterations of a timeline, at most
-_HYSTERESIS = 1.1  # the ratio, in units of the limit, after which the next alarm may come
+_HYSTERESIS = 1.1  # times `min_ratio`: the ratio needed before the next alarm
 
 _CALL = "OverlapMonitor"
 
 
 @dataclass(frozen=True)
 class OverlapSnapshot:
-    """What an ``OverlapMonitor`` knows at one time. NaN: nothing is known yet."""
+    """Figures of an ``OverlapMonitor`` at one time; NaN: not known yet."""
 
     name: str
     iterations: int  # queued so far, also those still under way

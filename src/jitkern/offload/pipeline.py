@@ -24,8 +24,8 @@ Copy = Callable[[torch.Tensor, Any], object]
 """Queues the copy between a slot's tensor and a block on torch's current stream."""
 
 _CALL = "SlotPipeline"
-# Iterations between two reads of times. One read takes up to twice as many: more of them would keep
-# the host, and with it the GPU, from the run that has just begun.
+# Iterations between two reads of times. A read takes at most twice as many: more would delay the
+# host, and so the GPU, at the begin of a run.
 _EVERY = 8
 _MAX_SLOTS = 4096
 _END = object()

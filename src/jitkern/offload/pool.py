@@ -55,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True)
 class PoolHandle:
-    """By this a process that is none of the ranks attaches to a pool; it can be pickled.
+    """Lets a process that is not one of the ranks attach to a pool; it can be pickled.
 
     The pool has to be open in process `pid`, as descriptor `fd`.
     """
@@ -189,7 +189,7 @@ class PinnedPool(Closing):
 
     @property
     def handle(self) -> PoolHandle:
-        """What ``attach`` takes in a process that is none of the ranks; picklable."""
+        """What ``attach`` takes in a process that is not one of the ranks; picklable."""
         self._usable("handle")
         if self._shared is None:
             raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")
@@ -266,7 +266,7 @@ def _memory_name(name: str) -> str:
 
 @contextmanager
 def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
-    """The ranks of a shared pool while they make it; an error of any rank is a ShareError."""
+    """Meet the ranks of a shared pool while they make it; an error of any is a ShareError."""
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
         expected = "1 to 200 letters, digits, '.', '_', '+' and '-'"
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")

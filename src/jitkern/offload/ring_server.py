@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jitkern.offload.ring import DescriptorRing
 
 CALL = "DescriptorRing.serve"
-# By device: a second one would take more SMs from the kernels that compute.
+# By device: a second server would take more SMs from the model's kernels.
 _servers: dict[int, weakref.ref[RingServer]] = {}
 
 
@@ -66,8 +66,7 @@ class RingServer:
         if other is not None and other.is_running:
             raise RuntimeError(f"{CALL}: {self._device} has a server; end that one first")
         ring._next()  # raises once it is closed
-        # The last that is registered is the first to be called: before whatever else waits for the
-        # device at exit, as pools do.
+        # atexit calls the last one first: before pools, which wait for the device.
         atexit.unregister(_stop_all)
         atexit.register(_stop_all)
         _servers[self._device.index] = weakref.ref(self)
