@@ -46,14 +46,6 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     ------
     TypeError, ValueError
         ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
-
-    Examples
-    --------
-    >>> request = torch.tensor([5, 6, 7, 8, 9, 10])
-    >>> jitkern.fast_compare_key(request, torch.tensor([5, 6, 7, 1]))
-    3
-    >>> jitkern.fast_compare_key(request, torch.tensor([7, 8, 9, 1]), start=2, page_size=2)
-    2
     """
     try:
         return _op(x, y, start, page_size)

@@ -137,13 +137,6 @@ def indexing(
         An index of ``num_rows`` or more (with ``vocab_range``: of ``vocab_size`` or more). On the
         CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
         the device or ``check`` raises.
-
-    Examples
-    --------
-    >>> weights = torch.randn(128256, 4096, device="cuda", dtype=torch.bfloat16)
-    >>> tokens = torch.tensor([1, 5, 128255], device="cuda")
-    >>> jitkern.indexing(weights, tokens).shape
-    torch.Size([3, 4096])
     """
     if dispatch.in_inference_mode() or (
         not dispatch.wants_gradient(weights)

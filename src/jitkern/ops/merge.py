@@ -217,14 +217,6 @@ def merge_states(
     RuntimeError
         `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
         outside of inference mode.
-
-    Examples
-    --------
-    >>> outs = [torch.full((1, 1, 2), float(i)) for i in range(3)]
-    >>> lses = [torch.zeros(1, 1), torch.zeros(1, 1), torch.full((1, 1), -torch.inf)]
-    >>> out, lse = jitkern.merge_states(outs, lses, base="2")
-    >>> out.tolist(), lse.tolist()
-    ([[[0.5, 0.5]]], [[1.0]])
     """
     is_list = isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple))
     partials = (outs, lses)

@@ -105,11 +105,4 @@ def swap_rows(
     ------
     TypeError, ValueError, RuntimeError, IndexError
         As ``h2d_gather``, for a triple instead of a pair.
-
-    Examples
-    --------
-    >>> host = torch.randn(300_000, 328).bfloat16().pin_memory()
-    >>> cache = torch.randn(4096, 328, device="cuda").bfloat16()
-    >>> triples = torch.tensor([[7, 0, 299_999], [8, 1, -1], [-1, 2, 9]], device="cuda")
-    >>> jitkern.swap_rows(host, cache, triples)
     """

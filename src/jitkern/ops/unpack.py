@@ -171,14 +171,6 @@ def unpack(
         ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise it is
         skipped, and the next jitkern call on the device or ``check`` raises. A ring's
         call that raises an earlier error was made: do not repeat it for the same pushes.
-
-    Examples
-    --------
-    >>> staging = torch.arange(64, dtype=torch.uint8)
-    >>> slab = torch.zeros(64, dtype=torch.uint8)
-    >>> jitkern.unpack(staging, slab, torch.tensor([[0, 7, 3], [10, 1, 2]]))
-    >>> slab[:12].tolist()
-    [0, 10, 11, 0, 0, 0, 0, 0, 1, 2, 0, 0]
     """
     if type(descriptors) is _ring_type:
         if count is not None:
