@@ -15,8 +15,9 @@ from tvm_ffi.error import register_error
 from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops.pairs import load_entries
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
@@ -45,14 +46,10 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     in_flight = IN_FLIGHT[ranks] if several else 1
     args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
-    module = load_own(
-        "peer_reduce",
-        *args,
-        device_files=["comm/peer_reduce.cu"],
-        device_wrappers=[(name, f"jitkern::PeerReduce<{args}>")],
-    )
+    entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
+    module = load_entries("peer_reduce", "peer_reduce.cu", entries, args, in_flight, "comm")
     module.hint = record_hint  # `jitkern warm` has no option for it
-    return module.launched_with(_CONFIG, in_flight=in_flight)
+    return module
 
 
 host.builds("peer_reduce", kernel)

@@ -132,8 +132,6 @@ class OffloadEngine(Closing):
         # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.
         self._views: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
 
-    # -- blocks ------------------------------------------------------------------------------------
-
     def load(
         self,
         slots: Blocks,
@@ -164,7 +162,7 @@ class OffloadEngine(Closing):
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
         """
-        self._move("load", True, slots, blocks, layer, num_tokens)
+        self._move("load", slots, blocks, layer, num_tokens)
 
     def store(
         self,
@@ -175,7 +173,7 @@ class OffloadEngine(Closing):
         num_tokens: int | None = None,
     ) -> None:
         """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as ``load``."""
-        self._move("store", False, slots, blocks, layer, num_tokens)
+        self._move("store", slots, blocks, layer, num_tokens)
 
     def load_blocks_into(self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None) -> None:
         """Copy blocks to a tensor of the caller's, such as a slot of a ``SlotPipeline``.
@@ -184,17 +182,17 @@ class OffloadEngine(Closing):
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
         Block i goes to place i of at least as many. The rest is as of ``load``.
         """
-        self._move("load_blocks_into", True, None, blocks, layer, None, tensor)
+        self._move("load_blocks_into", None, blocks, layer, None, tensor)
 
     def store_blocks_from(
         self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
-        self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
+        self._move("store_blocks_from", None, blocks, layer, None, tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
-        self._move_all("load_all", True, first_block, progress)
+        self._move_all("load_all", first_block, progress)
 
     def store_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
@@ -204,7 +202,7 @@ class OffloadEngine(Closing):
         terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
         an index out of range: nothing was queued.
         """
-        self._move_all("store_all", False, first_block, progress)
+        self._move_all("store_all", first_block, progress)
 
     # Names that other engines have for these.
     load_to_slot_all_layers = load
@@ -251,20 +249,11 @@ class OffloadEngine(Closing):
         if not self._is_open:
             raise RuntimeError(f"{call}: the engine is closed; make another one")
 
-    # -- how ---------------------------------------------------------------------------------------
-
     def _move(
-        self,
-        name: str,
-        to_gpu: bool,
-        slots: Any,
-        blocks: Any,
-        layer: Any,
-        num_tokens: Any,
-        tensor: Any = None,
+        self, name: str, slots: Any, blocks: Any, layer: Any, num_tokens: Any, tensor: Any = None
     ) -> None:
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
-        call = f"{_CALL}.{name}"
+        call, to_gpu = f"{_CALL}.{name}", name.startswith("load")
         self._require_open(call)
         if layer is not None:
             layer = int_arg(call, "layer", layer, 0, self.num_layers - 1, error=IndexError)
@@ -277,9 +266,9 @@ class OffloadEngine(Closing):
         if pairs is not None:
             self._copy(to_gpu, pairs, gpu, cpu, self._method)
 
-    def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
+    def _move_all(self, name: str, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
-        call, count = f"{_CALL}.{name}", self.num_slots
+        call, count, to_gpu = f"{_CALL}.{name}", self.num_slots, name.startswith("load")
         self._require_open(call)
         most = self.num_cpu_blocks - count
         first = int_arg(call, "first_block", first, 0, most, error=IndexError)

@@ -36,13 +36,8 @@ def _show_nothing(what: str, done: float) -> None:
 class PinnedMemory:
     """Bytes that one or several processes map, as `tensor`; the last tensor gives them back.
 
-    Parameters
-    ----------
-    num_bytes : int
-    fd : int
-        A descriptor of the memory; by default it is private.
-    rank, num_ranks : int
-        Each rank touches its part only, on the node of its GPU as far as that has room.
+    ``fd`` is a descriptor of the memory; by default it is private. Each rank touches its part only,
+    on the node of its GPU as far as that has room.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from jitkern.host import module as host
 from jitkern.ops import dispatch
@@ -29,9 +30,7 @@ class RingServer:
     after its copies. It ends with the body, or if no push comes for the idle timeout.
     """
 
-    def __init__(
-        self, ring: DescriptorRing, launch: Callable[..., None], dst: torch.Tensor
-    ) -> None:
+    def __init__(self, ring: DescriptorRing, launch: Callable[..., None], dst: Tensor) -> None:
         self._ring: DescriptorRing | None = ring
         self._launch, self._dst, self._device = launch, dst, ring.device
         self._stop = _pinned_zero()
@@ -88,13 +87,13 @@ def _stop_all() -> None:
             server._tell()
 
 
-def _tell(stop: torch.Tensor, pid: int) -> None:
+def _tell(stop: Tensor, pid: int) -> None:
     """Have a kernel end; a forked child has no part of it, nor of the memory."""
     if os.getpid() == pid:
         stop.fill_(1)
 
 
-def _pinned_zero() -> torch.Tensor:
+def _pinned_zero() -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
