@@ -84,7 +84,7 @@ class PeerMemory(Closing):
         self._num_barriers, self._pid = 0, os.getpid()
         ordinal = -1 if self.device.index is None else self.device.index
         facts = {
-            "num_bytes": num_bytes,
+            "num_bytes": self.num_bytes,
             "device": self.device.type,
             **(_same or {}),  # further settings that all ranks must share
             "_ordinal": ordinal,
@@ -97,7 +97,7 @@ class PeerMemory(Closing):
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
         try:
-            self.share_bytes: int = _share_bytes(num_bytes, self._rendezvous.peers)
+            self.share_bytes: int = _share_bytes(self.num_bytes, self._rendezvous.peers)
             self._range: Any = _make_range(self._rendezvous, self.share_bytes)
         except BaseException as error:
             self._rendezvous.fail(error)

@@ -98,17 +98,18 @@ class PeerReducer:
     ) -> None:
         call = "PeerReducer"
         self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
-        self.rank: int = int_arg(call, "rank", rank, 0, size - 1)
-        if len(addresses) != size or any(one <= 0 or one % 16 for one in addresses):
-            expected = f"{size} multiples of 16 bytes, not 0"
+        self.rank: int = int_arg(call, "rank", rank, 0, self.size - 1)
+        if len(addresses) != self.size or any(one <= 0 or one % 16 for one in addresses):
+            expected = f"{self.size} multiples of 16 bytes, not 0"
             raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
         self.device: torch.device = device_arg(call, "device", device)
         self.deadline_s: float = seconds_arg(call, deadline_s, "deadline_s", math.inf)
         self._owner = owner
         ordinal = -1 if self.device.type == "cpu" else self.device.index
+        one_shot_bytes = ONE_SHOT_BYTES[self.size]
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, ONE_SHOT_BYTES[size]
+            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
         )
         self._all_reduce, self._reduce_scatter, self._reset, *others = functions
         self._device_barrier, intact = others
@@ -120,9 +121,9 @@ class PeerReducer:
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
         """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
-        one_shot_bytes = ONE_SHOT_BYTES[int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)]
+        size = int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)
         max_bytes = int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
-        return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
+        return int(host.module()["peer_workspace_bytes"](size, max_bytes, ONE_SHOT_BYTES[size]))
 
     def all_reduce(
         self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"

@@ -116,7 +116,7 @@ class TPEmbedding(torch.nn.Module):
         self._peers = peers
         self.method: Method = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
-        self._part = part_of(vocab_size, num_added, comm.rank, comm.size, each)
+        self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size

@@ -70,8 +70,8 @@ class DescriptorRing(Closing):
     ) -> None:
         call, module = "DescriptorRing", host.module()
         most = int_arg(call, "max_descriptors", max_descriptors, 1, _MAX_DESCRIPTORS)
-        self.num_slots: int = int_arg(call, "num_slots", num_slots, 1, _MAX_SLOTS)
-        self.max_descriptors: int = most
+        num_slots = int_arg(call, "num_slots", num_slots, 1, _MAX_SLOTS)
+        self.num_slots, self.max_descriptors = num_slots, most
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device: torch.device = device_arg(call, device)
