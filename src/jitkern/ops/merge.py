@@ -169,7 +169,11 @@ def merge_states(
     sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
     each partial is read once. Computed in fp32 and summed in the order of the partials, so that
     ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
-    unless `output` or a tensor as `lse` is given.
+    unless `output` or a tensor as `lse` is given. Returns the result and its LSE.
+
+    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
+    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
+    in an LSE gives NaN.
 
     Parameters
     ----------
@@ -185,7 +189,7 @@ def merge_states(
         `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
         Where the merged LSE goes: fp32, fp16 or bf16. May be one of `lses`. Default: a new fp32
-        tensor; False leaves it out.
+        tensor; False leaves it out, and returns None.
     base : {"e", "2"}
         Base of the exponentials. FlashInfer's kernels use 2.
     lse_layout : {"tokens_heads", "heads_tokens"}
@@ -196,17 +200,6 @@ def merge_states(
     count : Tensor, optional
         int32 or int64, on the device of `output`, one element or one for each token: only the first
         ``count`` partials are merged. Clamped to 0 and their number.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The merged result and its LSE; None with ``lse=False``.
-
-    Notes
-    -----
-    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
-    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
-    in an LSE gives NaN.
 
     Raises
     ------

@@ -134,6 +134,11 @@ def unpack(
     call; each replay reads them again. Keep host memory allocated until the stream has passed the
     call.
 
+    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
+    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
+    slot is free. Each replay of a captured call takes what was pushed by then. Of calls that
+    overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
+
     Parameters
     ----------
     src, dst : Tensor
@@ -150,13 +155,6 @@ def unpack(
         Clamped to 0 and their number.
     num_slots : int, optional
         For a ring: how many slots are looked at.
-
-    Notes
-    -----
-    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
-    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait``
-    returns and the slot is free. Each replay of a captured call takes what was pushed by then. Of
-    calls that overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
 
     Raises
     ------
