@@ -307,7 +307,7 @@ class PyNCCLCommunicator(Closing):
                 progress = self._progress()
             if progress.trouble or progress.waiting_s > self.timeout_s:
                 self._fail("init_pynccl", is_late=not progress.trouble, wait_s=0)
-        except Exception as error:  # the driver's: the thread watches other communicators as well
+        except Exception as error:  # the driver's
             self._fail("init_pynccl", error, wait_s=0)
         return True
 

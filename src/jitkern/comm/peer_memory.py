@@ -262,7 +262,7 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
         def make() -> Any:
             functions = host.module()["make_peer_range"](len(peers), share_bytes, ordinal)
             made = namespace(functions)  # which keep the range, as its tensors do
-            # Explicitly: whoever keeps the error also keeps the last reference.
+            # Explicitly: a kept traceback also keeps the last reference.
             undo.push(lambda kind, *_: made.release() if kind is not None else None)
             if ordinal >= 0:
                 fds[mine.rank] = int(made.create(mine.rank))

@@ -211,7 +211,7 @@ class TorchCommunicator(Closing):
 
     def _wait(self, work: Any, deadline: float, peer: int) -> None:
         """Wait for a call of gloo, which may not hear of the end of a rank's process."""
-        while peer < 0:  # a message that is waited for in vain would close all connections
+        while peer < 0:  # in a send or recv a wait that times out closes all connections
             try:
                 _wait_until(work, min(deadline, time.monotonic() + _LOOK_S))
                 return

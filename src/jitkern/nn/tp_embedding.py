@@ -39,8 +39,8 @@ class TPEmbedding(torch.nn.Module):
     collective. If a gradient is needed, rows are summed.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
-    splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` lays all ids
-    through the ranks in order, in whole pages of memory. The last ranks may have fewer, or none.
+    splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` assigns ids to
+    ranks in order, in whole pages of memory. The last ranks may have fewer, or none.
 
     Parameters
     ----------

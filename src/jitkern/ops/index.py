@@ -69,8 +69,8 @@ def _through_torch(
     import torch
 
     ranges = {"vocab_range": None, "added_range": None, "vocab_size": None, **ranges}
-    # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
-    # runs: torch.compile makes another error of one that is raised while it traces.
+    # The dispatcher's texts would differ. In a graph the op raises when it runs: torch.compile
+    # replaces an error that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None and output is None:

@@ -79,7 +79,7 @@ def shared_kernels() -> list[DeviceModule]:
 
 
 class Ring(Protocol):
-    """What there is of a ``offload.DescriptorRing``, which is of a level above."""
+    """What ``unpack`` uses of an ``offload.DescriptorRing``; ops do not import offload."""
 
     def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None: ...
 
