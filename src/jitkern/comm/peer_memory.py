@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from jitkern.comm.args import device_arg, int_arg, namespace, rank_arg
@@ -103,9 +104,7 @@ class PeerMemory(Closing):
             self._rendezvous.fail(error)
             raise
 
-    def tensor(
-        self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
-    ) -> torch.Tensor:
+    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return a tensor in this rank's memory, from byte ``offset`` on.
 
         Raises TypeError or ValueError for a wrong argument, such as an ``offset`` that is no
@@ -115,12 +114,12 @@ class PeerMemory(Closing):
 
     def remote(
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
         rank_arg("PeerMemory.remote", "rank", rank, self.size)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
-    def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over the memory of all ranks, in rank order. Raises as ``tensor``.
 
         ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
@@ -171,7 +170,7 @@ class PeerMemory(Closing):
 
     def _tensor(
         self, name: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
-    ) -> torch.Tensor:
+    ) -> Tensor:
         range_, call = self._usable(name), f"PeerMemory.{name}"
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
@@ -194,9 +193,9 @@ class PeerMemory(Closing):
         return self._num_barriers, "barrier"
 
 
-def as_torch(view: Any) -> torch.Tensor:
+def as_torch(view: Any) -> Tensor:
     """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
-    tensor: torch.Tensor = from_dlpack(view.__dlpack__())
+    tensor: Tensor = from_dlpack(view.__dlpack__())
     return tensor
 
 
