@@ -82,8 +82,7 @@ class RingServer:
 
 def _stop_all() -> None:
     for known in _servers.values():
-        server = known()
-        if server is not None:
+        if (server := known()) is not None:
             server._tell()
 
 
