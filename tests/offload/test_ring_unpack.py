@@ -47,7 +47,7 @@ def test_calls_take_each_push_once_and_in_turn(seed: int, device: torch.device) 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": 3}, ValueError, "num_slots: 3, expected 1 to 2"),
-    ({"num_slots": None}, TypeError, "num_slots: NoneType, expected an int"),
+    ({"num_slots": None}, TypeError, "num_slots: None, expected an int"),
     ({"count": torch.tensor(1)}, ValueError, "count: given, expected None: a push of a ring has"),
     ({"dst": 3}, TypeError, "dst: int, expected a tensor"),
     ({"src": torch.zeros(4, 4).t()}, ValueError, "src: not contiguous (stride 4 in"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import index
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -35,14 +36,20 @@ def communicator_arg(call: str, value: Any) -> Communicator:
     return cast(Communicator, value)
 
 
-def int_arg(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return an int in a range."""
-    if type(value) is not int:  # not a bool
-        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int")
-    if value < least or (most is not None and value > most):
+def int_arg(
+    call: str, name: str, value: Any, least: int, most: int | None = None, error: Any = ValueError
+) -> int:
+    """Return an int of `least` to `most`; NumPy's ints count as ints, bools and tensors do not."""
+    try:
+        if isinstance(value, bool) or hasattr(value, "untyped_storage"):
+            raise TypeError  # a tensor on the GPU would be waited for
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected an int") from None
+    if number < least or (most is not None and number > most):
         expected = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{call}: {name}: {value}, expected {expected}")
-    return value
+        raise error(f"{call}: {name}: {number}, expected {expected}")
+    return number
 
 
 def rank_arg(call: str, name: str, value: Any, size: int, other_than: int = -1) -> None:
@@ -86,11 +93,8 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     return torch.device("cuda", number)
 
 
-# -- how ranks meet --------------------------------------------------------------------------------
-
-
 def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, int, int]:
-    """Return a group's store, or the one that is given, and this process's rank and size."""
+    """Return the store of a group, or the given one, and this process's rank and size."""
     if isinstance(group, c10d.Store):
         size = int_arg(call, "size", size, 1)
         return group, int_arg(call, "rank", rank, 0, size - 1), size
@@ -118,11 +122,8 @@ def serves(store: Any, rank: int) -> bool:
     return is_tcp and is_first and not dist.is_torchelastic_launched()
 
 
-# -- of a call -------------------------------------------------------------------------------------
-
-
 def namespace(found: Any) -> Any:
-    """Return a map that comes from C++ as an object with its keys as attributes."""
+    """Return a map from C++ as an object with its keys as attributes."""
     return SimpleNamespace(**{str(name): value for name, value in found.items()})
 
 
@@ -135,9 +136,9 @@ def call_cpp(
     read: tuple[Any, ...] = (),
     indices: tuple[Any, ...] = (),
 ) -> Any:
-    """Call C++, and return what it returns: any result but None and 0 says that it was not made.
+    """Call C++ and return its result: None or 0 if the call was made.
 
-    ``names`` are those of what is written, read, and an index. Raises RuntimeError if PyTorch would
+    ``names`` are those of what is written, read and an index. Raises RuntimeError if PyTorch would
     have to see the call.
     """
     if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
@@ -155,9 +156,6 @@ def call_cpp(
     if not result:
         dispatch.wrote(*written)
     return result
-
-
-# -- of a call of TorchCommunicator ----------------------------------------------------------------
 
 
 def tensor_arg(call: str, name: str, value: Any, devices: Sequence[torch.device]) -> None:

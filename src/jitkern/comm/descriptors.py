@@ -53,7 +53,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
                 if giver == met.rank:
                     continue
                 end = ends[giver] = new_socket()
-                with suppress(ConnectionRefusedError):  # it has left: this step's end says why
+                with suppress(ConnectionRefusedError):  # the peer has left: all_or_none says why
                     end.connect(names[giver])
                     if (uid := peer_uid(end)) != os.geteuid():
                         text = f"{met.peers[giver]} is of uid {uid}, expected uid {os.geteuid()}"
@@ -65,7 +65,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
                 with listener.accept()[0] as end:
                     if peer_uid(end) == os.geteuid():
                         num_left -= 1
-                        with suppress(OSError):  # it has ended: this step's end says so
+                        with suppress(OSError):  # the peer has ended: all_or_none says so
                             socket.send_fds(end, [b"fd"], [fds[met.rank]])
             for giver, end in ends.items():
                 fds[giver] = _receive(met, giver, end)

@@ -17,16 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import (
-    MAX_TIMEOUT_S,
-    call_cpp,
-    choice_arg,
-    device_arg,
-    int_arg,
-    namespace,
-    rows_arg,
-    seconds_arg,
-)
+from jitkern.comm import args as checks
+from jitkern.comm.args import MAX_TIMEOUT_S, call_cpp, namespace, rows_arg
 from jitkern.comm.peer_memory import as_torch
 from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp, Splits
 from jitkern.comm.rendezvous import Rendezvous
@@ -72,24 +64,22 @@ def init_pynccl(
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
-        Seconds that the set-up and each call may take, from when it is made to when the GPU is done
-        with it; ``math.inf``: no deadline.
+        Seconds from when a call, or the set-up, is made until the GPU is done; ``math.inf``: none.
 
     Raises
     ------
     CommTimeoutError, CommError
-        Some ranks did not come within ``timeout_s``, and it names them; or ranks do not fit
-        together: two of one number, on one GPU, or of other versions.
+        Ranks did not come in time, and it names them; or two have one number, one GPU, or differ
+        in versions.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
     """
     call = "init_pynccl"
-    timeout_s = seconds_arg(call, timeout_s, most=math.inf)
-    int_arg(call, "max_size_bytes", max_size_bytes, 0)
-    device = device_arg(call, "device", device or torch.device("cuda"))
+    timeout_s = checks.seconds_arg(call, timeout_s, most=math.inf)
+    num_bytes = min(checks.int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
+    device = checks.device_arg(call, "device", device or torch.device("cuda"))
     if device.type != "cuda":
         raise ValueError(f"{call}: device: {device}, expected a GPU")
-    num_bytes = min(max_size_bytes, 1 << 30)
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
@@ -102,12 +92,10 @@ class PyNCCLCommunicator(Closing):
 
     A call that the GPU has not done within ``timeout_s``, or an earlier error of NCCL's, aborts the
     communicator: whatever waits for the GPU goes on with what is there, and the next call, or
-    ``check``, raises ``CommTimeoutError``, or ``CommError`` if no rank is gone. The ranks that are
-    left make a new communicator, over a new group.
+    ``check``, raises ``CommTimeoutError``, or ``CommError`` if no rank is gone. The other ranks
+    make a new communicator, over a new group. Delete graphs that captured it before ``close``.
 
-    ``watch`` after the replay of a graph puts it under the deadline. Delete graphs that have
-    captured the communicator before ``close``. Attributes: ``rank``, ``size``, ``device``,
-    ``timeout_s``, and ``nccl_version``, such as ``"2.28.9"``.
+    Attributes: ``rank``, ``size``, ``device``, ``timeout_s``, ``nccl_version`` (``"2.28.9"``).
     """
 
     _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
@@ -218,7 +206,7 @@ class PyNCCLCommunicator(Closing):
         self._settle("barrier", self._calls.wait_done())
 
     def watch(self) -> None:
-        """Put all that is queued on the current stream under the deadline, such as a graph replay.
+        """Put what the current stream has queued, such as a graph replay, under the deadline.
 
         Every rank calls it, as any other call; it queues nothing.
         """
@@ -319,17 +307,12 @@ class PyNCCLCommunicator(Closing):
                 progress = self._progress()
             if progress.trouble or progress.waiting_s > self.timeout_s:
                 self._fail("init_pynccl", is_late=not progress.trouble, wait_s=0)
-        except Exception as error:  # the driver's: the thread watches other communicators as well
+        except Exception as error:  # the driver's
             self._fail("init_pynccl", error, wait_s=0)
         return True
 
     def _fail(
-        self,
-        op: str,
-        error: BaseException | None = None,
-        *,
-        is_late: bool = False,
-        wait_s: float = _ABORT_S,
+        self, op: str, error: Any = None, *, is_late: bool = False, wait_s: float = _ABORT_S
     ) -> None:
         """Keep the first error, tell the others, and free whoever waits for the GPU.
 
@@ -390,7 +373,7 @@ class PyNCCLCommunicator(Closing):
 
 
 def _op_number(call: str, op: str) -> int:
-    return REDUCE_OPS.index(choice_arg(call, "op", op, REDUCE_OPS))
+    return REDUCE_OPS.index(checks.choice_arg(call, "op", op, REDUCE_OPS))
 
 
 _open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)

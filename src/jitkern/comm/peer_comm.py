@@ -18,21 +18,20 @@ class PeerCommunicator(Closing):
     """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
-    ``max_bytes``, go over a ``PeerMemory``, as ``PeerReducer`` has it; all other calls go to
-    ``comm``, which is not closed. An item gets the same bits whatever is summed beside it: with a
-    ``max_bytes`` that no tensor exceeds, a model's sums do not depend on its batch size.
-
-    Making one is collective, and raises as ``PeerMemory``.
+    ``max_bytes``, go through a ``PeerReducer``; all other calls go to ``comm``, which is not
+    closed. An item gets the same bits whatever is summed beside it: if no tensor exceeds
+    ``max_bytes``, a model's sums do not depend on its batch size. Making one is collective, and
+    raises as ``PeerMemory``.
 
     Parameters
     ----------
     comm : Communicator
         Of at most 8 ranks, on one host.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        How the ranks make their memory, as for ``PeerMemory``; in the order of `comm`.
+        As for ``PeerMemory``; ranks in the order of `comm`.
     max_bytes : int, optional
-        The largest tensor that goes over peer memory, the same on all ranks; by default 4 MiB of
-        two ranks, 1 MiB of more. 0: none, and making it is not collective.
+        The largest tensor for peer memory, the same on all ranks; by default 4 MiB of two ranks,
+        1 MiB of more. 0: none, and making it is not collective.
     algorithm : "auto", "one_shot" or "two_shot"
         As for ``PeerReducer.all_reduce``, the same on all ranks.
     device : torch.device, optional
@@ -60,7 +59,7 @@ class PeerCommunicator(Closing):
             # Two H200s: 0.43 of NCCL's time at 4 MiB, the largest size measured. More ranks are not
             # measured: where two ranks still take a third of it.
             max_bytes = 4 << 20 if comm.size == 2 else 1 << 20
-        int_arg(call, "max_bytes", max_bytes, 0)
+        max_bytes = int_arg(call, "max_bytes", max_bytes, 0)
         choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
         if comm.size > MAX_RANKS:
             expected = f"expected at most {MAX_RANKS}; use it as it is"

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from jitkern.comm.args import device_arg, int_arg, namespace, rank_arg
@@ -35,9 +36,9 @@ class PeerMemory(Closing):
     ``addresses[r]``. It starts as zeros. Ordering is up to the caller: a reader must come after the
     writer, by ``barrier`` and streams, or by flags.
 
-    If a step fails on one rank, all ranks raise an error of the same kind, and nothing is left. A
-    rank keeps the memory until it has closed it and dropped its last tensor; that call waits for
-    the GPU. A forked child does not have the memory: touching it is SIGSEGV.
+    If a step fails on one rank, all ranks raise an error of the same kind. A rank keeps the memory
+    until it has closed it and dropped its last tensor; that call waits for the GPU. A forked child
+    does not have the memory: touching it is SIGSEGV.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ class PeerMemory(Closing):
         self._num_barriers, self._pid = 0, os.getpid()
         ordinal = -1 if self.device.index is None else self.device.index
         facts = {
-            "num_bytes": num_bytes,
+            "num_bytes": self.num_bytes,
             "device": self.device.type,
             **(_same or {}),  # further settings that all ranks must share
             "_ordinal": ordinal,
@@ -92,23 +93,18 @@ class PeerMemory(Closing):
             **({"_page_bytes": HOST_PAGE_BYTES} if ordinal < 0 else _gpu_facts(ordinal)),
         }
         self._rendezvous = Rendezvous(
-            *(_user, group, rank, size),
-            timeout_s=timeout_s, position=self._position, facts=facts,
-        )  # fmt: skip
+            _user, group, rank, size, timeout_s=timeout_s, position=self._position, facts=facts
+        )
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
         try:
-            self.share_bytes: int = _share_bytes(num_bytes, self._rendezvous.peers)
+            self.share_bytes: int = _share_bytes(self.num_bytes, self._rendezvous.peers)
             self._range: Any = _make_range(self._rendezvous, self.share_bytes)
         except BaseException as error:
             self._rendezvous.fail(error)
             raise
 
-    # -- memory ------------------------------------------------------------------------------------
-
-    def tensor(
-        self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
-    ) -> torch.Tensor:
+    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
         """Return a tensor in this rank's memory, from byte ``offset`` on.
 
         Raises TypeError or ValueError for a wrong argument, such as an ``offset`` that is no
@@ -118,12 +114,12 @@ class PeerMemory(Closing):
 
     def remote(
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
         rank_arg("PeerMemory.remote", "rank", rank, self.size)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
-    def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over the memory of all ranks, in rank order. Raises as ``tensor``.
 
         ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
@@ -139,8 +135,6 @@ class PeerMemory(Closing):
         """Where each rank's memory begins in this process, for kernels."""
         base = self._usable("addresses").base()
         return tuple(base + rank * self.share_bytes for rank in range(self.size))
-
-    # -- all ranks ---------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Return when all ranks have called it. The host waits, and for no GPU.
@@ -166,8 +160,6 @@ class PeerMemory(Closing):
         where = f"rank {self.rank} of {self.size} on {self.device}"
         return f"PeerMemory({self.num_bytes} bytes of each rank, {where}{state})"
 
-    # -- private -----------------------------------------------------------------------------------
-
     def _usable(self, call: str) -> Any:
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's memory; make one of its own"
@@ -178,7 +170,7 @@ class PeerMemory(Closing):
 
     def _tensor(
         self, name: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
-    ) -> torch.Tensor:
+    ) -> Tensor:
         range_, call = self._usable(name), f"PeerMemory.{name}"
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{call}: dtype: {type_text(dtype)}, expected a torch.dtype")
@@ -201,13 +193,10 @@ class PeerMemory(Closing):
         return self._num_barriers, "barrier"
 
 
-def as_torch(view: Any) -> torch.Tensor:
+def as_torch(view: Any) -> Tensor:
     """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
-    tensor: torch.Tensor = from_dlpack(view.__dlpack__())
+    tensor: Tensor = from_dlpack(view.__dlpack__())
     return tensor
-
-
-# -- devices and hosts -----------------------------------------------------------------------------
 
 
 def _gpu_facts(ordinal: int) -> dict[str, Any]:
@@ -272,7 +261,7 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
         def make() -> Any:
             functions = host.module()["make_peer_range"](len(peers), share_bytes, ordinal)
             made = namespace(functions)  # which keep the range, as its tensors do
-            # Explicitly: whoever keeps the error also keeps the last reference.
+            # Explicitly: a kept traceback also keeps the last reference.
             undo.push(lambda kind, *_: made.release() if kind is not None else None)
             if ordinal >= 0:
                 fds[mine.rank] = int(made.create(mine.rank))

@@ -15,13 +15,12 @@ from tvm_ffi.error import register_error
 from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops.pairs import load_entries
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
-
-# -- kernels ---------------------------------------------------------------------------------------
 
 MAX_RANKS = 8
 """kMostPeers of csrc/comm/peer_reduce.h."""
@@ -47,14 +46,10 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     in_flight = IN_FLIGHT[ranks] if several else 1
     args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
-    module = load_own(
-        "peer_reduce",
-        *args,
-        device_files=["comm/peer_reduce.cu"],
-        device_wrappers=[(name, f"jitkern::PeerReduce<{args}>")],
-    )
+    entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
+    module = load_entries("peer_reduce", "peer_reduce.cu", entries, args, in_flight, "comm")
     module.hint = record_hint  # `jitkern warm` has no option for it
-    return module.launched_with(_CONFIG, in_flight=in_flight)
+    return module
 
 
 host.builds("peer_reduce", kernel)
@@ -103,17 +98,18 @@ class PeerReducer:
     ) -> None:
         call = "PeerReducer"
         self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
-        self.rank: int = int_arg(call, "rank", rank, 0, size - 1)
-        if len(addresses) != size or any(one <= 0 or one % 16 for one in addresses):
-            expected = f"{size} multiples of 16 bytes, not 0"
+        self.rank: int = int_arg(call, "rank", rank, 0, self.size - 1)
+        if len(addresses) != self.size or any(one <= 0 or one % 16 for one in addresses):
+            expected = f"{self.size} multiples of 16 bytes, not 0"
             raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
         self.device: torch.device = device_arg(call, "device", device)
         self.deadline_s: float = seconds_arg(call, deadline_s, "deadline_s", math.inf)
         self._owner = owner
         ordinal = -1 if self.device.type == "cpu" else self.device.index
+        one_shot_bytes = ONE_SHOT_BYTES[self.size]
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), rank, workspace_bytes, deadline_ns, ONE_SHOT_BYTES[size]
+            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
         )
         self._all_reduce, self._reduce_scatter, self._reset, *others = functions
         self._device_barrier, intact = others
@@ -125,9 +121,9 @@ class PeerReducer:
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
         """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
-        one_shot_bytes = ONE_SHOT_BYTES[int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)]
-        int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
-        return int(host.module()["peer_workspace_bytes"](size, max_bytes, one_shot_bytes))
+        size = int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)
+        max_bytes = int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
+        return int(host.module()["peer_workspace_bytes"](size, max_bytes, ONE_SHOT_BYTES[size]))
 
     def all_reduce(
         self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"

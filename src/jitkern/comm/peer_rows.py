@@ -96,11 +96,8 @@ def peer_gather(
 
     Raises
     ------
-    TypeError, ValueError, RuntimeError
-        A wrong argument; traced; needs a gradient. Nothing was sent or written.
-    IndexError
-        A row number past the end. On the CPU at once, on every rank, and nothing was written. On
-        CUDA the row is skipped, and each rank's next jitkern call on the device raises.
+    TypeError, ValueError, RuntimeError, IndexError
+        As ``h2d_gather``, on every rank; RuntimeError also if traced.
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
         deadline. A rank that waited in vain writes nothing until the group's ``reset``.

@@ -162,7 +162,7 @@ class Rendezvous:
                     one: self.peers[one].trouble(is_last) or self._at(store, one).get("end")
                     for one in self._others
                 }
-                # After the ends: what a rank gave before its end counts.
+                # Read after `ends`: a value that a rank gave before it ended counts.
                 lacking = [one for one in self._others if not store.check([keys[one]])]
                 why = {one: text for one in lacking if (text := ends[one])}
                 if why or (is_last and lacking):
@@ -369,7 +369,7 @@ class Rendezvous:
         root.set(names[self.rank], mine)
         for _ in polls(until):
             texts = [root.get(one).decode() if root.check([one]) else "" for one in names]
-            # After that: a rank that is at its next meeting has seen this one complete.
+            # Checked after reading: a rank that meets again has seen this meeting complete.
             if token and root.check(seen):
                 return {}
             if texts[self.rank] != mine:

@@ -20,7 +20,7 @@ from jitkern.ops import dispatch
 dist: Any = torch.distributed
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
-_LEFT_S = 1.0  # for a thread of gloo to leave a call whose connections are closed
+_LEFT_S = 1.0  # for a thread of gloo to leave a call after its connections are closed
 _LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
 
 
@@ -58,14 +58,12 @@ class TorchCommunicator(Closing):
             self._devices.append(torch.device("cpu"))
         if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
             self._devices.append(torch.device("cuda", torch.cuda.current_device()))
+        facts = {"backends": backends}
         self._rendezvous = Rendezvous(
-            *(call, group, None, None),
-            timeout_s=timeout_s, position=self._position, facts={"backends": backends},
-        )  # fmt: skip
+            call, group, None, None, timeout_s=timeout_s, position=self._position, facts=facts
+        )
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
-
-    # -- the calls ---------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
@@ -136,8 +134,6 @@ class TorchCommunicator(Closing):
         if x.device.type != "cpu":
             torch.cuda.current_stream(x.device).synchronize()
 
-    # -- the end -----------------------------------------------------------------------------------
-
     def abort(self) -> None:
         """Abort running calls, here and in the other ranks; any thread may.
 
@@ -154,8 +150,6 @@ class TorchCommunicator(Closing):
         self._rendezvous.close()
 
     destroy = close
-
-    # -- one call ----------------------------------------------------------------------------------
 
     def _check(self, call: str, **tensors: Any) -> None:
         self._rendezvous.check(call)
@@ -217,7 +211,7 @@ class TorchCommunicator(Closing):
 
     def _wait(self, work: Any, deadline: float, peer: int) -> None:
         """Wait for a call of gloo, which may not hear of the end of a rank's process."""
-        while peer < 0:  # a message that is waited for in vain would close all connections
+        while peer < 0:  # in a send or recv a wait that times out closes all connections
             try:
                 _wait_until(work, min(deadline, time.monotonic() + _LOOK_S))
                 return

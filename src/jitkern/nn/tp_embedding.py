@@ -39,8 +39,8 @@ class TPEmbedding(torch.nn.Module):
     collective. If a gradient is needed, rows are summed.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
-    splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` lays all ids
-    through the ranks in order, in whole pages of memory. The last ranks may have fewer, or none.
+    splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` assigns ids to
+    ranks in order, in whole pages of memory. The last ranks may have fewer, or none.
 
     Parameters
     ----------
@@ -93,7 +93,8 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_size: int = int_arg(OP, "vocab_size", vocab_size, 1)
         self.hidden_size: int = int_arg(OP, "hidden_size", hidden_size, 1)
         self.num_added: int = int_arg(OP, "num_added", num_added, 0)
-        self.num_embeddings, self.embedding_dim = vocab_size + num_added, hidden_size
+        self.embedding_dim = hidden_size = self.hidden_size
+        self.num_embeddings: int = self.vocab_size + self.num_added
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
         self.padding_idx: int | None = padding_idx
@@ -115,7 +116,7 @@ class TPEmbedding(torch.nn.Module):
         self._peers = peers
         self.method: Method = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
-        self._part = part_of(vocab_size, num_added, comm.rank, comm.size, each)
+        self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size

@@ -5,32 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-
-
-def count_arg(
-    call: str,
-    name: str,
-    value: Any,
-    most: int | None = None,
-    *,
-    least: int = 1,
-    error: type[Exception] = ValueError,
-) -> int:
-    """Return an int of `least` to `most`; NumPy's ints count as ints, tensors do not."""
-    try:
-        if isinstance(value, bool) or hasattr(value, "untyped_storage"):
-            raise TypeError  # a tensor on the GPU would be waited for
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{call}: {name}: {type(value).__name__}, expected an int") from None
-    if number < least or (most is not None and number > most):
-        expected = f"{least} to {most}" if most is not None else f"at least {least}"
-        raise error(f"{call}: {name}: {number}, expected {expected}")
-    return number
+import torch
 
 
 def number_arg(call: str, name: str, value: Any, most: float = math.inf) -> float:
@@ -69,8 +46,6 @@ def shape_arg(call: str, name: str, shape: Any) -> tuple[int, ...]:
 
 def dtype_arg(call: str, dtype: Any) -> torch.dtype:
     """Return a dtype of torch."""
-    import torch
-
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{call}: dtype: {type(dtype).__name__}, expected a torch.dtype")
     return dtype
@@ -78,8 +53,6 @@ def dtype_arg(call: str, dtype: Any) -> torch.dtype:
 
 def device_arg(call: str, device: Any) -> torch.device:
     """Return a device of this machine; a GPU has its number."""
-    import torch
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     known = ["cpu", *(f"cuda:{number}" for number in range(count))]
     try:

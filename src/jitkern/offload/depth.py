@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_HISTORY = 128  # iterations, at most, that slots are given back by; half of them for taking some
+_HISTORY = 128  # last iterations that decide on giving slots back; half of them on taking some
 _RECENT = 16  # iterations in which stalls are counted
 _GAIN = 0.03  # of time that more slots have to save
 _LOSS = 0.01  # that fewer slots may cost
 _STALLED = 0.05  # of its time that an iteration has to wait to count as stalled
 _STALL_SHARE = 0.1  # of iterations that have to stall
 _PATIENCE = 8  # iterations before the first decision, and at least between two
-_THINK_EVERY = 64  # iterations, at most; of giving back, unless slots were wanted again
+_THINK_EVERY = 64  # iterations: most between decisions to take slots, least to give some back
 _MAX_WAIT = 4096
 
 
@@ -65,7 +65,7 @@ class DepthController:
         self._gave_back = self._is_in_vain = False
 
     def refuse(self, depth: int) -> None:
-        """No more than these can be had."""
+        """Decide on no more than `depth` from now on."""
         self.depth = self._most = max(depth, self._least)
         self._judged_at = 0
 
@@ -103,7 +103,7 @@ class DepthController:
             self._gave_back = False
         wanted = _smallest(known, self.depth + 1, self._most, (1 + _LOSS) * best_ms)
         if not _is_steady(known):
-            wanted *= 2  # a few iterations have not shown the worst that there is; more will
+            wanted *= 2  # a few iterations have not shown the worst case
         self._before, self.depth = self.depth, min(wanted, self._most)
         self._judged_at = self._count + _RECENT + self.depth
         self._less_at = self._count + self._less_wait

@@ -7,20 +7,21 @@ from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, Union, cast
+from typing import Any, Literal, cast
 
-from jitkern.comm.args import choice_arg
+import torch
+from torch import Tensor
+
+from jitkern.comm.args import choice_arg, int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.host.faults import check
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
+from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 from jitkern.ops.copy_blocks import copy_blocks
 
-if TYPE_CHECKING:
-    import torch
-
-Blocks = Union[int, Sequence[int], "torch.Tensor"]
+Blocks = int | Sequence[int] | Tensor
 """Numbers of blocks or slots."""
 
 _CALL = "OffloadEngine"
@@ -29,10 +30,10 @@ _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 _LAYOUTS = ("layer_first", "block_first")
 _METHODS = ("auto", "sm", "engine")
 _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
-_SHOWN_BYTES = 64 << 30  # from here on it takes more than a second
+_SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a second
 
 
-class OffloadEngine:
+class OffloadEngine(Closing):
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
     A call is one call of ``copy_blocks`` for K and V of its blocks, asynchronous on
@@ -73,19 +74,6 @@ class OffloadEngine:
         A wrong argument; a pool that is not pinned, or has not as much left.
     MemoryError, RuntimeError
         No pinned memory of that size; see ``PinnedPool``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import OffloadEngine
-    >>> engine = OffloadEngine(
-    ...     num_layers=3, num_cpu_blocks=10, num_slots=4, block_size=16, token_shape=(2, 8),
-    ...     dtype=torch.bfloat16, device="cpu",
-    ... )
-    >>> engine.cpu_k[:, 7] = 1
-    >>> engine.load([2, 0], [7, 3])
-    >>> engine.gpu_k.shape, engine.gpu_k[:, 2].eq(1).all().item()
-    (torch.Size([3, 4, 16, 2, 8]), True)
     """
 
     def __init__(
@@ -103,12 +91,10 @@ class OffloadEngine:
         pool: PinnedPool | None = None,
         method: Literal["auto", "sm", "engine"] = "auto",
     ) -> None:
-        import torch
-
-        self.num_layers: int = count_arg(_CALL, "num_layers", num_layers)
-        self.num_cpu_blocks: int = count_arg(_CALL, "num_cpu_blocks", num_cpu_blocks)
-        self.num_slots: int = count_arg(_CALL, "num_slots", num_slots)
-        self.block_size: int = count_arg(_CALL, "block_size", block_size)
+        self.num_layers: int = int_arg(_CALL, "num_layers", num_layers, 1)
+        self.num_cpu_blocks: int = int_arg(_CALL, "num_cpu_blocks", num_cpu_blocks, 1)
+        self.num_slots: int = int_arg(_CALL, "num_slots", num_slots, 1)
+        self.block_size: int = int_arg(_CALL, "block_size", block_size, 1)
         self.token_shape: tuple[int, ...] = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
@@ -132,12 +118,12 @@ class OffloadEngine:
             self._cpu = used.tensor(shape, dtype)
             part = 1 - self._block_dim
             if self.kind == "kv":
-                self.cpu_cache: torch.Tensor = self._cpu
-                self.gpu_cache: torch.Tensor = self._gpu
-                self.cpu_k: torch.Tensor = self._cpu.select(part, 0)
-                self.cpu_v: torch.Tensor = self._cpu.select(part, 1)
-                self.gpu_k: torch.Tensor = self._gpu[0]
-                self.gpu_v: torch.Tensor = self._gpu[1]
+                self.cpu_cache: Tensor = self._cpu
+                self.gpu_cache: Tensor = self._gpu
+                self.cpu_k: Tensor = self._cpu.select(part, 0)
+                self.cpu_v: Tensor = self._cpu.select(part, 1)
+                self.gpu_k: Tensor = self._gpu[0]
+                self.gpu_v: Tensor = self._gpu[1]
             else:
                 self.cpu_cache, self.gpu_cache = self._cpu.select(part, 0), self._gpu[0]
             if on_gpu:  # loads on other streams come after the zeros
@@ -145,10 +131,8 @@ class OffloadEngine:
         self._own_pool = used if pool is None else None
         self._is_open = True
         # A view costs 2 us; there are at most (num_layers + 1) * block_size of them.
-        self._views: dict[tuple[int | None, int | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
         self._buffers: dict[int | None, tuple[BlockBuffers, BlockBuffers]] = {}
-
-    # -- blocks ------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -184,7 +168,7 @@ class OffloadEngine:
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
         """
-        self._move("load", True, slots, blocks, layer, num_tokens, signals=signals)
+        self._move("load", slots, blocks, layer, num_tokens, signals=signals)
 
     def store(
         self,
@@ -196,28 +180,26 @@ class OffloadEngine:
         signals: LayerSignals | None = None,
     ) -> None:
         """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; else as ``load``."""
-        self._move("store", False, slots, blocks, layer, num_tokens, signals=signals)
+        self._move("store", slots, blocks, layer, num_tokens, signals=signals)
 
-    def load_blocks_into(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
-    ) -> None:
+    def load_blocks_into(self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None) -> None:
         """Copy blocks to a tensor of the caller's, such as a slot of a ``SlotPipeline``.
 
         The tensor is on the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
         Block i goes to place i of at least as many. The rest is as of ``load``.
         """
-        self._move("load_blocks_into", True, None, blocks, layer, None, tensor)
+        self._move("load_blocks_into", None, blocks, layer, None, tensor)
 
     def store_blocks_from(
-        self, tensor: torch.Tensor, blocks: Blocks, *, layer: int | None = None
+        self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
-        self._move("store_blocks_from", False, None, blocks, layer, None, tensor)
+        self._move("store_blocks_from", None, blocks, layer, None, tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
-        self._move_all("load_all", True, first_block, progress)
+        self._move_all("load_all", first_block, progress)
 
     def store_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
@@ -227,7 +209,7 @@ class OffloadEngine:
         terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
         an index out of range: nothing was queued.
         """
-        self._move_all("store_all", False, first_block, progress)
+        self._move_all("store_all", first_block, progress)
 
     # Names that other engines have for these.
     load_to_slot_all_layers = load
@@ -252,8 +234,6 @@ class OffloadEngine:
         if not self._is_open:
             return
         if self.device.type == "cuda":
-            import torch
-
             torch.cuda.synchronize(self.device)
         if self._own_pool is not None:
             self._own_pool.close()
@@ -262,12 +242,6 @@ class OffloadEngine:
         self._buffers.clear()
         for name in ("_cpu", "_gpu", *_CACHES):
             self.__dict__.pop(name, None)
-
-    def __enter__(self) -> OffloadEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         if not self._is_open:
@@ -283,12 +257,9 @@ class OffloadEngine:
         if not self._is_open:
             raise RuntimeError(f"{call}: the engine is closed; make another one")
 
-    # -- how ---------------------------------------------------------------------------------------
-
     def _move(
         self,
         name: str,
-        to_gpu: bool,
         slots: Any,
         blocks: Any,
         layer: Any,
@@ -297,16 +268,14 @@ class OffloadEngine:
         signals: LayerSignals | None = None,
     ) -> None:
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
-        import torch
-
-        call = f"{_CALL}.{name}"
+        call, to_gpu = f"{_CALL}.{name}", name.startswith("load")
         self._require_open(call)
         if signals is not None and layer is not None:
             raise ValueError(f"{call}: signals: with layer={layer}, expected None")
         if layer is not None:
-            layer = count_arg(call, "layer", layer, self.num_layers - 1, least=0, error=IndexError)
+            layer = int_arg(call, "layer", layer, 0, self.num_layers - 1, error=IndexError)
         if num_tokens is not None:
-            num_tokens = count_arg(call, "num_tokens", num_tokens, self.block_size)
+            num_tokens = int_arg(call, "num_tokens", num_tokens, 1, self.block_size)
         gpu, cpu = self._sides(layer, num_tokens)
         if slots is None:
             gpu = self._flat(call, tensor, layer)
@@ -318,14 +287,12 @@ class OffloadEngine:
         elif pairs is not None:
             self._copy(to_gpu, pairs, gpu, cpu, self._method)
 
-    def _move_all(self, name: str, to_gpu: bool, first: Any, progress: bool | None) -> None:
+    def _move_all(self, name: str, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
-        import torch
-
-        call, count = f"{_CALL}.{name}", self.num_slots
+        call, count, to_gpu = f"{_CALL}.{name}", self.num_slots, name.startswith("load")
         self._require_open(call)
         most = self.num_cpu_blocks - count
-        first = count_arg(call, "first_block", first, most, least=0, error=IndexError)
+        first = int_arg(call, "first_block", first, 0, most, error=IndexError)
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
             torch.cuda.synchronize(self.device)
@@ -351,22 +318,13 @@ class OffloadEngine:
                     stream.synchronize()
             shown(what, 1.0)
 
-    def _copy(
-        self,
-        to_gpu: bool,
-        pairs: torch.Tensor,
-        gpu: torch.Tensor,
-        cpu: torch.Tensor,
-        method: Any,
-    ) -> None:
+    def _copy(self, to_gpu: bool, pairs: Tensor, gpu: Tensor, cpu: Tensor, method: Any) -> None:
         if to_gpu:
             copy_blocks(cpu, gpu, pairs, src_block_dim=self._block_dim, method=method)
         else:
             copy_blocks(gpu, cpu, pairs, dst_block_dim=self._block_dim, method=method)
 
-    def _sides(
-        self, layer: int | None, num_tokens: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sides(self, layer: int | None, num_tokens: int | None) -> tuple[Tensor, Tensor]:
         """Return what ``copy_blocks`` takes of both caches; K and V are as twice the layers."""
         found = self._views.get((layer, num_tokens))
         if found is None:
@@ -391,9 +349,7 @@ class OffloadEngine:
 
     def _flat(self, call: str, tensor: Any, layer: int | None) -> torch.Tensor:
         """Return a tensor of the caller's as ``[parts * layers, blocks, ...]``."""
-        import torch
-
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise TypeError(f"{call}: tensor: {type(tensor).__name__}, expected a Tensor")
         if tensor.device != self.device:
             raise ValueError(f"{call}: tensor: device {tensor.device}, expected {self.device}")
@@ -413,13 +369,11 @@ class OffloadEngine:
 
     def _pairs(
         self, call: str, to_gpu: bool, slots: Any, blocks: Any, num_places: int
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Return the pairs of (source, target), None if there are none.
 
         Numbers on the host are checked; for those on the GPU a kernel that makes pairs is queued.
         """
-        import torch
-
         on_gpu = any(getattr(side, "is_cuda", False) for side in (slots, blocks))
 
         def numbers(name: str, side: Any, bound: int) -> Any:
@@ -452,7 +406,7 @@ class OffloadEngine:
         return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
 
 
-def _by_parts(kind: str, layers: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
+def _by_parts(kind: str, layers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
     """Return the layers of K, then those of V; or all."""
     count = len(layers) // _PARTS[kind]
     return [layers[i : i + count] for i in range(0, len(layers), count)]

@@ -10,23 +10,23 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
 
 from jitkern.fs import free_bytes
 from jitkern.host import module as host
 
-if TYPE_CHECKING:
-    import torch
-
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _MAX_THREADS = 32  # 8 back 38 GB/s of used memory, 16 52: what is left is the kernel's zeroing
-# A step of the first touch: after each one the display goes on, and Ctrl-C gets through.
+# A step of the first touch; the display and Ctrl-C come in between.
 _TOUCH_BYTES = _GIB
-_SHOWN_BYTES = 4 * _GIB  # from here on a pool takes long enough to wonder
+_SHOWN_BYTES = 4 * _GIB  # progress is shown from this size on
 
 Shown = Callable[[str, float], None]
-"""Is told what is being done, and which part of it is."""
+"""Is told the step, and the part of it that is done, 0 to 1."""
 
 
 def _show_nothing(what: str, done: float) -> None:
@@ -36,13 +36,8 @@ def _show_nothing(what: str, done: float) -> None:
 class PinnedMemory:
     """Bytes that one or several processes map, as `tensor`; the last tensor gives them back.
 
-    Parameters
-    ----------
-    num_bytes : int
-    fd : int
-        A descriptor of the memory; by default it is private.
-    rank, num_ranks : int
-        Each rank touches its part only, on the node of its GPU as far as that has room.
+    ``fd`` is a descriptor of the memory; by default it is private. Each rank touches its part only,
+    on the node of its GPU as far as that has room.
     """
 
     def __init__(
@@ -53,8 +48,6 @@ class PinnedMemory:
         num_ranks: int = 1,
         shown: Shown = _show_nothing,
     ) -> None:
-        import torch
-        from torch.utils.dlpack import from_dlpack
 
         made = host.module()["make_pinned_memory"](num_bytes, fd)
         with torch.inference_mode(False):  # or it could not be written outside of that
@@ -89,8 +82,6 @@ class PinnedMemory:
 
         CUDA would touch the rest by one thread.
         """
-        import torch
-
         if not torch.cuda.is_available():
             return
         shown("registering", 0.0)
@@ -122,8 +113,6 @@ def _close_all() -> None:
 
 def _node_of_gpu() -> int | None:
     """Return the NUMA node of the current GPU, if Linux tells."""
-    import torch
-
     if torch.cuda.is_available():
         gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         with suppress(AttributeError, OSError, ValueError):  # AttributeError: before torch 2.10

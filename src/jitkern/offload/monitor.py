@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from jitkern.offload.args import count_arg, number_arg
+from jitkern.comm.args import int_arg
+from jitkern.offload.args import number_arg
 from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")
@@ -22,14 +23,14 @@ _log = logging.getLogger("jitkern.offload")
 _ROW = struct.Struct("9d")  # of csrc/offload/slot_times.h
 _BATCH = 16  # iterations that are read in one call, in which the pipeline's thread may wait
 _SHOWN = 1024  # iterations of a timeline, at most
-_HYSTERESIS = 1.1  # the ratio, in units of the limit, after which the next alarm may come
+_HYSTERESIS = 1.1  # times `min_ratio`: the ratio needed before the next alarm
 
 _CALL = "OverlapMonitor"
 
 
 @dataclass(frozen=True)
 class OverlapSnapshot:
-    """What an ``OverlapMonitor`` knows at one time. NaN: nothing is known yet."""
+    """Figures of an ``OverlapMonitor`` at one time; NaN: not known yet."""
 
     name: str
     iterations: int  # queued so far, also those still under way
@@ -68,19 +69,6 @@ class OverlapMonitor:
         ``on_alarm(snapshot)``, called in the run's thread between two iterations.
     name : str, optional
         In the log and in snapshots.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import OverlapMonitor, SlotPipeline
-    >>> monitor = OverlapMonitor(name="weights")
-    >>> pipeline = SlotPipeline(
-    ...     num_slots=2, slot_shape=[3], dtype=torch.int64, device="cpu", monitor=monitor
-    ... )
-    >>> for slot in pipeline.load(range(5), copy=lambda tensor, block: tensor.fill_(block)):
-    ...     pass
-    >>> monitor.snapshot().iterations, monitor.snapshot().bytes_moved
-    (5, 120)
     """
 
     def __init__(
@@ -91,7 +79,7 @@ class OverlapMonitor:
         on_alarm: Callable[[OverlapSnapshot], object] | None = None,
         name: str = "pipeline",
     ) -> None:
-        self._window = count_arg(_CALL, "window", window)
+        self._window = int_arg(_CALL, "window", window, 1)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         self._on_alarm, self._name = on_alarm, name
         self._lock = threading.Lock()

@@ -9,22 +9,23 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from jitkern.comm.args import int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.host import module as host
-from jitkern.offload.args import count_arg, device_arg, dtype_arg, optional_arg, shape_arg
+from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.depth import DepthController
 from jitkern.offload.monitor import OverlapMonitor
 
-if TYPE_CHECKING:
-    import torch
-
-Copy = Callable[["torch.Tensor", Any], object]
+Copy = Callable[[torch.Tensor, Any], object]
 """Queues the copy between a slot's tensor and a block on torch's current stream."""
 
 _CALL = "SlotPipeline"
-# Iterations between two reads of times. One read takes up to twice as many: more of them would keep
-# the host, and with it the GPU, from the run that has just begun.
+# Iterations between two reads of times. A read takes at most twice as many: more would delay the
+# host, and so the GPU, at the begin of a run.
 _EVERY = 8
 _MAX_SLOTS = 4096
 _END = object()
@@ -40,8 +41,6 @@ class Streams:
     """
 
     def __init__(self, device: torch.device, is_timed: bool, all_timed: bool) -> None:
-        import torch
-
         self.all: Sequence[Any] = [None] * 3
         if device.type == "cuda":
             # If SMs copy, they do so before the compute's kernels; the copy engines do not care.
@@ -65,8 +64,6 @@ class Streams:
 
     def enter(self) -> bool:
         """Begin a session after the caller's work; tell whether that is being captured."""
-        import torch
-
         if self.compute is None:
             return bool(self._enter(0))
         caller = torch.cuda.current_stream(self._ordinal)
@@ -77,8 +74,6 @@ class Streams:
 
     def leave(self) -> None:
         """End the session: the caller's stream waits for it. Again: do nothing."""
-        import torch
-
         if self._caller is None:
             return
         caller, device, thread = self._caller
@@ -92,8 +87,6 @@ class Streams:
 
     def is_current(self) -> bool:
         """Tell whether the compute stream is torch's current one, as it is in a session."""
-        import torch
-
         return self.compute is None or torch.cuda.current_stream(self._ordinal) == self.compute
 
     def use(self, access: int) -> None:
@@ -104,8 +97,6 @@ class Streams:
         self, index: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return the memory of a new slot."""
-        import torch
-
         # In inference mode it could not be written outside of that.
         with torch.inference_mode(False), torch.cuda.stream(self.compute):
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -126,7 +117,7 @@ class Slot:
     block: Any = None
 
 
-class Run(Iterator[Slot]):
+class Run(Closing, Iterator[Slot]):
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
     The run begins with the first slot that is asked for, and is for the thread that asks. It ends
@@ -146,12 +137,6 @@ class Run(Iterator[Slot]):
     def close(self) -> None:
         """End the run, if it goes on."""
         self._steps.close()
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 _OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
@@ -191,17 +176,6 @@ class SlotPipeline:
         For bodies; None on the CPU.
     load_stream, store_stream : torch.cuda.Stream or None
         For copies to slots, and from them.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import SlotPipeline
-    >>> pipeline = SlotPipeline(num_slots=2, slot_shape=[3], dtype=torch.float32, device="cpu")
-    >>> blocks = [torch.full([3], float(i)) for i in range(4)]
-    >>> def copy(tensor, block):
-    ...     tensor.copy_(block, non_blocking=True)
-    >>> [slot.tensor.sum().item() for slot in pipeline.load(blocks, copy=copy)]
-    [0.0, 3.0, 6.0, 9.0]
     """
 
     def __init__(
@@ -214,7 +188,7 @@ class SlotPipeline:
         monitor: OverlapMonitor | None = None,
         max_slots: int | None = None,
     ) -> None:
-        depth = count_arg(_CALL, "num_slots", num_slots, _MAX_SLOTS)
+        depth = int_arg(_CALL, "num_slots", num_slots, 1, _MAX_SLOTS)
         self._shape = shape_arg(_CALL, "slot_shape", slot_shape)
         self._dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
@@ -222,7 +196,7 @@ class SlotPipeline:
         optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
         self._controller: DepthController | None = None
         if max_slots is not None:
-            most = count_arg(_CALL, "max_slots", max_slots, _MAX_SLOTS, least=depth)
+            most = int_arg(_CALL, "max_slots", max_slots, depth, _MAX_SLOTS)
             self._controller = DepthController(depth, most)
             monitor = monitor or OverlapMonitor()
         self._monitor = monitor
@@ -257,21 +231,21 @@ class SlotPipeline:
             From the first iteration: the pipeline is closed or broken, in use by another thread, or
             has a run that is not over.
         """
-        return self._run_of(blocks, copy, None)
+        return Run(partial(self._go, blocks, copy, None))
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Give out slots for the body to write, and copy each to its block afterwards.
 
         ``copy(slot.tensor, block)`` queues that copy; the rest is as of ``load``.
         """
-        return self._run_of(blocks, None, copy)
+        return Run(partial(self._go, blocks, None, copy))
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Copy blocks into slots, which the body changes, and store them back.
 
         A block is loaded before earlier ones are stored: they must not share memory.
         """
-        return self._run_of(blocks, load, store)
+        return Run(partial(self._go, blocks, load, store))
 
     def fork(self) -> None:
         """Have later copies wait for all work queued on the compute stream.
@@ -322,9 +296,6 @@ class SlotPipeline:
         return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
     # -- runs --------------------------------------------------------------------------------------
-
-    def _run_of(self, blocks: Iterable[Any], load: Copy | None, store: Copy | None) -> Run:
-        return Run(partial(self._go, blocks, load, store))
 
     def _go(
         self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]
@@ -450,8 +421,6 @@ class SlotPipeline:
 
     def _grow(self, depth: int) -> None:
         """Have at least `depth` slots, or as many as there is memory for; more go after the run."""
-        import torch
-
         self._wanted = depth
         is_first = not self._all
         try:

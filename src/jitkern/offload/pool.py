@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from jitkern import fs
+from jitkern.comm.args import int_arg
 from jitkern.comm.descriptors import Descriptors, hand_over
+from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import ShareError
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, dtype_arg, optional_arg, shape_arg
+from jitkern.offload.args import dtype_arg, optional_arg, shape_arg
 from jitkern.offload.memory import PinnedMemory
-
-if TYPE_CHECKING:
-    import torch
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
 _SHARED = Path("/dev/shm")  # where ranks without a group meet
@@ -53,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True)
 class PoolHandle:
-    """By this a process that is none of the ranks attaches to a pool; it can be pickled.
+    """Lets a process that is not one of the ranks attach to a pool; it can be pickled.
 
     The pool has to be open in process `pid`, as descriptor `fd`.
     """
@@ -89,7 +91,7 @@ class PoolStats:
     is_registered: bool  # false without a GPU, and once the pool is closed
 
 
-class PinnedPool:
+class PinnedPool(Closing):
     """Pinned host memory of exactly the size that is asked for, cut into tensors.
 
     Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
@@ -119,22 +121,13 @@ class PinnedPool:
         CUDA does not register the memory.
     ShareError
         In every rank: one did not come, went away, failed, or asked for another size.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import PinnedPool
-    >>> pool = PinnedPool([1000, 328], torch.bfloat16)
-    >>> pool.tensor().shape
-    torch.Size([1000, 328])
-    >>> pool.close()
     """
 
     stats: PoolStats
-    _used: int
-    _memory: PinnedMemory | None
-    _shared: tuple[str, int] | None  # its name, and a descriptor of it
-    _close_fd: Callable[[], object]
+    _used = 0  # bytes, by tensors
+    _memory: PinnedMemory | None = None
+    _shared: tuple[str, int] | None = None  # its name, and a descriptor of it
+    _close_fd: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -160,8 +153,8 @@ class PinnedPool:
         `handle` is the ``handle`` of an open shared pool of this user on this node.
         """
         if not isinstance(handle, PoolHandle):
-            what = type(handle).__name__
-            raise TypeError(f"PinnedPool.attach: handle: {what}, expected a PoolHandle")
+            given = type(handle).__name__
+            raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
         fd = handle.open()
         try:
             pool = cls.__new__(cls)
@@ -180,8 +173,6 @@ class PinnedPool:
         ranks that ask for the same tensors get the same memory. ValueError if not as much is left,
         RuntimeError if the pool is closed.
         """
-        import torch
-
         bytes_ = self._usable("tensor").tensor
         if shape is None:
             shape, dtype = self._shape, dtype or self._dtype
@@ -198,7 +189,7 @@ class PinnedPool:
 
     @property
     def handle(self) -> PoolHandle:
-        """What ``attach`` takes in a process that is none of the ranks; picklable."""
+        """What ``attach`` takes in a process that is not one of the ranks; picklable."""
         self._usable("handle")
         if self._shared is None:
             raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")
@@ -217,17 +208,10 @@ class PinnedPool:
             self.stats = replace(self.stats, is_registered=False)
             self._close_fd()
 
-    def __enter__(self) -> PinnedPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         stats = self.stats
-        state = (
-            "closed" if self._memory is None else "pinned" if stats.is_registered else "pageable"
-        )
+        state = "pinned" if stats.is_registered else "pageable"
+        state = "closed" if self._memory is None else state
         node = "" if stats.numa_node is None else f" on node {stats.numa_node}"
         registered = f", registered in {stats.register_s:.2f} s" if stats.register_s else ""
         size = memory.size_text(stats.num_bytes)
@@ -261,9 +245,7 @@ class PinnedPool:
         self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
     ) -> None:
         """Touch and register it, each step with the other ranks if there are any."""
-        self._pid, self._used = os.getpid(), 0
-        self._memory = self._shared = None
-        self._close_fd = lambda: None
+        self._pid = os.getpid()
         with memory.display(num_bytes, progress) as shown:
             if met is None:
                 made = PinnedMemory(num_bytes, fd, shown=shown)
@@ -284,7 +266,7 @@ def _memory_name(name: str) -> str:
 
 @contextmanager
 def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
-    """The ranks of a shared pool while they make it; an error of any rank is a ShareError."""
+    """Meet the ranks of a shared pool while they make it; an error of any is a ShareError."""
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
         expected = "1 to 200 letters, digits, '.', '_', '+' and '-'"
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")
@@ -308,8 +290,6 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
 
 def _file_store(name: str) -> Any:
     """Return a store in a file that only this user can read."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     folder = _SHARED / f"jitkern-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -317,7 +297,8 @@ def _file_store(name: str) -> Any:
         text = f"uid {found.st_uid}, mode {found.st_mode & 0o7777:o}"
         expected = f"a folder of uid {os.geteuid()} alone, mode 700"
         raise ShareError(f"{folder}: {text}, expected {expected}")
-    return FileStore(str(folder / f"pool-{name}"), -1)
+    path = str(folder / f"pool-{name}")
+    return dist.FileStore(path, -1)  # type: ignore[attr-defined]
 
 
 def _size_arg(
@@ -327,7 +308,7 @@ def _size_arg(
     if dtype is not None:
         dtype_arg(call, dtype)
     if not isinstance(size, Sequence):
-        shape = [count_arg(call, name, size)]
+        shape = [int_arg(call, name, size, 1)]
     elif dtype is None:
         raise TypeError(f"{call}: dtype: None, expected a torch.dtype for a shape")
     else:

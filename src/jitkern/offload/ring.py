@@ -9,21 +9,23 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
+
+from jitkern.comm.args import int_arg
+from jitkern.comm.protocol import Closing
 from jitkern.errors import name_unreadable
 from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.offload import memory
-from jitkern.offload.args import count_arg, device_arg, number_arg
+from jitkern.offload.args import device_arg, number_arg
 from jitkern.offload.memory import PinnedMemory
 from jitkern.offload.ring_server import CALL as SERVE
 from jitkern.offload.ring_server import RingServer
 from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
-
-if TYPE_CHECKING:
-    import torch
 
 # As in both/ring.h and csrc/offload/ring.cc.
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535
@@ -35,7 +37,7 @@ _WAIT_S = 10.0
 _PUSH = "DescriptorRing.push"
 
 
-class DescriptorRing:
+class DescriptorRing(Closing):
     """Slots of descriptors in pinned host memory, which a CPU thread fills and a consumer empties.
 
     A descriptor says which bytes of a source go where in a destination. A push writes descriptors
@@ -58,17 +60,6 @@ class DescriptorRing:
         A wrong argument.
     MemoryError, RuntimeError, UnsupportedError
         More memory than is free; CUDA does not register it; there is no ``memfd_create``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jitkern.offload import DescriptorRing
-    >>> ring = DescriptorRing(num_slots=4, max_descriptors=128)
-    >>> ring.push(torch.tensor([[0, 512, 100], [4096, 0, 512]]))  # src_off, dst_off, len
-    0
-    >>> ring.done(0)
-    False
-    >>> ring.close()
     """
 
     def __init__(
@@ -77,12 +68,10 @@ class DescriptorRing:
         max_descriptors: int = 2048,
         device: torch.device | str | int | None = None,
     ) -> None:
-        import torch
-
         call, module = "DescriptorRing", host.module()
-        most = count_arg(call, "max_descriptors", max_descriptors, _MAX_DESCRIPTORS)
-        self.num_slots: int = count_arg(call, "num_slots", num_slots, _MAX_SLOTS)
-        self.max_descriptors: int = most
+        most = int_arg(call, "max_descriptors", max_descriptors, 1, _MAX_DESCRIPTORS)
+        num_slots = int_arg(call, "num_slots", num_slots, 1, _MAX_SLOTS)
+        self.num_slots, self.max_descriptors = num_slots, most
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device: torch.device = device_arg(call, device)
@@ -93,7 +82,7 @@ class DescriptorRing:
         self._close_fd = weakref.finalize(self, os.close, self._fd)
         self._memory = PinnedMemory(num_bytes, self._fd)
         self._memory.register()
-        self._bytes: torch.Tensor = self._memory.tensor
+        self._bytes: Tensor = self._memory.tensor
         made = module["make_ring"](self._bytes, num_slots, most)
         self._push, self._reserve, self._publish = made[:3]
         self._await_free, self._await_done, self._consume, self._next = made[3:]
@@ -102,7 +91,6 @@ class DescriptorRing:
             self._consume, self._serve = module["ring_on_gpu"](self._bytes, state)
         self._reserved_by = 0  # a thread
         self._server: RingServer | None = None
-        self._is_tensor = torch.Tensor
         self._is_open = True
         _open.add(self)
 
@@ -160,24 +148,16 @@ class DescriptorRing:
 
         `num_descriptors` are by default as many as a slot has room for; `timeout_s` is as of
         ``push``. A slot that is dropped is cancelled.
-
-        Examples
-        --------
-        >>> with ring.reserve(2) as slot:  # doctest: +SKIP
-        ...     slot.src_off[:] = torch.tensor([0, 4096])
-        ...     slot.len[:] = 512
-        >>> ring.wait(slot.ticket)  # doctest: +SKIP
         """
         call, count = "DescriptorRing.reserve", self.max_descriptors
         if num_descriptors is not None:
-            count = count_arg(call, "num_descriptors", num_descriptors, count)
+            count = int_arg(call, "num_descriptors", num_descriptors, 1, count)
         ticket = self._await(call, lambda: self._reserve(count), timeout_s)
         self._reserved_by = threading.get_ident()
         index = ticket % self.num_slots
         begin = self._first + index * self._slot_bytes
         part = self._bytes[begin : begin + count * _DESCRIPTOR_BYTES]
-        descriptors = part.view(count, _DESCRIPTOR_BYTES)
-        return RingSlot(index, ticket, descriptors, self._finish)
+        return RingSlot(index, ticket, part.view(count, _DESCRIPTOR_BYTES), self._finish)
 
     def done(self, ticket: int) -> bool:
         """Tell whether all that a push asked for has been done."""
@@ -194,19 +174,14 @@ class DescriptorRing:
                 raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
     def serve(
-        self,
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        *,
-        num_sms: int = 1,
-        idle_timeout_s: float = _WAIT_S,
+        self, src: Tensor, dst: Tensor, *, num_sms: int = 1, idle_timeout_s: float = _WAIT_S
     ) -> RingServer:
-        """Return a server, as the context in which a kernel consumes what is pushed.
+        """Return a server: in its ``with`` body a kernel consumes what is pushed.
 
         The kernel occupies its SMs all the time: for small pushes that cannot wait for a launch.
         What waits for the whole device waits until it ends: ``torch.cuda.synchronize``, cudaMalloc
         and cudaFree, the first launch of a kernel that is loaded lazily, the end of a pinned pool.
-        There is one server on a device, and no ``unpack`` on its ring meanwhile.
+        One server per device, and no ``unpack`` on its ring meanwhile.
 
         Parameters
         ----------
@@ -217,15 +192,13 @@ class DescriptorRing:
         idle_timeout_s : float, optional
             The kernel ends once no push has come for so long.
         """
-        import torch
-
         self._next()  # raises once it is closed
         if self.device.type == "cpu":
             raise ValueError(f"{SERVE}: {self!r}, expected a ring of a GPU")
         _require_writable(SERVE, dst, src)
         # A cluster that any GPU with clusters has.
         most = 8 if torch.cuda.get_device_capability(self.device) >= (9, 0) else 1
-        sms = count_arg(SERVE, "num_sms", num_sms, most)
+        sms = int_arg(SERVE, "num_sms", num_sms, 1, most)
         idle_ns = int(1e9 * number_arg(SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
         return RingServer(self, partial(self._serve, src, dst, sms, idle_ns), dst)
 
@@ -243,18 +216,15 @@ class DescriptorRing:
         self._next()  # raises once it is closed
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         state = f"{self.num_pushed} pushed" if self._is_open else "closed"
         slots = f"{self.num_slots} slots of {self.max_descriptors} descriptors"
         return f"DescriptorRing({slots} on {self.device}, {state})"
 
-    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None:
+    def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None:
         """Do what ``unpack`` does of a ring."""
         if type(num_slots) is not int or num_slots != 1:
-            num_slots = count_arg("unpack", "num_slots", num_slots, self.num_slots)
+            num_slots = int_arg("unpack", "num_slots", num_slots, 1, self.num_slots)
         _require_writable("unpack", dst, src)
         try:
             self._consume(src, dst, num_slots)
@@ -267,9 +237,7 @@ class DescriptorRing:
         dispatch.wrote(dst)
 
     def _try_push(self, descriptors: Any) -> int:
-        if type(descriptors) is not self._is_tensor:  # an array, such as NumPy's
-            import torch
-
+        if type(descriptors) is not Tensor:  # an array, such as NumPy's
             try:
                 descriptors = torch.as_tensor(descriptors, device="cpu")  # whatever torch's default
             except (TypeError, ValueError, RuntimeError):
@@ -311,12 +279,12 @@ class DescriptorRing:
             raise RuntimeError(f"{call}: {text}")
 
     def _finish(self, count: int) -> None:
-        """End a reservation: push so many descriptors, or nothing (-1)."""
+        """End a reservation: push `count` descriptors; -1: push nothing."""
         self._reserved_by = 0
         self._publish(count)
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
-        number = count_arg(call, "ticket", ticket, least=0)
+        number = int_arg(call, "ticket", ticket, 0)
         pushed = self.num_pushed
         if number >= pushed:
             raise ValueError(f"{call}: ticket: {number}, expected below the {pushed} pushes so far")
@@ -350,16 +318,14 @@ def _slice_us(deadline: float) -> int:
     return max(0, int(1e6 * min(_SLICE_S, deadline - time.monotonic())))
 
 
-def _zeros_on(device: torch.device, num_bytes: int) -> torch.Tensor:
+def _zeros_on(device: torch.device, num_bytes: int) -> Tensor:
     """Return zeros that every stream finds."""
-    import torch
-
     zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.current_stream(device).synchronize()
     return zeros
 
 
-def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
+def _require_writable(call: str, dst: Tensor, src: Tensor) -> None:
     """Raise for a write that PyTorch would have to see, but does not."""
     if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
         dispatch.refuse(call, {"dst": dst}, {"src": src})
@@ -367,9 +333,7 @@ def _require_writable(call: str, dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def _field(dtype: str, column: int, doc: str) -> property:
-    def field(self: RingSlot) -> torch.Tensor:
-        import torch
-
+    def field(self: RingSlot) -> Tensor:
         return self._open("RingSlot").view(getattr(torch, dtype))[:, column]
 
     return property(field, doc=doc)
@@ -383,11 +347,11 @@ class RingSlot:
     """
 
     def __init__(
-        self, index: int, ticket: int, bytes_: torch.Tensor, finish: Callable[[int], object]
+        self, index: int, ticket: int, bytes_: Tensor, finish: Callable[[int], object]
     ) -> None:
         self.index: int = index
         self.ticket: int = ticket
-        self._bytes: torch.Tensor | None = bytes_  # a row for each descriptor
+        self._bytes: Tensor | None = bytes_  # a row for each descriptor
         self._finish = finish
 
     src_off = _field("int64", 0, "Offset of the first row in the source, in bytes: int64.")
@@ -402,7 +366,7 @@ class RingSlot:
         call = "RingSlot.publish"
         count = self._open(call).shape[0]
         if num_descriptors is not None:
-            count = count_arg(call, "num_descriptors", num_descriptors, count)
+            count = int_arg(call, "num_descriptors", num_descriptors, 1, count)
         self._bytes = None
         self._finish(count)
         return self.ticket
@@ -433,7 +397,7 @@ class RingSlot:
         state = "pushed or cancelled" if self._bytes is None else "being written"
         return f"RingSlot({self.index}, ticket {self.ticket}, {state})"
 
-    def _open(self, call: str) -> torch.Tensor:
+    def _open(self, call: str) -> Tensor:
         if self._bytes is None:
             raise RuntimeError(f"{call}: the slot was pushed or cancelled; reserve another one")
         return self._bytes

@@ -9,16 +9,17 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from jitkern.host import module as host
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
-    import torch
-
     from jitkern.offload.ring import DescriptorRing
 
 CALL = "DescriptorRing.serve"
-# By device: a second one would take more SMs from the kernels that compute.
+# By device: a second server would take more SMs from the model's kernels.
 _servers: dict[int, weakref.ref[RingServer]] = {}
 
 
@@ -29,9 +30,7 @@ class RingServer:
     after its copies. It ends with the body, or if no push comes for the idle timeout.
     """
 
-    def __init__(
-        self, ring: DescriptorRing, launch: Callable[..., None], dst: torch.Tensor
-    ) -> None:
+    def __init__(self, ring: DescriptorRing, launch: Callable[..., None], dst: Tensor) -> None:
         self._ring: DescriptorRing | None = ring
         self._launch, self._dst, self._device = launch, dst, ring.device
         self._stop = _pinned_zero()
@@ -47,8 +46,6 @@ class RingServer:
 
     def stop(self) -> None:
         """End the kernel and wait for that; it completes the push that it has begun with."""
-        import torch
-
         if self._ended is not None:
             self._tell()
             self._ended.synchronize()
@@ -59,8 +56,6 @@ class RingServer:
         self._ring = None
 
     def __enter__(self) -> RingServer:
-        import torch
-
         ring = self._ring
         if ring is None:
             raise RuntimeError(f"{CALL}: the server has ended; make another one")
@@ -70,8 +65,7 @@ class RingServer:
         if other is not None and other.is_running:
             raise RuntimeError(f"{CALL}: {self._device} has a server; end that one first")
         ring._next()  # raises once it is closed
-        # The last that is registered is the first to be called: before whatever else waits for the
-        # device at exit, as pools do.
+        # atexit calls the last one first: before pools, which wait for the device.
         atexit.unregister(_stop_all)
         atexit.register(_stop_all)
         _servers[self._device.index] = weakref.ref(self)
@@ -88,27 +82,22 @@ class RingServer:
 
 def _stop_all() -> None:
     for known in _servers.values():
-        server = known()
-        if server is not None:
+        if (server := known()) is not None:
             server._tell()
 
 
-def _tell(stop: torch.Tensor, pid: int) -> None:
+def _tell(stop: Tensor, pid: int) -> None:
     """Have a kernel end; a forked child has no part of it, nor of the memory."""
     if os.getpid() == pid:
         stop.fill_(1)
 
 
-def _pinned_zero() -> torch.Tensor:
-    import torch
-
+def _pinned_zero() -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 @cache
 def _stream_of(device: torch.device) -> Any:
     """Return the stream of a device's servers: torch would hand out its own to others, too."""
-    import torch
-
     made = host.module()["make_ring_stream"](device.index)
     return torch.cuda.ExternalStream(made, device=device)  # type: ignore[no-untyped-call]

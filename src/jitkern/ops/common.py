@@ -34,7 +34,7 @@ def entry_name(
 def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
     """Return an error that names the first argument that is no tensor; None where all are.
 
-    Another library's is none, where it is PyTorch that takes it.
+    PyTorch takes only its own tensors: another library's counts as none.
     """
     import torch
 
@@ -46,5 +46,5 @@ def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
 
 
 def type_text(value: object) -> str:
-    """Return what a message calls an argument that is of the wrong type."""
+    """Return the name of an argument's type for an error message."""
     return "None" if value is None else type(value).__name__

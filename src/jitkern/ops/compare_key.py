@@ -31,7 +31,7 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
     One step down a radix tree of cached prefixes: ``x`` is the request, of which ``start`` tokens
-    are matched already, and ``y`` is the node's key. After mini-sglang.
+    are matched already, and ``y`` is the node's key. Items count from ``start``. After mini-sglang.
 
     Parameters
     ----------
@@ -42,23 +42,10 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     page_size : int
         The result is rounded down to a multiple of it, 1 or more.
 
-    Returns
-    -------
-    int
-        Items, counted from ``start``.
-
     Raises
     ------
     TypeError, ValueError
         ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
-
-    Examples
-    --------
-    >>> request = torch.tensor([5, 6, 7, 8, 9, 10])
-    >>> jitkern.fast_compare_key(request, torch.tensor([5, 6, 7, 1]))
-    3
-    >>> jitkern.fast_compare_key(request, torch.tensor([7, 8, 9, 1]), start=2, page_size=2)
-    2
     """
     try:
         return _op(x, y, start, page_size)

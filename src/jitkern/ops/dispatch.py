@@ -71,7 +71,7 @@ def _of_torch(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def wrote(*tensors: Any) -> None:
-    """Have what C++ has written to count as changed, as after PyTorch's operations in place.
+    """Count what C++ has written to as changed, as after PyTorch's operations in place.
 
     A backward pass that has kept the old content then raises instead of using the new; in inference
     mode, too, for tensors that were not made in it.
@@ -102,7 +102,7 @@ def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
 
 
 def refuse_watchers(op: str) -> None:
-    """Raise RuntimeError where something traces, of an op that it would see nothing of."""
+    """Raise RuntimeError if a tracer or dispatch mode is active, which would not see the op."""
     if _num_modes() > 0 or _tracing_state() is not None:
         raise unseen(op)
 
@@ -116,7 +116,7 @@ def refuse_objects(op: str, **objects: object) -> None:
 
 
 def unseen(op: str) -> RuntimeError:
-    """Return the error of an op that is called while something traces which would not see it."""
+    """Return the error of a call that an active tracer or dispatch mode would not see."""
     return RuntimeError(
         f"{op}: dst: written while a tracer or a dispatch mode of PyTorch is active, expected "
         "neither: it would see nothing of the copy"

@@ -29,8 +29,8 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    With ``line_aligned``, 0 or 1, it is that of large calls of a table in host memory, where small
-    calls run the same kernel as on one in device memory.
+    With ``line_aligned``, 0 or 1: of large calls on a table in host memory. Small calls run the
+    same kernel on host and device memory.
     """
     if line_aligned < 0:
         splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
@@ -69,8 +69,8 @@ def _through_torch(
     import torch
 
     ranges = {"vocab_range": None, "added_range": None, "vocab_size": None, **ranges}
-    # The dispatcher has texts of its own for these. In a graph they are the op's to say, when it
-    # runs: torch.compile makes another error of one that is raised while it traces.
+    # The dispatcher's texts would differ. In a graph the op raises when it runs: torch.compile
+    # replaces an error that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None and output is None:
@@ -113,7 +113,8 @@ def indexing(
         memory. A negative index gives zeros. A tensor that is not contiguous is copied.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``.
+        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``. It is
+        returned; default: a new tensor.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
         that is split over ranks. Other indices give zeros, so that a sum over ranks is the whole
@@ -124,11 +125,6 @@ def indexing(
     vocab_size : int, optional
         With ``vocab_range``: the number of indices over all ranks. Larger ones raise as they do
         without ``vocab_range``; without it they are zeros.
-
-    Returns
-    -------
-    Tensor
-        ``output``, or a new tensor.
 
     Raises
     ------
@@ -141,13 +137,6 @@ def indexing(
         An index of ``num_rows`` or more (with ``vocab_range``: of ``vocab_size`` or more). On the
         CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
         the device or ``check`` raises.
-
-    Examples
-    --------
-    >>> weights = torch.randn(128256, 4096, device="cuda", dtype=torch.bfloat16)
-    >>> tokens = torch.tensor([1, 5, 128255], device="cuda")
-    >>> jitkern.indexing(weights, tokens).shape
-    torch.Size([3, 4096])
     """
     if dispatch.in_inference_mode() or (
         not dispatch.wants_gradient(weights)
@@ -173,11 +162,10 @@ def indexing(
             if not spread or not hasattr(indices, "new_empty"):
                 # The new output, too: under torch.func.grad of something else it is a wrapper.
                 tensors = {"weights": weights, "indices": indices, "output": result}
-                named = {"vocab_range": vocab_range, "added_range": added_range}
-                lists = {n: r for n, r in named.items() if isinstance(r, (list, tuple))}
-                ints: dict[str, Any] = {
-                    f"{n}[{i}]": one for n, r in lists.items() for i, one in enumerate(r)
-                }
+                ints: dict[str, Any] = {}
+                for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
+                    if isinstance(given, (list, tuple)):
+                        ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
                 ints["vocab_size"] = vocab_size
                 expected = dict.fromkeys(ints, "an int")
                 dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)

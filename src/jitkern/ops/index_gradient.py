@@ -27,10 +27,10 @@ def _rows_of(indices: Tensor, num_rows: int, vocab_range: Any, added_range: Any)
     rows = torch.full_like(numbers, num_rows)
     first_row = 0
     for start, length in (vocab_range or (0, num_rows), added_range or (0, 0)):
-        behind = numbers - start
-        # Both: what is far below the start of a range overflows to what is in it.
-        inside = (numbers >= start) & (behind < length)
-        rows = torch.where(inside, behind + first_row, rows)
+        offsets = numbers - start
+        # Both checks: the difference may overflow into the range.
+        inside = (numbers >= start) & (offsets < length)
+        rows = torch.where(inside, offsets + first_row, rows)
         first_row += length
     return rows
 

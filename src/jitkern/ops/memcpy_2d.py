@@ -82,12 +82,6 @@ def memcpy_2d_async(
     RuntimeError
         An argument requires grad, ``dst`` is an inference tensor, or a tracer or dispatch mode of
         PyTorch is active, which would not see the copy.
-
-    Examples
-    --------
-    >>> pool = torch.zeros(32, 1000, 4096, dtype=torch.uint8, pin_memory=True)
-    >>> block = torch.empty(32, 4096, dtype=torch.uint8, device="cuda")
-    >>> jitkern.memcpy_2d_async(block, pool[:, 7], 4096, 1000 * 4096, 4096, 32, "h2d")
     """
     if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
         dispatch.refuse("memcpy_2d_async", {"dst": dst}, {"src": src})

@@ -130,7 +130,7 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    ``merge_states`` of two; see there for dtypes, memory, empty partials and errors. After
+    ``merge_states`` of two; see there for dtypes, memory, results, empty partials and errors. After
     vLLM's ``merge_attn_states`` and FlashInfer's ``merge_state``.
 
     Parameters
@@ -145,11 +145,6 @@ def merge_state(
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The merged result and its LSE; None with ``lse=False``.
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
@@ -174,7 +169,11 @@ def merge_states(
     sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
     each partial is read once. Computed in fp32 and summed in the order of the partials, so that
     ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
-    unless `output` or a tensor as `lse` is given.
+    unless `output` or a tensor as `lse` is given. Returns the result and its LSE.
+
+    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
+    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
+    in an LSE gives NaN.
 
     Parameters
     ----------
@@ -190,7 +189,7 @@ def merge_states(
         `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
         Where the merged LSE goes: fp32, fp16 or bf16. May be one of `lses`. Default: a new fp32
-        tensor; False leaves it out.
+        tensor; False leaves it out, and returns None.
     base : {"e", "2"}
         Base of the exponentials. FlashInfer's kernels use 2.
     lse_layout : {"tokens_heads", "heads_tokens"}
@@ -202,17 +201,6 @@ def merge_states(
         int32 or int64, on the device of `output`, one element or one for each token: only the first
         ``count`` partials are merged. Clamped to 0 and their number.
 
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        The merged result and its LSE; None with ``lse=False``.
-
-    Notes
-    -----
-    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
-    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
-    in an LSE gives NaN.
-
     Raises
     ------
     TypeError, ValueError
@@ -222,14 +210,6 @@ def merge_states(
     RuntimeError
         `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
         outside of inference mode.
-
-    Examples
-    --------
-    >>> outs = [torch.full((1, 1, 2), float(i)) for i in range(3)]
-    >>> lses = [torch.zeros(1, 1), torch.zeros(1, 1), torch.full((1, 1), -torch.inf)]
-    >>> out, lse = jitkern.merge_states(outs, lses, base="2")
-    >>> out.tolist(), lse.tolist()
-    ([[[0.5, 0.5]]], [[1.0]])
     """
     is_list = isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple))
     partials = (outs, lses)

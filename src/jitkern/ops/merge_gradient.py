@@ -19,7 +19,7 @@ def differentiable(operator: Callable[..., tuple[Tensor, Tensor]]) -> Any:
     - of ``out_i``: ``w_i * g_out``
     - of ``lse_i``: ``w_i * (ln(base) * <g_out, out_i - out> + g_lse)``
 
-    One that counts nothing has none: zeros, whatever comes. A row that is copied has the weight 1.
+    An empty partial gets zeros. A row that is copied has the weight 1.
     """
 
     class Merge(torch.autograd.Function):

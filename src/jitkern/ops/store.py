@@ -92,13 +92,6 @@ def store_cache(
     IndexError
         An index of ``num_slots`` or more. On the CPU at once, with nothing written. On CUDA the row
         is skipped, and the next jitkern call on the device or ``check`` raises.
-
-    Examples
-    --------
-    >>> k_cache, v_cache = torch.zeros(2, 1024, 8, 128, device="cuda", dtype=torch.bfloat16)
-    >>> k, v = torch.randn(2, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
-    >>> slots = torch.randperm(1024, device="cuda")[:16]
-    >>> jitkern.store_cache(k_cache, v_cache, slots, k, v)
     """
 
 

@@ -24,22 +24,17 @@ PLACE_IN_FLIGHT = 8  # of rows that go from staging to their slots, as for h2d_g
 def kernel(
     row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int, in_order: int
 ) -> DeviceModule:
-    """Return the device module of one row size, vector width, index type, alignment and size.
-
-    Or of large calls in the order of the host's memory.
-    """
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
+    """Return the device module of one specialisation; ``in_order``: sorted by host memory."""
+    sizes = (row_bytes, vec_bytes, index_bytes)
+    spec = (*sizes, line_aligned, large)
     if not in_order:
         return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, ("ops", "swap.cu"))
     args = pairs.pair_copy_args(*spec, LARGE_IN_FLIGHT)
-    place = pairs.pair_copy_args(row_bytes, vec_bytes, index_bytes, 1, 1, PLACE_IN_FLIGHT)
+    place = pairs.pair_copy_args(*sizes, 1, 1, PLACE_IN_FLIGHT)
     config = pairs.pair_config(large)
     entries = [
-        (entry_name(stem, row_bytes, vec_bytes, index_bytes, kind="in_order"), type_name, config)
-        for stem, type_name in (
-            ("swap", f"SwapRows<{args}, true>"),
-            ("place", f"H2DGather<{place}>"),
-        )
+        (entry_name("swap", *sizes, kind="in_order"), f"SwapRows<{args}, true>", config),
+        (entry_name("place", *sizes, kind="in_order"), f"H2DGather<{place}>", config),
     ]
     module = pairs.load_entries("swap_in_order", "swap.cu", entries, args, LARGE_IN_FLIGHT)
     module.hint = partial(warm_hint, "swap", str(row_bytes))
@@ -56,7 +51,7 @@ host_module.builds("swap_lists", list_kernel)
 
 
 def shared_kernels() -> list[DeviceModule]:
-    """Return what calls of any row size need besides."""
+    """Return what calls of any row size also need."""
     return [list_kernel(index_bytes) for index_bytes in INDEX_BYTES]
 
 
@@ -110,11 +105,4 @@ def swap_rows(
     ------
     TypeError, ValueError, RuntimeError, IndexError
         As ``h2d_gather``, for a triple instead of a pair.
-
-    Examples
-    --------
-    >>> host = torch.randn(300_000, 328).bfloat16().pin_memory()
-    >>> cache = torch.randn(4096, 328, device="cuda").bfloat16()
-    >>> triples = torch.tensor([[7, 0, 299_999], [8, 1, -1], [-1, 2, 9]], device="cuda")
-    >>> jitkern.swap_rows(host, cache, triples)
     """

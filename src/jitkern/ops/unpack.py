@@ -79,7 +79,7 @@ def shared_kernels() -> list[DeviceModule]:
 
 
 class Ring(Protocol):
-    """What there is of a ``offload.DescriptorRing``, which is of a level above."""
+    """What ``unpack`` uses of an ``offload.DescriptorRing``; ops do not import offload."""
 
     def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None: ...
 
@@ -134,6 +134,11 @@ def unpack(
     call; each replay reads them again. Keep host memory allocated until the stream has passed the
     call.
 
+    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
+    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
+    slot is free. Each replay of a captured call takes what was pushed by then. Of calls that
+    overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
+
     Parameters
     ----------
     src, dst : Tensor
@@ -151,13 +156,6 @@ def unpack(
     num_slots : int, optional
         For a ring: how many slots are looked at.
 
-    Notes
-    -----
-    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
-    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait``
-    returns and the slot is free. Each replay of a captured call takes what was pushed by then. Of
-    calls that overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
-
     Raises
     ------
     TypeError, ValueError
@@ -171,14 +169,6 @@ def unpack(
         ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise it is
         skipped, and the next jitkern call on the device or ``check`` raises. A ring's
         call that raises an earlier error was made: do not repeat it for the same pushes.
-
-    Examples
-    --------
-    >>> staging = torch.arange(64, dtype=torch.uint8)
-    >>> slab = torch.zeros(64, dtype=torch.uint8)
-    >>> jitkern.unpack(staging, slab, torch.tensor([[0, 7, 3], [10, 1, 2]]))
-    >>> slab[:12].tolist()
-    [0, 10, 11, 0, 0, 0, 0, 0, 1, 2, 0, 0]
     """
     if type(descriptors) is _ring_type:
         if count is not None:
