@@ -9,13 +9,13 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "host/method.h"
 
 namespace jitkern {
 
 namespace {
 
 using tvm::ffi::Array;
-using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::Map;
 using tvm::ffi::String;
@@ -219,14 +219,6 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
                                              double timeout_s) {
   const auto comm = std::make_shared<NcclCommunicator>(
       static_cast<int>(ordinal), static_cast<int>(rank), static_cast<int>(size), timeout_s);
-  const auto open = [comm](Bytes bytes) -> int64_t {
-    NcclUniqueId id{};
-    std::copy_n(bytes.data(), std::min(bytes.size(), sizeof(id.bytes)), id.bytes);
-    return comm->open(id);
-  };
-  const auto register_memory = [comm](int64_t address, int64_t bytes) -> int64_t {
-    return comm->register_memory(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
-  };
   return {{"all_reduce", bound(comm, all_reduce)},
           {"all_gather", bound(comm, all_gather)},
           {"reduce_scatter", bound(comm, reduce_scatter)},
@@ -236,14 +228,14 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"all_to_all", bound(comm, all_to_all)},
           {"barrier", bound(comm, barrier)},
           {"watch", bound(comm, watch)},
-          {"open", Function::FromTyped(open)},
-          {"wait_done", Function::FromTyped([comm]() -> int64_t { return comm->wait_done(); })},
-          {"finish", Function::FromTyped([comm]() -> int64_t { return comm->finish(); })},
-          {"free", Function::FromTyped([comm] { comm->free(); })},
-          {"abort", Function::FromTyped([comm] { comm->abort(); })},
-          {"mark", Function::FromTyped([comm] { comm->mark(); })},
-          {"register_memory", Function::FromTyped(register_memory)},
-          {"progress", Function::FromTyped([comm] { return comm->progress(); })}};
+          {"open", method(comm, &NcclCommunicator::open)},
+          {"wait_done", method(comm, &NcclCommunicator::wait_done)},
+          {"finish", method(comm, &NcclCommunicator::finish)},
+          {"free", method(comm, &NcclCommunicator::free)},
+          {"abort", method(comm, &NcclCommunicator::abort)},
+          {"mark", method(comm, &NcclCommunicator::mark)},
+          {"register_memory", method(comm, &NcclCommunicator::register_memory)},
+          {"progress", method(comm, &NcclCommunicator::progress)}};
 }
 
 // Memory of NCCL's on a GPU, for a tensor.

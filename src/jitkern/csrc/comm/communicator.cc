@@ -1,6 +1,5 @@
 #include "comm/communicator.h"
 
-#include <time.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -23,9 +22,8 @@ using tvm::ffi::String;
 namespace {
 
 double now_s() {
-  timespec time{};
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
 }
 
 // Calls that follow each other sooner than this are one burst.
@@ -51,8 +49,10 @@ NcclCommunicator::~NcclCommunicator() {
   }
 }
 
-CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
+CallStatus NcclCommunicator::open(const tvm::ffi::Bytes& unique_id) {
   const ContextScope scope(device_);
+  NcclUniqueId id{};
+  std::copy_n(unique_id.data(), std::min(unique_id.size(), sizeof(id.bytes)), id.bytes);
   NcclConfig config;
   NcclComm comm = nullptr;
   const NcclResult result = nccl_.ncclCommInitRankConfig(&comm, size, id, rank, &config);
@@ -210,9 +210,10 @@ void NcclCommunicator::abort() {
   if (comm != nullptr) nccl_.ncclCommAbort(comm);
 }
 
-CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
-  return call("init_pynccl", -1, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
-    return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
+CallStatus NcclCommunicator::register_memory(i64 address, size_t bytes) {
+  return call("init_pynccl", -1, [=](const Nccl& nccl, NcclComm comm, CUstream) {
+    return nccl.ncclCommWindowRegister(comm, reinterpret_cast<void*>(address), bytes, &window_,
+                                       kNcclSymmetricWindow);
   });
 }
 

@@ -54,7 +54,7 @@ class NcclCommunicator {
   }
 
   // Makes NCCL's communicator together with all ranks. Without a deadline: for a thread of its own.
-  CallStatus open(const NcclUniqueId& id);
+  CallStatus open(const tvm::ffi::Bytes& unique_id);
   // Waits until the last call is done.
   CallStatus wait_done();
   // Waits for all calls, and refuses further ones.
@@ -68,7 +68,7 @@ class NcclCommunicator {
   void mark();
 
   // Registers memory, which NCCL then accesses without a copy. Collective, once.
-  CallStatus register_memory(void* memory, size_t bytes);
+  CallStatus register_memory(i64 address, size_t bytes);
 
   // How far this rank is, for any thread:
   //   num_calls, last_op   of the calls that all ranks make

@@ -15,9 +15,10 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <thread>
 
+#include "host/method.h"
 #include "host/staging.h"
+#include "host/workers.h"
 
 namespace jitkern {
 
@@ -87,7 +88,7 @@ class HostRange : public PeerRange {
   }
   ~HostRange() { release(); }
 
-  static int create(i64) { return -1; }  // Python makes it
+  int create(i64) { return -1; }  // Python makes it
   // Maps the memory of `rank`, the caller's descriptor.
   void map(i64 rank, int fd) {
     const size_t length = static_cast<size_t>(share_bytes);
@@ -98,15 +99,11 @@ class HostRange : public PeerRange {
     madvise(at, length, MADV_DONTFORK);
   }
 
-  void write(i64 offset, const char* from, i64 bytes, double) {
-    std::memcpy(base + offset, from, static_cast<size_t>(bytes));
+  void write(i64 offset, Bytes from, double) {
+    std::memcpy(base + offset, from.data(), from.size());
   }
-  void read(i64 offset, char* to, i64 bytes, double) {
-    std::memcpy(to, base + offset, static_cast<size_t>(bytes));
-  }
-  void clear(i64 offset, i64 bytes, double) {
-    std::memset(base + offset, 0, static_cast<size_t>(bytes));
-  }
+  Bytes read(i64 offset, size_t bytes, double) { return Bytes(base + offset, bytes); }
+  void clear(i64 offset, size_t bytes, double) { std::memset(base + offset, 0, bytes); }
   void release() noexcept {
     if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
     reserved_ = nullptr;
@@ -191,21 +188,21 @@ class GpuRange : public PeerRange {
   }
 
   // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
-  void write(i64 offset, const char* from, i64 bytes, double timeout_s) {
+  void write(i64 offset, Bytes from, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
-      std::memcpy(probe.pinned, from, static_cast<size_t>(bytes));
-      copy_to_device(base + offset, probe.pinned, bytes, probe.stream);
+      std::memcpy(probe.pinned, from.data(), from.size());
+      copy_to_device(base + offset, probe.pinned, static_cast<i64>(from.size()), probe.stream);
     });
   }
-  void read(i64 offset, char* to, i64 bytes, double timeout_s) {
+  Bytes read(i64 offset, size_t bytes, double timeout_s) {
     const auto queue = [&](Probe& probe) {
-      copy_to_host(probe.pinned, base + offset, bytes, probe.stream);
+      copy_to_host(probe.pinned, base + offset, static_cast<i64>(bytes), probe.stream);
     };
-    run(timeout_s, queue, to, bytes);
+    return run(timeout_s, queue, bytes);
   }
-  void clear(i64 offset, i64 bytes, double timeout_s) {
+  void clear(i64 offset, size_t bytes, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
-      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
+      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, bytes, probe.stream);
     });
   }
 
@@ -249,9 +246,9 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
-  // Queues a copy and polls for its end, since a GPU may hang.
+  // Queues a copy and polls for its end, since a GPU may hang. Returns pinned memory after it.
   template <class Queue>
-  void run(double timeout_s, const Queue& queue, char* to = nullptr, i64 bytes = 0) {
+  Bytes run(double timeout_s, const Queue& queue, size_t bytes = 0) {
     Probe& probe = Probe::of(device_);
     const std::lock_guard<std::mutex> lock(probe.mutex);
     const ContextScope scope(device_);
@@ -259,7 +256,7 @@ class GpuRange : public PeerRange {
     record(probe.event, probe.stream);
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
-    while (!is_done(probe.event)) {
+    for (Backoff backoff; !is_done(probe.event);) {
       if (Clock::now() > end) {
         is_busy_ = true;
         raise_error("RuntimeError",
@@ -267,9 +264,9 @@ class GpuRange : public PeerRange {
                         " has not done a copy within the deadline: it hangs, or other "
                         "work keeps it");
       }
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      backoff.wait();
     }
-    if (to != nullptr) std::memcpy(to, probe.pinned, static_cast<size_t>(bytes));
+    return Bytes(probe.pinned, bytes);
   }
 
   const Device& device_;
@@ -292,31 +289,14 @@ struct View {
 template <class Range>
 Map<String, Function> functions_of(const std::shared_ptr<Range>& range) {
   const auto base = [range] { return reinterpret_cast<int64_t>(range->base); };
-  const auto create = [range](int64_t rank) -> int64_t { return range->create(rank); };
-  const auto map = [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); };
-  const auto write = [range](int64_t offset, Bytes from, double timeout_s) {
-    range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
-  };
-  const auto read = [range](int64_t offset, int64_t bytes, double timeout_s) {
-    std::string to(static_cast<size_t>(bytes), '\0');
-    range->read(offset, to.data(), bytes, timeout_s);
-    return Bytes(std::move(to));
-  };
-  const auto clear = [range](int64_t offset, int64_t bytes, double timeout_s) {
-    range->clear(offset, bytes, timeout_s);
-  };
   const auto view = [range](int64_t offset, int64_t bytes) {
     return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
                                          range->device(), range->base + offset);
   };
-  return {{"base", Function::FromTyped(base)},
-          {"create", Function::FromTyped(create)},
-          {"map", Function::FromTyped(map)},
-          {"write", Function::FromTyped(write)},
-          {"read", Function::FromTyped(read)},
-          {"clear", Function::FromTyped(clear)},
-          {"view", Function::FromTyped(view)},
-          {"release", Function::FromTyped([range] { range->release(); })}};
+  return {{"base", Function::FromTyped(base)},       {"view", Function::FromTyped(view)},
+          {"create", method(range, &Range::create)}, {"map", method(range, &Range::map)},
+          {"write", method(range, &Range::write)},   {"read", method(range, &Range::read)},
+          {"clear", method(range, &Range::clear)},   {"release", method(range, &Range::release)}};
 }
 
 // `ordinal` is -1 for the CPU.

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "comm/operand.h"
+#include "host/method.h"
 #include "ops/common.h"
 
 namespace jitkern {
@@ -214,11 +215,13 @@ class PeerReducer {
     refuse_tracers("reduce_scatter");
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
   }
-  // `is_inside`: inside another call of all ranks, which raises earlier faults itself.
-  void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
-  // This rank's word that is kUnwritten unless its workspace is broken.
-  const u32* intact() const {
-    return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
+  // With a tensor of the GPU, from which the FFI takes PyTorch's stream. None: inside another
+  // collective call, which raises earlier faults itself.
+  void device_barrier(AnyView word) { run(meet_call(plan_), kSites[2], is_none(word)); }
+  // The address of this rank's word that is kUnwritten unless its workspace is broken.
+  i64 intact() {
+    const auto* const control = reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank]);
+    return static_cast<i64>(address(&control->intact));
   }
 
   // Makes this rank's workspace as new. Waits for the GPU.
@@ -362,15 +365,9 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
   const auto made =
       std::make_shared<PeerReducer>(plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes),
                                     addresses, static_cast<u64>(deadline_ns));
-  return {
-      Function::FromTyped(
-          [made](AnyView x, AnyView out, int64_t way) { made->all_reduce(x, out, way); }),
-      Function::FromTyped([made](AnyView output, AnyView x) { made->reduce_scatter(output, x); }),
-      Function::FromTyped([made] { made->reset(); }),
-      // A GPU's tensor makes the FFI tell PyTorch's stream; calls from C++ give none.
-      Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),
-      Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
-  };
+  return {method(made, &PeerReducer::all_reduce), method(made, &PeerReducer::reduce_scatter),
+          method(made, &PeerReducer::reset), method(made, &PeerReducer::device_barrier),
+          method(made, &PeerReducer::intact)};
 }
 
 // The bytes of a workspace in which messages up to `max_bytes` take one round.

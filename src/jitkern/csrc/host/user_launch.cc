@@ -103,17 +103,14 @@ struct Packed {
 
   void put_tensor(int i, AnyView value) {
     const DLTensor& dl = *value.cast<DLTensor*>();
-    const bool on_cuda = dl.device.device_type == kDLCUDA;
-    const int there = on_cuda ? dl.device.device_id : kOnCpu;
-    if ((!on_cuda && !runs_on(dl.device.device_type)) || (device != kNoDevice && there != device)) {
+    const auto type = dl.device.device_type;
+    const bool on_cpu = signature_.has_cpu_form && (type == kDLCPU || type == kDLCUDAHost);
+    const int there = type == kDLCUDA ? dl.device.device_id : kOnCpu;
+    if ((type != kDLCUDA && !on_cpu) || (device != kNoDevice && there != device)) {
       wrong_device(i, value);
     }
     device = there;
     put_value(static_cast<char*>(dl.data) + dl.byte_offset);
-  }
-
-  bool runs_on(int device_type) const {
-    return signature_.has_cpu_form && (device_type == kDLCPU || device_type == kDLCUDAHost);
   }
 
   [[noreturn]] void wrong_device(int i, AnyView value) const {
@@ -145,11 +142,9 @@ struct Packed {
     if (param.is_pointer && type == TypeIndex::kTVMFFIOpaquePtr) {
       return put_value(value.cast<void*>());
     }
-    // A ctypes value has its own type.
-    if (type == TypeIndex::kTVMFFIBytes || type == TypeIndex::kTVMFFISmallBytes) {
-      const auto packed = value.cast<Bytes>();
-      const i64 bytes = static_cast<i64>(packed.size()) - 1;
-      if (bytes == param.bytes()) return put_bytes(packed.data() + 1, bytes, bytes);
+    if (const auto packed = value.try_cast<Bytes>()) {  // a ctypes value, of a type of its own
+      const i64 bytes = static_cast<i64>(packed->size()) - 1;
+      if (bytes == param.bytes()) return put_bytes(packed->data() + 1, bytes, bytes);
       raise_value_error(signature_.op(), param.name.c_str(), std::to_string(bytes) + " bytes",
                         std::to_string(param.bytes()) + ", those of " + expected(param));
     }
@@ -189,14 +184,12 @@ struct Packed {
       return put_value(rounded), true;
     }
     if (!is_int) return false;
+    // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
     const i64 number = value.cast<int64_t>();
     const bool is_signed = dtype.code == kDLInt;
-    const int value_bits = dtype.bits - (is_signed ? 1 : 0);
-    // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
-    const bool fits = value_bits >= 63 ? is_signed || number >= 0
-                                       : number >= (is_signed ? -(i64(1) << value_bits) : 0) &&
-                                             number < i64(1) << value_bits;
-    if (!fits) out_of_range(param, std::to_string(number));
+    // The sign and the bits above those of the type: all zeros, or all ones for a negative number.
+    const i64 above = number >> std::min(dtype.bits - (is_signed ? 1 : 0), 63);
+    if (above != 0 && !(is_signed && above == -1)) out_of_range(param, std::to_string(number));
     put_bytes(&number, dtype.bits / 8, dtype.bits / 8);  // little endian
     return true;
   }
@@ -346,12 +339,11 @@ constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, const std::vector<Signature>& signatures, PackedArgs all,
                  Any* result) {
-  static const Signature unknown;
   Launch launch = checked_launch(all.data());
   const bool use_pdl = bool_arg(kOp, "use_pdl", all[4]);
   const PackedArgs args = all.Slice(kNumOptions);
   const size_t number = static_cast<size_t>(all[0].cast<int64_t>());
-  const Signature& signature = number < signatures.size() ? signatures[number] : unknown;
+  const Signature& signature = signatures.at(number);
   const Packed params(signature, args);
   if (params.device == kOnCpu) return static_cast<void>(*result = kOnCpu);
   int ordinal = static_cast<int>(all[7].cast<int64_t>());

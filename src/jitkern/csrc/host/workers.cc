@@ -2,9 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -62,9 +62,7 @@ inline void pause_core() {
 }
 
 i64 now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 // The pools that no call uses. Never destroyed: threads sleep in them until the process ends.
@@ -145,8 +143,7 @@ void Backoff::wait() {
   if (waited_ns_ == 0) started_ns_ = now_ns();
   waited_ns_ = std::max<i64>(1, now_ns() - started_ns_);
   if (waited_ns_ < kSpinNs) return pause_core();
-  const timespec pause{0, std::min(waited_ns_ / 2, kLongestSleepNs)};
-  nanosleep(&pause, nullptr);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(waited_ns_ / 2, kLongestSleepNs)));
 }
 
 }  // namespace jitkern

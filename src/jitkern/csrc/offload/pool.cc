@@ -1,4 +1,5 @@
 // The memory of a PinnedPool: mapped on whole huge pages, touched by threads, registered with CUDA.
+#include "host/method.h"
 #include "host/pinned.h"
 #include "host/workers.h"
 
@@ -103,7 +104,7 @@ class PinnedMemory {
   char* base() const { return base_; }
 
   // Prefers a NUMA node for a part that is not yet touched. Returns whether Linux does so.
-  bool bind(i64 begin, i64 num_bytes, i64 node) const {
+  bool bind(i64 begin, i64 num_bytes, i64 node) {
     const unsigned long nodes = 1UL << node;
     return syscall(SYS_mbind, base_ + begin, num_bytes, kPreferred, &nodes, 8 * sizeof(nodes) + 1,
                    0) == 0;
@@ -111,7 +112,7 @@ class PinnedMemory {
 
   // By as many threads, a huge page at a time. All threads exist before the first begins: 16 back 8
   // GiB at 32 to 37 GB/s, and at 6 to 20 if they start meanwhile. Returns errno.
-  i64 touch(i64 begin, i64 num_bytes, i64 num_threads) const {
+  i64 touch(i64 begin, i64 num_bytes, i64 num_threads) {
     char* const base = base_ + begin;
     std::atomic<i64> taken{0};
     std::atomic<int> error{0};
@@ -174,14 +175,10 @@ Array<Any> make_pinned_memory(int64_t num_bytes, int64_t fd) {
   return {
       tvm::ffi::Tensor::FromNDAlloc(Owner{made}, {num_bytes}, DLDataType{kDLUInt, 8, 1},
                                     DLDevice{kDLCPU, 0}),
-      Function::FromTyped([made](int64_t begin, int64_t bytes, int64_t node) {
-        return made->bind(begin, bytes, node);
-      }),
-      Function::FromTyped([made](int64_t begin, int64_t bytes, int64_t num_threads) {
-        return made->touch(begin, bytes, num_threads);
-      }),
-      Function::FromTyped([made](int64_t ordinal) { made->register_it(ordinal); }),
-      Function::FromTyped([made] { made->close(); }),
+      method(made, &PinnedMemory::bind),
+      method(made, &PinnedMemory::touch),
+      method(made, &PinnedMemory::register_it),
+      method(made, &PinnedMemory::close),
   };
 }
 

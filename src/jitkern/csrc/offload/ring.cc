@@ -11,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "host/method.h"
 #include "host/workers.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -140,7 +141,7 @@ class DescriptorRing {
     }
   }
 
-  i64 next() const { return static_cast<i64>(producer_.next()); }
+  i64 next() { return static_cast<i64>(producer_.next()); }
 
  private:
   // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
@@ -194,18 +195,10 @@ Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
-  return {
-      Function::FromTyped([made](AnyView rows) { return made->push(rows); }),
-      Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
-      Function::FromTyped([made](int64_t count) { made->publish(count); }),
-      Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
-      Function::FromTyped(
-          [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
-      Function::FromTyped([made](AnyView src, AnyView dst, int64_t num_slots) {
-        made->consume(src, dst, num_slots);
-      }),
-      Function::FromTyped([made] { return made->next(); }),
-  };
+  return {method(made, &DescriptorRing::push),       method(made, &DescriptorRing::reserve),
+          method(made, &DescriptorRing::publish),    method(made, &DescriptorRing::await_free),
+          method(made, &DescriptorRing::await_done), method(made, &DescriptorRing::consume),
+          method(made, &DescriptorRing::next)};
 }
 
 }  // namespace

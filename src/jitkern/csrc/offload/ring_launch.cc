@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 
+#include "host/method.h"
 #include "host/staging.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -108,7 +109,7 @@ class RingOnGpu {
   }
 
   // Queues the server on a stream; it looks at `stop`, an u32 in pinned memory, at each turn.
-  void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) const {
+  void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) {
     const UnpackSides sides = checked_sides(src, dst);
     Device& device = Device::get(state_.device().device_id);
     check_pending_fault(device);
@@ -158,14 +159,7 @@ int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
 // consume and serve of a ring.
 Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
   const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
-  return {
-      Function::FromTyped([made](AnyView src, AnyView dst, int64_t num_slots) {
-        made->consume(src, dst, num_slots);
-      }),
-      Function::FromTyped(
-          [made](AnyView src, AnyView dst, int64_t num_sms, int64_t idle_ns, int64_t stop,
-                 int64_t stream) { made->serve(src, dst, num_sms, idle_ns, stop, stream); }),
-  };
+  return {method(made, &RingOnGpu::consume), method(made, &RingOnGpu::serve)};
 }
 
 // A stream of a device that nobody else has, for good.

@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "host/method.h"
 #include "host/staging.h"
 #include "offload/slot_times.h"
 
@@ -62,14 +63,14 @@ class SlotStreams {
   }
 
   // Begins a session, after all work on the caller's stream; returns whether that is captured.
-  bool enter(CUstream caller) {
+  bool enter(i64 caller) {
     ++session_;
-    caller_ = caller;
+    caller_ = reinterpret_cast<CUstream>(caller);
     if (times_) times_->begin_session();
     if (device_ == nullptr) return false;
     const Scope scope(device_);
-    is_capturing_ = is_capturing(caller);
-    record(forked_, caller);
+    is_capturing_ = is_capturing(caller_);
+    record(forked_, caller_);
     for (Lane& lane : lanes_) lane.is_forked = lane.is_used = false;
     use(lanes_[kCompute]);
     return is_capturing_;
@@ -199,21 +200,10 @@ class SlotStreams {
 Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
   const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
-  return {
-      Function::FromTyped([made](int64_t access, int64_t slot) {
-        made->next(static_cast<int>(access), static_cast<size_t>(slot));
-      }),
-      Function::FromTyped(
-          [made](int64_t caller) { return made->enter(reinterpret_cast<CUstream>(caller)); }),
-      Function::FromTyped([made](int64_t first, int64_t last) {
-        made->start(static_cast<int>(first), static_cast<int>(last));
-      }),
-      Function::FromTyped([made] { made->fork(); }),
-      Function::FromTyped([made] { made->leave(); }),
-      Function::FromTyped([made](int64_t slot) { made->add_slot(static_cast<size_t>(slot)); }),
-      Function::FromTyped([made](int64_t most) { return made->harvest(most); }),
-      Function::FromTyped([made] { return made->num_dropped(); }),
-  };
+  return {method(made, &SlotStreams::next),    method(made, &SlotStreams::enter),
+          method(made, &SlotStreams::start),   method(made, &SlotStreams::fork),
+          method(made, &SlotStreams::leave),   method(made, &SlotStreams::add_slot),
+          method(made, &SlotStreams::harvest), method(made, &SlotStreams::num_dropped)};
 }
 
 }  // namespace
