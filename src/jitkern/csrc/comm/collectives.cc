@@ -1,15 +1,14 @@
-// The calls of an NCCL communicator, for Python.
+// The calls of an NCCL communicator for Python.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
-#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "host/method.h"
+#include "host/objects.h"
 
 namespace jitkern {
 
@@ -39,7 +38,7 @@ constexpr Reducible kReducible[] = {
     {kDLFloat8_e5m2, 8, 11},
 };
 
-// NCCL's number for the dtype of what is reduced. TypeError if it has none.
+// NCCL's number for a dtype that it can reduce, or TypeError.
 int reduced_as(const Operand& x) {
   for (const Reducible& one : kReducible) {
     if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1) {
@@ -84,7 +83,7 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   });
 }
 
-// What is only copied goes as bytes, so that any dtype and any version of NCCL will do.
+// Calls that only copy send bytes, so that they take any dtype with any version of NCCL.
 
 int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   const Operand output = operand(comm, "all_gather", "output", output_arg);
@@ -99,7 +98,7 @@ int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   });
 }
 
-// A call of one tensor and one other rank.
+// A call with one tensor and one other rank.
 template <class Run>
 int64_t call_with_peer(NcclCommunicator& comm, const char* op, AnyView x_arg, const char* peer_arg,
                        AnyView peer_value, bool is_of_two, const Run& run) {
@@ -137,7 +136,7 @@ int64_t recv(NcclCommunicator& comm, AnyView x, AnyView src) {
                         });
 }
 
-// Bytes of each rank's part: by rows of the first dimension, or equal parts without splits.
+// The bytes of each rank's part: the splits count rows of the first dimension; None: equal parts.
 std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
                             const char* splits_arg, AnyView splits_given) {
   const i64 size = comm.size;
@@ -203,11 +202,11 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
 
 // Puts the work on torch's current stream under the deadline.
 int64_t watch(NcclCommunicator& comm, AnyView word) {
-  const Operand checked = operand(comm, "watch", "word", word);
+  operand(comm, "watch", "word", word);
   return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 
-// A function of the communicator for Python, which keeps it alive.
+// A function for Python that keeps the communicator alive.
 template <class... Args>
 Function bound(const std::shared_ptr<NcclCommunicator>& comm,
                int64_t (*function)(NcclCommunicator&, Args...)) {
@@ -238,7 +237,7 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"progress", method(comm, &NcclCommunicator::progress)}};
 }
 
-// Memory of NCCL's on a GPU, for a tensor.
+// GPU memory from NCCL, for a tensor.
 struct NcclMemory {
   void AllocData(DLTensor* tensor) {
     const ContextScope scope(Device::get(tensor->device.device_id));
@@ -250,12 +249,12 @@ struct NcclMemory {
     try {
       const ContextScope scope(Device::get(tensor->device.device_id));
       Nccl::get().ncclMemFree(tensor->data);
-    } catch (const tvm::ffi::Error&) {  // at the end of the process there may be no driver any more
+    } catch (const tvm::ffi::Error&) {  // at the end of the process the driver may be gone
     }
   }
 };
 
-// Bytes on a GPU that NCCL can register.
+// GPU memory that NCCL can register.
 tvm::ffi::Tensor nccl_allocate(int64_t ordinal, int64_t bytes) {
   return tvm::ffi::Tensor::FromNDAlloc(NcclMemory{}, {bytes}, DLDataType{kDLUInt, 8, 1},
                                        DLDevice{kDLCUDA, static_cast<int>(ordinal)});

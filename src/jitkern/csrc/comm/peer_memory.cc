@@ -1,7 +1,5 @@
-// PeerMemory: the memory of all ranks of a host, in one range of this process's addresses.
-//
-// On the CPU it is made of memfds, on GPUs by the driver's virtual memory management (never
-// multicast).
+// PeerMemory: the memory of all ranks of a host in one address range of this process: on the CPU
+// memfds, on GPUs the driver's virtual memory management, without multicast.
 #include <jitkern/launch.h>
 #include <sys/mman.h>
 #include <tvm/ffi/container/map.h>
@@ -16,7 +14,7 @@
 #include <memory>
 #include <mutex>
 
-#include "host/method.h"
+#include "host/objects.h"
 #include "host/staging.h"
 #include "host/workers.h"
 
@@ -33,7 +31,7 @@ VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
 }
 
-// The GPU's id in all processes: 16 bytes.
+// The 16 bytes that identify the GPU in all processes.
 Bytes gpu_uuid(int64_t ordinal) {
   char uuid[16] = {};
   JITKERN_CU(cuDeviceGetUuid_v2, uuid, device_handle(ordinal));
@@ -53,8 +51,8 @@ int64_t gpu_granularity(int64_t ordinal) {
 
 // -- ranges --------------------------------------------------------------------------------------
 
-// Lives as long as the PeerMemory and its tensors. In a forked child it is not there, and nothing
-// is released.
+// Lives as long as the PeerMemory and its tensors. A forked child does not have the memory, and
+// releases nothing.
 class PeerRange {
  public:
   PeerRange(i64 size, i64 share_bytes) : size(size), share_bytes(share_bytes) {}
@@ -76,12 +74,12 @@ class PeerRange {
 class HostRange : public PeerRange {
  public:
   HostRange(i64 size, i64 share_bytes) : PeerRange(size, share_bytes) {
-    // Only addresses, from a huge page on, as a GPU's memory begins.
+    // Reserves addresses that begin at a huge page, as a GPU's do.
     reserved_bytes_ = static_cast<size_t>(bytes() + kHugePageBytes);
     reserved_ = mmap(nullptr, reserved_bytes_, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved_ == MAP_FAILED) raise_errno();
-    // A child would keep the memory of ranks that have ended.
+    // A forked child would keep the memory of ranks that have ended.
     madvise(reserved_, reserved_bytes_, MADV_DONTFORK);
     char* const first = static_cast<char*>(reserved_);
     base = first + -address(first) % kHugePageBytes;
@@ -89,7 +87,7 @@ class HostRange : public PeerRange {
   ~HostRange() { release(); }
 
   int create(i64) { return -1; }  // Python makes it
-  // Maps the memory of `rank`, the caller's descriptor.
+  // Maps the memory of `rank`. The caller closes the descriptor.
   void map(i64 rank, int fd) {
     const size_t length = static_cast<size_t>(share_bytes);
     char* const at = base + rank * share_bytes;
@@ -122,11 +120,11 @@ class HostRange : public PeerRange {
   size_t reserved_bytes_ = 0;
 };
 
-// Small copies with a GPU, on a stream of their own: torch's may be full of work. Lives as long as
+// For small copies with a GPU, on their own stream: torch's may be full of work. Lives as long as
 // the process.
 struct Probe {
   static constexpr i64 kBytes = 4096;  // the patterns of comm/peer_memory.py are shorter
-  std::mutex mutex;                    // of a copy
+  std::mutex mutex;                    // held by a copy
   const CUstream stream = make_stream(kHighestStreamPriority);
   const CUevent event = make_event();
   // A copy from pageable memory would block in the driver.
@@ -159,7 +157,7 @@ class GpuRange : public PeerRange {
   }
   ~GpuRange() { release(); }
 
-  // Makes the memory of `rank`, and maps it; the caller closes the descriptor.
+  // Makes the memory of `rank` and maps it. Returns a descriptor, which the caller closes.
   int create(i64 rank) {
     const ContextScope scope(device_);
     const VmmProperties properties = properties_of(device_.ordinal);
@@ -187,7 +185,7 @@ class GpuRange : public PeerRange {
     map_handle(rank, handle.value);
   }
 
-  // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
+  // These three raise RuntimeError if the GPU takes longer than `timeout_s`.
   void write(i64 offset, Bytes from, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
       std::memcpy(probe.pinned, from.data(), from.size());
@@ -206,7 +204,7 @@ class GpuRange : public PeerRange {
     });
   }
 
-  // Waits for the GPU, then releases the addresses; memory lives on where it is mapped elsewhere.
+  // Waits for the GPU and releases the addresses. Memory stays in processes that have mapped it.
   void release() noexcept {
     if (base == nullptr) return;
     const CUdeviceptr begin = pointer(0);
@@ -214,21 +212,21 @@ class GpuRange : public PeerRange {
     if (is_forked() || is_busy_) return;
     try {
       const ContextScope scope(device_);
-      // Kernels that use it may be queued: a tensor goes when Python drops it.
+      // Python may drop a tensor while kernels that use it are queued.
       JITKERN_CU(cuCtxSynchronize);
       for (size_t rank = 0; rank < is_mapped_.size(); ++rank) {
         if (is_mapped_[rank]) JITKERN_CU(cuMemUnmap, begin + rank * length_, length_);
       }
       JITKERN_CU(cuMemAddressFree, begin, static_cast<size_t>(bytes()));
     } catch (const tvm::ffi::Error&) {
-      // A graph is being captured, or the process ends: the memory stays until it does.
+      // During a capture, or at the end of the process: the memory stays.
     }
   }
-  // The GPU that uses it, not the one where the memory lies.
+  // The GPU of this rank, also for the memory of others.
   DLDevice device() const { return {kDLCUDA, device_.ordinal}; }
 
  private:
-  // Until it is mapped: a mapping keeps the memory.
+  // Released after mapping: a mapping keeps the memory.
   struct Handle {
     CUmemHandle value = 0;
     ~Handle() {
@@ -246,7 +244,8 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
-  // Queues a copy and polls for its end, since a GPU may hang. Returns pinned memory after it.
+  // Queues a copy and polls for its end: the GPU may hang. Returns the first bytes of `pinned`
+  // then.
   template <class Queue>
   Bytes run(double timeout_s, const Queue& queue, size_t bytes = 0) {
     Probe& probe = Probe::of(device_);
@@ -272,26 +271,17 @@ class GpuRange : public PeerRange {
   const Device& device_;
   const size_t length_ = static_cast<size_t>(share_bytes);
   std::vector<bool> is_mapped_;  // by rank
-  bool is_busy_ = false;         // the GPU may still write: never released
+  bool is_busy_ = false;         // the GPU may still write, so nothing is released
 };
 
 // -- for Python ----------------------------------------------------------------------------------
 
-// Keeps the range for a tensor.
-struct View {
-  std::shared_ptr<PeerRange> range;
-
-  void AllocData(DLTensor* tensor, char* at) { tensor->data = at; }
-  void FreeData(DLTensor*) { range.reset(); }
-};
-
-// The functions of a range, which keep it.
+// The functions of a range, which keep it alive.
 template <class Range>
 Map<String, Function> functions_of(const std::shared_ptr<Range>& range) {
   const auto base = [range] { return reinterpret_cast<int64_t>(range->base); };
   const auto view = [range](int64_t offset, int64_t bytes) {
-    return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                         range->device(), range->base + offset);
+    return tensor_of(range, range->base + offset, bytes, range->device());
   };
   return {{"base", Function::FromTyped(base)},       {"view", Function::FromTyped(view)},
           {"create", method(range, &Range::create)}, {"map", method(range, &Range::map)},

@@ -11,7 +11,7 @@
 #include <optional>
 
 #include "comm/operand.h"
-#include "host/method.h"
+#include "host/objects.h"
 #include "ops/common.h"
 
 namespace jitkern {
@@ -23,8 +23,8 @@ using tvm::ffi::Function;
 
 // -- calls ---------------------------------------------------------------------------------------
 
-// The grid for parts up to so many bytes; in one shot the message is one part. All ranks launch the
-// same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
+// The grid for parts of up to `most_bytes`, the same on all ranks; in one shot the message is one
+// part. 8 KiB on two H200s take 2.31 us with 4 blocks of 128 threads.
 struct PeerShape {
   i64 most_bytes;
   u32 blocks;
@@ -36,19 +36,19 @@ constexpr PeerShape kShapes[] = {
     {128 << 10, 64, 128}, {256 << 10, 64, 256}, {i64(1) << 62, 64, 512},
 };
 
-// What all calls of a reducer share.
+// The constants of a reducer.
 struct PeerPlan {
   int ordinal;  // of the GPU; -1 means the CPU
   int rank;
   PeerSlots slots;
-  i64 one_shot_bytes;  // "auto" is one shot up to so many bytes
+  i64 one_shot_bytes;  // the most bytes for which "auto" is one shot
 };
 
-// A call whose arguments are checked, and how it is cut.
+// A call with checked arguments, and its grid.
 struct PeerCall {
   PeerWay way;
   int type;
-  i64 access_bytes;  // the widest that both tensors allow
+  i64 access_bytes;  // the widest for which both tensors are aligned
   u32 num_blocks;
   u32 num_threads;
   PeerReduceParams params{};
@@ -61,7 +61,7 @@ struct PeerCall {
 };
 
 Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView value) {
-  constexpr i64 kMostBytes = i64(1) << 34;  // vectors have numbers of 32 bits
+  constexpr i64 kMostBytes = i64(1) << 34;  // 32-bit numbers of vectors
   const Operand x(op, arg, value, plan.ordinal, "the workspace");
   if (x.bytes > kMostBytes) {
     x.value_error(std::to_string(x.bytes) + " bytes", "at most " + std::to_string(kMostBytes));
@@ -71,7 +71,7 @@ Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView v
 
 u32 num_vecs_of(i64 bytes) { return static_cast<u32>((bytes + kPeerVecBytes - 1) / kPeerVecBytes); }
 
-// Completes a call whose parts are known.
+// Completes a call that is split into parts.
 PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCall call) {
   PeerReduceParams& p = call.params;
   call.type = float_type(x);
@@ -109,7 +109,7 @@ PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i
   call.way = way >= 0                         ? static_cast<PeerWay>(way)
              : x.bytes <= plan.one_shot_bytes ? kOneShot
                                               : kTwoShot;
-  // In two shots each rank has a part, so that all miss a late rank in the first stage.
+  // In two shots each rank needs a part, so that all notice a late rank in the first stage.
   if (num_vecs < plan.slots.num_ranks || plan.ordinal < 0) call.way = kOneShot;
   if (call.way == kOneShot) {
     p.part_bytes = x.bytes;
@@ -160,7 +160,7 @@ std::string ranks_text(i64 missing) {
   return (count == 1 ? "rank " : "ranks ") + text;
 }
 
-// Python makes a CommTimeoutError of it, by what the text says (comm/peer_reduce.py).
+// Python makes a CommTimeoutError from the text (comm/peer_reduce.py).
 [[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
                              const char* note) {
   raise_error("jitkern.PeersLate", std::string(op) + ": call " + std::to_string(number) +
@@ -201,9 +201,7 @@ class PeerReducer {
     event_ = make_event();
   }
   // The record of its failure stays: a kernel or a graph may still write to it.
-  ~PeerReducer() {
-    if (event_ != nullptr) Driver::get().cuEventDestroy_v2(event_);
-  }
+  ~PeerReducer() { destroy_event(event_); }
   PeerReducer(const PeerReducer&) = delete;
   PeerReducer& operator=(const PeerReducer&) = delete;
 
@@ -224,7 +222,7 @@ class PeerReducer {
     return static_cast<i64>(address(&control->intact));
   }
 
-  // Makes this rank's workspace as new. Waits for the GPU.
+  // Resets this rank's workspace. Waits for the GPU.
   void reset() {
     const std::lock_guard<std::mutex> turn(turn_);
     const i64 bytes = plan_.slots.workspace_bytes();
@@ -257,7 +255,7 @@ class PeerReducer {
     if (!is_inside) scope.raise_earlier();
   }
 
-  // Any call on the device raises its fault, once; this one stays.
+  // The device's fault is raised once, by any call on it; the reducer's own failure stays.
   void check_failure() const {
     if (const_cast<volatile u32&>(failure_->state) != 2) return;
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -282,8 +280,7 @@ class PeerReducer {
                        call.num_threads);
   }
 
-  // Calls must not overlap: they would take each other's values. A call on another stream waits for
-  // the last one.
+  // A call on another stream waits for the last one: calls at the same time would mix their values.
   void order(const char* op, CUstream stream) {
     if (last_ == stream && !last_is_captured_) return;
     const bool is_captured = is_capturing(stream);
@@ -295,7 +292,7 @@ class PeerReducer {
                       "captured, expected one stream: two calls at the same time would take each "
                       "other's values");
     }
-    // A captured call runs when its graph does; the caller orders that.
+    // A captured call runs with its graph, which the caller orders.
     if (!is_captured && eager_ && eager_ != stream) {
       record(event_, *eager_);
       wait_for(stream, event_);
@@ -330,7 +327,7 @@ class PeerReducer {
   const PeerPlan plan_;
   const u64 deadline_ns_;
   char* workspaces_[kMostPeers] = {};
-  FaultRecord* failure_ = nullptr;  // the first, for good
+  FaultRecord* failure_ = nullptr;  // the first one, until reset()
   FaultRecord* failure_on_gpu_ = nullptr;
 
   std::mutex turn_;
@@ -338,10 +335,10 @@ class PeerReducer {
   CUevent event_ = nullptr;
   std::optional<CUstream> last_;  // the stream of the last call that had items
   bool last_is_captured_ = false;
-  std::optional<CUstream> eager_;  // the last one that was not captured
+  std::optional<CUstream> eager_;  // the stream of the last call that was not captured
 };
 
-constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // of each writer
+constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // per writer
 
 PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_bytes,
                  int64_t one_shot_bytes) {
@@ -357,7 +354,7 @@ PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_
   return {static_cast<int>(ordinal), static_cast<int>(rank), slots, one_shot_bytes};
 }
 
-// Returns all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
+// Returns all_reduce, reduce_scatter, reset, device_barrier and intact.
 Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
                                   int64_t workspace_bytes, int64_t deadline_ns,
                                   int64_t one_shot_bytes) {
@@ -370,7 +367,7 @@ Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int
           method(made, &PeerReducer::intact)};
 }
 
-// The bytes of a workspace in which messages up to `max_bytes` take one round.
+// The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
 int64_t peer_workspace_bytes(int64_t size, int64_t max_bytes, int64_t one_shot_bytes) {
   i64 slot_bytes = 1;
   for (const i64 part : {i64{std::min(max_bytes, one_shot_bytes)}, ceil_div(max_bytes, size)}) {

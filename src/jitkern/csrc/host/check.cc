@@ -13,7 +13,7 @@ namespace {
   raise_error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected);
 }
 
-// What Python calls the type of an argument.
+// Python's name for the type of an argument.
 std::string type_text(AnyView value) {
   const std::string key = value.GetTypeKey();
   static const std::pair<const char*, const char*> names[] = {
@@ -129,7 +129,7 @@ void Tensor::same_device(const Tensor& other) const {
 }
 
 void Tensor::contiguous(const char* cure) const {
-  if (numel() == 0) return;  // whatever its strides, as PyTorch has it
+  if (numel() == 0) return;  // with any strides, as in PyTorch
   i64 expected = 1;
   for (int d = dl->ndim - 1; d >= 0; --d) {
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {

@@ -16,10 +16,10 @@ using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::String;
 
-// PyTorch's state of the calling thread. Python looks up PyTorch's functions, so that this is built
-// without PyTorch; from Python each takes 45 to 85 ns a call, here 3 ns for both.
+// PyTorch's functions that tell the state of the calling thread. Python looks them up, so that this
+// is built without PyTorch. From Python each takes 45 to 85 ns a call, here both take 3 ns.
 int64_t (*num_dispatch_modes)() = nullptr;
-void* const* (*jit_tracing_state)() = nullptr;  // of a shared_ptr, which is null unless one traces
+void* const* (*jit_tracing_state)() = nullptr;  // a shared_ptr's pointer: null unless one traces
 bool is_unknown = false;
 int32_t (*get_torch_stream)(int32_t ordinal, void** stream) = nullptr;  // null without CUDA
 
@@ -44,7 +44,7 @@ struct Loaded {
     }
 #define JITKERN_RESOLVE(name, parameters) resolve(library, #name, driver.name);
     JITKERN_MORE_DRIVER_SYMBOLS(JITKERN_RESOLVE)
-    error.clear();  // those are not required
+    error.clear();  // these are not required
     JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
     // Since 12.8: 0.10 us a call instead of 0.51 on an H200, as it does not look for errors.
@@ -84,7 +84,7 @@ int64_t device_count() {
   return count;
 }
 
-// 10 * major + minor of a device's compute capability; makes no context on it.
+// 10 * major + minor of a device's compute capability. Makes no context.
 int arch_of(CUdevice handle) {
   return 10 * device_attribute(handle, kAttributeComputeMajor) +
          device_attribute(handle, kAttributeComputeMinor);
@@ -101,7 +101,7 @@ std::unique_ptr<Device> open_device(int ordinal) {
   device->num_sms = device_attribute(handle, kAttributeMultiprocessorCount);
   device->max_shared_bytes = device_attribute(handle, kAttributeMaxSharedBytesPerBlockOptin);
   device->max_pitch = device_attribute(handle, kAttributeMaxPitch);
-  // Programmatic dependent launch: from 12.3 on also inside CUDA graphs.
+  // Programmatic dependent launch works inside CUDA graphs from 12.3 on.
   device->knows_pdl = device->arch >= 90 && driver_version() >= 12030;
   const ContextScope scope(*device);
   device->fault = make_fault_record(&device->fault_device);
@@ -207,7 +207,7 @@ MemoryRange memory_range(const void* address) {
   int attributes[] = {kPointerMemoryType, kPointerDeviceOrdinal, kPointerDevicePointer,
                       kPointerRangeStart, kPointerRangeSize};
   void* values[] = {&type, &ordinal, &device_address, &begin, &bytes};
-  // Succeeds for any address; for one that CUDA has never seen the values stay zero.
+  // Succeeds for any address; if it is unknown to CUDA, the values stay zero.
   JITKERN_CU(cuPointerGetAttributes, 5, attributes, values, reinterpret_cast<CUdeviceptr>(address));
   return {type, ordinal, reinterpret_cast<const char*>(device_address),
           reinterpret_cast<const char*>(begin), static_cast<i64>(bytes)};
@@ -251,8 +251,8 @@ Kernel load_kernel(CUmodule module, const char* name) {
   return kernel;
 }
 
-// The kNumThreads of a user's kernel, 0 if it has none: jit/device.py renders an array of one char
-// more.
+// The kNumThreads of a user's kernel, 0 if it has none. jit/device.py renders it as the size of an
+// array, plus 1.
 unsigned num_threads_of(CUmodule module, const std::string& kernel) {
   CUdeviceptr pointer = 0;
   size_t bytes = 1;
@@ -261,7 +261,7 @@ unsigned num_threads_of(CUmodule module, const std::string& kernel) {
   return static_cast<unsigned>(bytes) - 1;
 }
 
-// Allows launches with all the shared memory of a block, and clusters of more than 8 blocks.
+// Allows launches with the most shared memory that a block can have, and clusters of over 8 blocks.
 void allow_all(const Device& device, const Kernel& kernel) {
   JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionMaxDynamicSharedBytes,
              device.max_shared_bytes - kernel.own_shared_bytes);

@@ -1,4 +1,3 @@
-// Rows of host memory that a GPU reads or writes in place.
 #include "host/pinned.h"
 
 #include <jitkern/launch.h>
@@ -24,7 +23,7 @@ std::shared_mutex pools_mutex;
 std::atomic<bool> any_pool{false};
 auto& pools = *new std::vector<Pool>();  // tensors may outlive static objects
 
-// The pool that [begin, end) lies in, if there is one.
+// The pool that contains [begin, end), if there is one.
 std::optional<Pool> pool_of(u64 begin, u64 end) {
   if (!any_pool.load(std::memory_order_relaxed)) return std::nullopt;
   const std::shared_lock<std::shared_mutex> lock(pools_mutex);
@@ -44,8 +43,8 @@ bool is_mapped(const MemoryRange& range) {
   return range.type == kMemoryTypeHost && range.device_address != nullptr;
 }
 
-// Where the pinned memory ends that begins with `first`, the registration of the rows' first byte.
-// Registrations may follow each other, if the GPU's addresses do too.
+// The end of the pinned memory that begins with `first`, the registration of the rows' first byte.
+// Adjacent registrations count if the GPU's addresses are adjacent too.
 u64 mapped_end(const Rows& rows, const MemoryRange& first) {
   u64 end = address(first.begin) + static_cast<u64>(first.bytes);
   while (end < rows.end) {

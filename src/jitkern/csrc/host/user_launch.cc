@@ -1,6 +1,6 @@
 // DeviceModule.launch: packs Python arguments into the bytes of a user's Params, checks them
-// against the kernel and its GPU, and launches. The members of Params are those of the arguments as
-// they are, or what jit/params.py knows of them.
+// against the kernel and its GPU, and launches. If jit/params.py does not know the types of the
+// members of Params, they are those of the arguments.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/string.h>
@@ -28,7 +28,7 @@ using tvm::ffi::TypeIndex;
 
 constexpr const char* kOp = "launch";
 constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
-// In place of a device's ordinal: there is no tensor, or all tensors are on the CPU.
+// Instead of a device's ordinal: there is no tensor, or all tensors are on the CPU.
 constexpr int kNoDevice = -1;
 constexpr int kOnCpu = -2;
 
@@ -47,13 +47,13 @@ struct Param {
   i64 bytes() const { return is_pointer ? 8 : dtype.bits / 8; }
 };
 
-// What Python knows of a kernel's arguments.
+// A kernel's arguments, as far as Python knows them.
 struct Signature {
   std::string kernel;
   bool has_cpu_form = false;
   std::vector<Param> params;  // empty if unknown
 
-  // Messages name the kernel and its parameter if they are known, else launch() and a number.
+  // Messages name the kernel and its parameter if they are known, otherwise launch() and a number.
   const char* op() const { return params.empty() ? kOp : kernel.c_str(); }
   std::string arg(int i) const {
     return params.empty() ? "args[" + std::to_string(i) + "]" : params[i].name;
@@ -78,7 +78,7 @@ struct Packed {
   }
 
  private:
-  // An argument of an unknown member.
+  // Packs an argument whose member is unknown.
   void put(int i, AnyView value) {
     const int type = value.type_index();
     if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
@@ -131,7 +131,7 @@ struct Packed {
                       std::to_string(signature_.params.size()) + ": " + names);
   }
 
-  // An argument as its member wants it.
+  // Packs an argument as the type of its member.
   void put_member(int i, AnyView value) {
     const Param& param = signature_.params[i];
     const int type = value.type_index();
@@ -168,7 +168,7 @@ struct Packed {
       tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
   }
 
-  // False if `value` is no such number.
+  // False if `value` is not a number of this type.
   bool put_scalar(const Param& param, int type, AnyView value) {
     const DLDataType dtype = param.dtype;
     if (dtype.code == kDLBool) {
@@ -274,8 +274,8 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
-// Whether this GPU may access memory of another one, such as a PeerMemory's. The driver knows that
-// of memory from its virtual memory management only. A context is current.
+// Whether this GPU may access memory of another GPU, such as a PeerMemory's. The driver knows that
+// only of memory from its virtual memory management. A context is current.
 bool may_access(const Device& device, const void* pointer) {
   const VmmLocation here{kVmmOnDevice, device.ordinal};
   u64 flags = 0;
@@ -286,7 +286,7 @@ bool may_access(const Device& device, const void* pointer) {
 // Checks arguments and sizes against the loaded kernel and its GPU; completes the sizes.
 void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
                   PackedArgs args, const Packed& params, LaunchConfig& config, bool has_cluster) {
-  for (int i = 0; i < args.size(); ++i) {  // pointers, whose memory only the driver knows
+  for (int i = 0; i < args.size(); ++i) {  // only the driver knows the memory of a pointer
     if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
     const void* pointer = args[i].cast<void*>();
     if (pointer == nullptr) continue;
@@ -331,10 +331,10 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
 
 // launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
-// A `device` of kNoDevice means that of the tensors. Then `stream` is 1 if one is a tensor of
-// torch, by which the FFI has set torch's current stream; else nothing is launched, and the device
-// is returned for a second call with a stream (kNoDevice means torch's current one). For tensors on
-// the CPU all is checked, nothing is launched, and kOnCpu is returned.
+// If `device` is kNoDevice, the tensors' device is used. Then `stream` is 1 if one is a tensor of
+// torch, from which the FFI has set torch's current stream. Otherwise nothing is launched, and the
+// device is returned for a second call with a stream (kNoDevice: torch's current device). If the
+// tensors are on the CPU, everything is checked, nothing is launched, and kOnCpu is returned.
 constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, const std::vector<Signature>& signatures, PackedArgs all,

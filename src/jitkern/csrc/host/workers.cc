@@ -13,14 +13,14 @@
 
 namespace jitkern {
 
-// Threads that one call at a time uses.
+// Threads for one call at a time.
 struct ThreadPool {
   std::mutex mutex;
   std::condition_variable woken;
   std::condition_variable all_idle;
   i64 size = 0;
   i64 at_work = 0;
-  i64 count = 0;  // the first threads, which take part in the call
+  i64 count = 0;  // threads that take part in the call, the first ones
   u64 wakes = 0;
   const std::function<void()>* work = nullptr;
 
@@ -54,7 +54,7 @@ namespace {
 constexpr i64 kSpinNs = 20'000;
 constexpr i64 kLongestSleepNs = 500'000;
 
-// Lets the other thread of a core go on.
+// Gives way to the other hardware thread of the core.
 inline void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -65,7 +65,7 @@ i64 now_ns() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The pools that no call uses. Never destroyed: threads sleep in them until the process ends.
+// Pools that no call uses. Never destroyed: threads sleep in them until the process ends.
 auto& idle_mutex = *new std::mutex();
 auto& idle_pools = *new std::vector<ThreadPool*>();
 

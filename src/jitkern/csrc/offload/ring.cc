@@ -1,5 +1,5 @@
-// A DescriptorRing, whose protocol both/ring.h says: the producer's side for Python, and a consumer
-// on the CPU. Nothing here waits for long: Python asks again, so that Ctrl-C gets through.
+// DescriptorRing: the producer for Python, and a consumer on the CPU. The protocol is in
+// both/ring.h. Nothing here waits for long: Python calls again, so that Ctrl-C works.
 #include <jitkern/both/ring.h>
 #include <jitkern/check.h>
 #include <tvm/ffi/container/array.h>
@@ -11,7 +11,7 @@
 #include <mutex>
 #include <vector>
 
-#include "host/method.h"
+#include "host/objects.h"
 #include "host/workers.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -23,7 +23,7 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// Instead of a ticket.
+// Returned if there is no ticket.
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
 
@@ -32,7 +32,7 @@ constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
 
-// Rows of int64 as descriptors. Returns what no column may have: a sign, or more than 32 bits.
+// Converts rows of int64 to descriptors. Returns 0 unless a value is negative or too large.
 template <int kColumns>
 u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
   u64 signs = 0, high = 0;
@@ -46,7 +46,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
   return signs >> 63 | high >> 32;
 }
 
-// Which value is wrong.
+// Names the wrong value.
 [[noreturn]] void refuse(const i64* from, i64 count, i64 columns, i64 row_stride, i64 stride) {
   for (i64 i = 0; i < count; ++i) {
     for (i64 c = 0; c < columns; ++c) {
@@ -58,7 +58,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
           kIsShort[c] ? "0 to 4294967295" : "0 or more");
     }
   }
-  // Another thread has written them meanwhile.
+  // Another thread has changed them meanwhile.
   raise_value_error(kPush, "descriptors", "values that change", "memory that nobody writes");
 }
 
@@ -67,7 +67,7 @@ class DescriptorRing {
   DescriptorRing(tvm::ffi::Tensor memory)
       : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
 
-  // The ticket, or why there is none.
+  // Returns the ticket, kFull or kReserved.
   i64 push(AnyView rows) {
     const Tensor t(kPush, "descriptors", rows);
     const DLTensor& dl = *t.dl;
@@ -99,8 +99,8 @@ class DescriptorRing {
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }
 
-  // Keeps the next push for the caller; its first `count` descriptors are then of one empty row
-  // each. Returns the ticket, or why not.
+  // Reserves the next push for the caller, and sets its first `count` descriptors to one empty row.
+  // Returns the ticket, kFull or kReserved.
   i64 reserve(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_reserved_) return kReserved;
@@ -110,14 +110,14 @@ class DescriptorRing {
     is_reserved_ = true;
     return next();
   }
-  // Ends it: pushes so many descriptors, or nothing below 0.
+  // Ends the reservation: pushes `count` descriptors, or nothing if it is negative.
   void publish(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_reserved_ = false;
     if (count >= 0) producer_.publish(static_cast<u32>(count));
   }
 
-  // Whether the next push finds its slot free within this time.
+  // Waits until the slot of the next push is free. False after `most_us`.
   bool await_free(i64 most_us) {
     return await(most_us, [&] { return producer_.is_free(producer_.next()); });
   }
@@ -125,8 +125,8 @@ class DescriptorRing {
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
-  // Takes the pushes that are there, in turn, up to `num_slots` of them, as unpack_ring.cu does. Of
-  // one with a descriptor that is out of range nothing is copied.
+  // Consumes up to `num_slots` pushes in order, as unpack_ring.cu does. If a descriptor is out of
+  // range, nothing of its push is copied.
   void consume(AnyView src_arg, AnyView dst_arg, i64 num_slots) {
     const UnpackSides sides(src_arg, dst_arg);
     for (const Rows* side : {&sides.src, &sides.dst}) {
@@ -144,8 +144,8 @@ class DescriptorRing {
   i64 next() { return static_cast<i64>(producer_.next()); }
 
  private:
-  // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
-  // producer that breaks the protocol changes none that was checked.
+  // Copies all of a push, or nothing, and completes it. Descriptors are read once: a producer that
+  // breaks the protocol cannot change one that was checked.
   void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
     std::vector<Pieces> list;
     list.reserve(count);
@@ -154,7 +154,7 @@ class DescriptorRing {
       const Pieces pieces{d.src_off, d.dst_off, d.len, d.count, d.src_stride, d.dst_stride};
       const Verdict verdict = verdict_on(pieces, sides.src.row_bytes, sides.dst.row_bytes);
       if (verdict.part != kNumParts) {
-        consumer_.complete(ticket);  // so that the ring goes on
+        consumer_.complete(ticket);  // so that the ring continues
         raise_out_of_range(true, ring_position(consumer_.header().slot(ticket), i), verdict);
       }
       if (!pieces.empty()) list.push_back(simplified(pieces));
@@ -165,33 +165,31 @@ class DescriptorRing {
 
   template <class IsThere>
   static bool await(i64 most_us, const IsThere& is_there) {
-    if (is_there()) return true;
-    const auto now = [] { return std::chrono::steady_clock::now(); };
-    const auto end = now() + std::chrono::microseconds(most_us);
-    for (Backoff backoff; now() < end;) {
-      backoff.wait();
-      if (is_there()) return true;
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::microseconds(most_us);
+    for (Backoff backoff; !is_there(); backoff.wait()) {
+      if (Clock::now() >= end) return false;
     }
-    return false;
+    return true;
   }
 
   tvm::ffi::Tensor memory_;
   RingProducer producer_;
   RingConsumer consumer_;
-  std::mutex mutex_;  // of pushes
+  std::mutex mutex_;  // guards pushes
   std::mutex consuming_;
-  u64 next_ = 0;  // the ticket that is next in turn
+  u64 next_ = 0;  // the next ticket to consume
   bool is_reserved_ = false;
 };
 
-// The bytes of a ring, where its first descriptor is, and the bytes of a slot.
+// Returns a ring's bytes, the offset of its first descriptor, and the bytes of a slot.
 Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
   const auto found = ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
 }
 
-// A ring in memory that is zero: push, reserve, publish, await_free, await_done, consume
-// and next of it.
+// Makes a ring in memory of zeros. Returns push, reserve, publish, await_free, await_done, consume
+// and next.
 Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
   ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));

@@ -1,4 +1,4 @@
-// A DescriptorRing consumed by kernels: of one call, or of a server that runs until it is stopped.
+// Kernels that consume a DescriptorRing: one call, or a server that runs until it is stopped.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
 
@@ -6,7 +6,7 @@
 #include <atomic>
 #include <memory>
 
-#include "host/method.h"
+#include "host/objects.h"
 #include "host/staging.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -48,33 +48,33 @@ KernelTable& kernels() {
   return table;
 }
 
-// No call has 0.
+// The number of a call, from 1.
 u64 new_call() {
   static std::atomic<u64> calls{0};
   return ++calls;
 }
 
-// Each call takes the next board. Of two that run at the same time, which meet at boards of their
-// own, the GPU refuses one.
+// Each call takes the next board, where its blocks meet. If two calls run at the same time, the GPU
+// refuses one.
 constexpr u32 kBoards = 16'384;
 
-// Device memory of a ring: the state, and what it has behind it.
+// Offsets in the device memory of a ring, which begins with its RingState; and its size.
 struct RingMemory {
   i64 boards, staged, bytes;
 
   explicit RingMemory(const RingHeader& ring) {
-    const auto behind = [](i64 at, i64 count, size_t each) {
+    const auto end_of = [](i64 at, i64 count, size_t each) {
       return ceil_div(at + count * static_cast<i64>(each), 128) * 128;
     };
-    boards = behind(0, 1, sizeof(RingState));
-    staged = behind(boards, kBoards, sizeof(RingBoard));
-    bytes = behind(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
+    boards = end_of(0, 1, sizeof(RingState));
+    staged = end_of(boards, kBoards, sizeof(RingBoard));
+    bytes = end_of(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
   }
 };
 
 class RingOnGpu {
  public:
-  // `host`: the ring's memory, `state`: device memory.
+  // `host` is the ring's memory, `state` its device memory.
   RingOnGpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state)
       : host_(std::move(host)), state_(std::move(state)) {
     RingParams& ring = params_.ring;
@@ -101,14 +101,14 @@ class RingOnGpu {
     params.unpack = unpack_params(sides, scope.device);
     params.board = boards_ + params.ring.call % kBoards;
     params.most = static_cast<u32>(num_slots);
-    // More than a warp for each segment do not help.
+    // More than a warp per segment does not help.
     const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
     const i64 blocks = std::min<i64>(scope.device.num_sms, ceil_div(32 * most, kernel.num_threads));
     scope.launch(kernel, blocks, params);
     scope.raise_earlier();
   }
 
-  // Queues the server on a stream; it looks at `stop`, an u32 in pinned memory, at each turn.
+  // Queues the server on a stream. It polls `stop`, the address of a u32 in pinned memory.
   void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) {
     const UnpackSides sides = checked_sides(src, dst);
     Device& device = Device::get(state_.device().device_id);
@@ -150,19 +150,19 @@ class RingOnGpu {
   RingBoard* boards_;
 };
 
-// The bytes of device memory, all zero, that kernels need to consume a ring.
+// The bytes of device memory that kernels need to consume a ring. All have to be zero.
 int64_t ring_state_bytes(int64_t num_slots, int64_t max_descriptors) {
   return RingMemory(ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors)))
       .bytes;
 }
 
-// consume and serve of a ring.
+// Returns consume and serve.
 Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
   const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
   return {method(made, &RingOnGpu::consume), method(made, &RingOnGpu::serve)};
 }
 
-// A stream of a device that nobody else has, for good.
+// Makes a stream that lives as long as the process.
 int64_t make_ring_stream(int64_t ordinal) {
   const ContextScope context(Device::get(static_cast<int>(ordinal)));
   return static_cast<int64_t>(reinterpret_cast<intptr_t>(make_stream(0)));
