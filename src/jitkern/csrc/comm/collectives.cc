@@ -52,24 +52,23 @@ int reduced_as(const Operand& x) {
 
 const char* const kOwnPart = "memory of its own, or this rank's part of it";
 
-int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int64_t op) {
+int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int op) {
   const Operand x = operand(comm, name, "x", x_arg);
   const int dtype = reduced_as(x);
   if (x.count == 0) return kCallDone;
   return comm.call(name, -1, [=](const Nccl& nccl, auto... rest) {
-    return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype,
-                              static_cast<int>(op), rest...);
+    return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype, op, rest...);
   });
 }
 
-int64_t all_reduce(NcclCommunicator& comm, AnyView x, int64_t op) {
+int64_t all_reduce(NcclCommunicator& comm, AnyView x, int op) {
   return reduce_all(comm, "all_reduce", x, op);
 }
 int64_t barrier(NcclCommunicator& comm, AnyView word) {
   return reduce_all(comm, "barrier", word, 0);
 }
 
-int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, int64_t op) {
+int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, int op) {
   const Operand output = operand(comm, "reduce_scatter", "output", output_arg);
   const Operand x = operand(comm, "reduce_scatter", "x", x_arg);
   x.same_dtype(output);
@@ -78,8 +77,8 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   output.apart_from(x, x.data + comm.rank * output.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
   return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, auto... rest) {
-    return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype,
-                                  static_cast<int>(op), rest...);
+    return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype, op,
+                                  rest...);
   });
 }
 
@@ -214,10 +213,8 @@ Function bound(const std::shared_ptr<NcclCommunicator>& comm,
       [comm, function](Args... args) -> int64_t { return function(*comm, args...); });
 }
 
-Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
-                                             double timeout_s) {
-  const auto comm = std::make_shared<NcclCommunicator>(
-      static_cast<int>(ordinal), static_cast<int>(rank), static_cast<int>(size), timeout_s);
+Map<String, Function> make_nccl_communicator(int ordinal, int rank, int size, double timeout_s) {
+  const auto comm = std::make_shared<NcclCommunicator>(ordinal, rank, size, timeout_s);
   return {{"all_reduce", bound(comm, all_reduce)},
           {"all_gather", bound(comm, all_gather)},
           {"reduce_scatter", bound(comm, reduce_scatter)},
@@ -255,9 +252,9 @@ struct NcclMemory {
 };
 
 // GPU memory that NCCL can register.
-tvm::ffi::Tensor nccl_allocate(int64_t ordinal, int64_t bytes) {
+tvm::ffi::Tensor nccl_allocate(int ordinal, int64_t bytes) {
   return tvm::ffi::Tensor::FromNDAlloc(NcclMemory{}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                       DLDevice{kDLCUDA, static_cast<int>(ordinal)});
+                                       DLDevice{kDLCUDA, ordinal});
 }
 
 }  // namespace

@@ -35,8 +35,6 @@ class NcclCommunicator {
   NcclCommunicator(int ordinal, int rank, int size, double timeout_s);
   // Does not end NCCL's communicator, as `free` and `abort` do.
   ~NcclCommunicator();
-  NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
   const int ordinal;
   const int rank;

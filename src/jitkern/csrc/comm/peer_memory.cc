@@ -39,11 +39,11 @@ Bytes gpu_uuid(int64_t ordinal) {
 }
 
 // The page size of memory that this GPU can share with other processes; 0 if it has none.
-int64_t gpu_granularity(int64_t ordinal) {
+int64_t gpu_granularity(int ordinal) {
   for (const int attribute : {kAttributeKnowsVmm, kAttributeExportsFds}) {
     if (device_attribute(device_handle(ordinal), attribute) == 0) return 0;
   }
-  const VmmProperties properties = properties_of(static_cast<int>(ordinal));
+  const VmmProperties properties = properties_of(ordinal);
   size_t bytes = 0;
   JITKERN_CU(cuMemGetAllocationGranularity, &bytes, &properties, kVmmLeastGranularity);
   return static_cast<int64_t>(bytes);
@@ -290,9 +290,9 @@ Map<String, Function> functions_of(const std::shared_ptr<Range>& range) {
 }
 
 // `ordinal` is -1 for the CPU.
-Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
+Map<String, Function> make_peer_range(i64 size, i64 share_bytes, int ordinal) {
   if (ordinal < 0) return functions_of(std::make_shared<HostRange>(size, share_bytes));
-  return functions_of(std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal)));
+  return functions_of(std::make_shared<GpuRange>(size, share_bytes, ordinal));
 }
 
 }  // namespace

@@ -202,8 +202,6 @@ class PeerReducer {
   }
   // The record of its failure stays: a kernel or a graph may still write to it.
   ~PeerReducer() { destroy_event(event_); }
-  PeerReducer(const PeerReducer&) = delete;
-  PeerReducer& operator=(const PeerReducer&) = delete;
 
   void all_reduce(AnyView x, AnyView out, int64_t way) {
     refuse_tracers("all_reduce");
@@ -249,6 +247,7 @@ class PeerReducer {
     p.deadline_ns = deadline_ns_;
     p.number = ++num_calls_;
     p.site = site;
+    check_failure();
     if (plan_.ordinal < 0) return run_by_cpu(call);
     const CollectiveScope scope(plan_.ordinal);
     run_by_gpu(scope, call);
@@ -266,7 +265,6 @@ class PeerReducer {
   }
 
   void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
-    check_failure();
     if (call.is_empty()) return;
     order(op_of(call.params.site), scope.stream());
     const bool several = call.has_several();
@@ -303,7 +301,6 @@ class PeerReducer {
   }
 
   void run_by_cpu(const PeerCall& call) {
-    check_failure();
     if (call.is_empty()) return;
     const PeerReduceParams& p = call.params;
     const PeerResult result =
@@ -340,44 +337,40 @@ class PeerReducer {
 
 constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // per writer
 
-PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_bytes,
-                 int64_t one_shot_bytes) {
+PeerPlan plan_of(int ordinal, int rank, u32 size, i64 workspace_bytes, i64 one_shot_bytes) {
   const i64 vecs =
       std::max<i64>(0, workspace_bytes - kPeerControlBytes) / (kNumSlots * size * kPeerVecBytes);
   if (vecs == 0) {
-    const PeerSlots least{static_cast<u32>(size), 1};
+    const PeerSlots least{size, 1};
     raise_value_error("PeerReducer", "workspace_bytes", std::to_string(workspace_bytes),
                       "at least " + std::to_string(least.workspace_bytes()) + " for " +
                           std::to_string(size) + " ranks");
   }
-  const PeerSlots slots{static_cast<u32>(size), static_cast<u32>(std::min<i64>(vecs, 1 << 20))};
-  return {static_cast<int>(ordinal), static_cast<int>(rank), slots, one_shot_bytes};
+  return {ordinal, rank, {size, static_cast<u32>(std::min<i64>(vecs, 1 << 20))}, one_shot_bytes};
 }
 
 // Returns all_reduce, reduce_scatter, reset, device_barrier and intact.
-Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
-                                  int64_t workspace_bytes, int64_t deadline_ns,
-                                  int64_t one_shot_bytes) {
-  const auto size = static_cast<int64_t>(addresses.size());
-  const auto made =
-      std::make_shared<PeerReducer>(plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes),
-                                    addresses, static_cast<u64>(deadline_ns));
+Array<Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
+                                  i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
+  const auto size = static_cast<u32>(addresses.size());
+  const auto made = std::make_shared<PeerReducer>(
+      plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes), addresses, deadline_ns);
   return {method(made, &PeerReducer::all_reduce), method(made, &PeerReducer::reduce_scatter),
           method(made, &PeerReducer::reset), method(made, &PeerReducer::device_barrier),
           method(made, &PeerReducer::intact)};
 }
 
 // The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
-int64_t peer_workspace_bytes(int64_t size, int64_t max_bytes, int64_t one_shot_bytes) {
+i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
   i64 slot_bytes = 1;
-  for (const i64 part : {i64{std::min(max_bytes, one_shot_bytes)}, ceil_div(max_bytes, size)}) {
+  for (const i64 part : {std::min(max_bytes, one_shot_bytes), ceil_div(max_bytes, size)}) {
     for (const PeerShape& shape : kShapes) {
       const i64 bytes = ceil_div(std::min(part, shape.most_bytes), i64{shape.blocks});
       slot_bytes = std::max(slot_bytes, bytes);
     }
   }
   const auto vecs = static_cast<u32>(ceil_div(slot_bytes + kPeerVecBytes - 1, kPeerVecBytes));
-  return PeerSlots{static_cast<u32>(size), vecs}.workspace_bytes();
+  return PeerSlots{size, vecs}.workspace_bytes();
 }
 
 }  // namespace

@@ -156,28 +156,27 @@ void run(RowsCall& call, KernelTable& table) {
   call.device_rows().on_cuda() ? run_on_gpu(call, table) : run_on_cpu(call);
 }
 
-void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
-                 Function barrier, int64_t intact) {
+void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, u32 rank,
+                 Function barrier, i64 intact) {
   constexpr const char* kOp = "peer_gather";
   refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   const auto dsts = dsts_arg.cast<Array<Any>>();
-  const AnyView own = dsts[static_cast<size_t>(rank)];
-  RowsCall call{PairArgs(kOp, sites, kHostSource, src, own, pairs, num_sms), static_cast<u32>(rank),
+  RowsCall call{PairArgs(kOp, sites, kHostSource, src, dsts[rank], pairs, num_sms), rank,
                 static_cast<u32>(dsts.size()), barrier, reinterpret_cast<const u32*>(intact)};
   take_targets(call, dsts);
   run(call, table);
 }
 
-void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
-                  int64_t num_ranks, Function barrier, int64_t intact) {
+void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, u32 rank, u32 num_ranks,
+                  Function barrier, i64 intact) {
   constexpr const char* kOp = "peer_scatter";
   refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
-  RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms), static_cast<u32>(rank),
-                static_cast<u32>(num_ranks), barrier, reinterpret_cast<const u32*>(intact)};
+  RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms), rank, num_ranks,
+                barrier, reinterpret_cast<const u32*>(intact)};
   run(call, table);
 }
 

@@ -48,8 +48,8 @@ std::optional<FaultRecord> take_fault(Device& device, const FaultRecord* wanted 
   return taken;
 }
 
-void check_faults(int64_t ordinal) {
-  if (Device* device = Device::find(static_cast<int>(ordinal))) check_pending_fault(*device);
+void check_faults(int ordinal) {
+  if (Device* device = Device::find(ordinal)) check_pending_fault(*device);
 }
 
 int64_t max_devices() { return kMaxDevices; }

@@ -57,8 +57,6 @@ class Staging {
     // `stream` is torch's current one.
     Turn(Staging& staging, CUstream stream);
     ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
 
     // Call it before queueing work: `places` waits for the stream, and chunks get device memory, or
     // RuntimeError.

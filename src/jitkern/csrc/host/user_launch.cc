@@ -148,8 +148,17 @@ struct Packed {
       raise_value_error(signature_.op(), param.name.c_str(), std::to_string(bytes) + " bytes",
                         std::to_string(param.bytes()) + ", those of " + expected(param));
     }
-    if (!param.is_pointer && put_scalar(param, type, value)) return;
-    raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
+    if (!is_number_for(param, type)) {
+      raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
+    }
+    put_number(param, value);
+  }
+
+  static bool is_number_for(const Param& param, int type) {
+    if (param.is_pointer) return false;
+    if (param.dtype.code == kDLBool) return type == TypeIndex::kTVMFFIBool;
+    return type == TypeIndex::kTVMFFIInt ||
+           (type == TypeIndex::kTVMFFIFloat && param.dtype.code == kDLFloat);
   }
 
   static std::string expected(const Param& param) {
@@ -159,31 +168,23 @@ struct Packed {
 
   void check_tensor(const Param& param, AnyView value) const {
     const Tensor tensor(signature_.op(), param.name.c_str(), value);
-    const DLDataType is = tensor.dl->dtype;
-    const DLDataType want = param.dtype;
-    if (want.bits != 0 && (is.code != want.code || is.bits != want.bits || is.lanes != 1)) {
+    if (param.dtype.bits != 0 && tensor.dl->dtype != param.dtype) {
       tensor.type_error("dtype " + tensor.dtype_name(), param.dtype_name);
     }
     if (!param.is_strided)
       tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
   }
 
-  // False if `value` is not a number of this type.
-  bool put_scalar(const Param& param, int type, AnyView value) {
+  void put_number(const Param& param, AnyView value) {
     const DLDataType dtype = param.dtype;
-    if (dtype.code == kDLBool) {
-      return type == TypeIndex::kTVMFFIBool && (put_value(value.cast<bool>()), true);
-    }
-    const bool is_int = type == TypeIndex::kTVMFFIInt;
+    if (dtype.code == kDLBool) return put_value(value.cast<bool>());
     if (dtype.code == kDLFloat) {
-      if (!is_int && type != TypeIndex::kTVMFFIFloat) return false;
-      const double number = is_int ? double(value.cast<int64_t>()) : value.cast<double>();
-      if (dtype.bits == 64) return put_value(number), true;
+      const double number = value.cast<double>();
+      if (dtype.bits == 64) return put_value(number);
       const float rounded = static_cast<float>(number);
       if (std::isinf(rounded) && !std::isinf(number)) out_of_range(param, std::to_string(number));
-      return put_value(rounded), true;
+      return put_value(rounded);
     }
-    if (!is_int) return false;
     // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
     const i64 number = value.cast<int64_t>();
     const bool is_signed = dtype.code == kDLInt;
@@ -191,7 +192,6 @@ struct Packed {
     const i64 above = number >> std::min(dtype.bits - (is_signed ? 1 : 0), 63);
     if (above != 0 && !(is_signed && above == -1)) out_of_range(param, std::to_string(number));
     put_bytes(&number, dtype.bits / 8, dtype.bits / 8);  // little endian
-    return true;
   }
 
   [[noreturn]] void out_of_range(const Param& param, const std::string& number) const {

@@ -32,7 +32,6 @@ constexpr int kPreferred = 1;           // of mbind
 
 // Waits for all work on this process's GPUs, which may still access the memory.
 void synchronize_devices() {
-  const Driver& driver = Driver::get();
   int count = 0;
   JITKERN_CU(cuDeviceGetCount, &count);
   for (int ordinal = 0; ordinal < std::min(count, kMaxDevices); ++ordinal) {
@@ -41,7 +40,7 @@ void synchronize_devices() {
     JITKERN_CU(cuDevicePrimaryCtxGetState, device_handle(ordinal), &flags, &active);
     if (active == 0) continue;
     const ContextScope scope(Device::get(ordinal));
-    driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+    JITKERN_CU(cuCtxSynchronize);
   }
 }
 
@@ -94,7 +93,7 @@ class PinnedMemory {
     } catch (const tvm::ffi::Error&) {
       return;  // during a capture, or at the end of the process: the memory stays
     }
-    if (is_known_) forget_pool(address(base_));
+    forget_pool(address(base_));
     munmap(base_, static_cast<size_t>(bytes_));
   }
 
@@ -132,16 +131,14 @@ class PinnedMemory {
   }
 
   // Registers it for all GPUs, and tells ops. RuntimeError with the driver's text.
-  void register_it(i64 ordinal) {
+  void register_it(int ordinal) {
     const Driver& driver = Driver::get();
-    const ContextScope scope(Device::get(static_cast<int>(ordinal)));
+    const ContextScope scope(Device::get(ordinal));
     driver.check(driver.cuMemHostRegister_v2(base_, static_cast<size_t>(bytes_),
                                              kHostAllocPortable | kHostAllocDeviceMap),
                  "cuMemHostRegister");
     is_registered_ = true;
-    const char* const device = memory_range(base_).device_address;
-    is_known_ = device != nullptr;
-    if (is_known_) add_pool(base_, bytes_, device);
+    add_pool(base_, bytes_, memory_range(base_).device_address);
   }
 
   // Waits for the GPUs and unregisters it; tensors keep the memory.
@@ -158,12 +155,11 @@ class PinnedMemory {
   const i64 bytes_;
   char* base_ = nullptr;
   bool is_registered_ = false;
-  bool is_known_ = false;  // to ops
 };
 
 // Returns a tensor of bytes, private or of a file descriptor, and bind, touch, register and close.
-Array<Any> make_pinned_memory(int64_t num_bytes, int64_t fd) {
-  const auto made = std::make_shared<PinnedMemory>(num_bytes, static_cast<int>(fd));
+Array<Any> make_pinned_memory(i64 num_bytes, int fd) {
+  const auto made = std::make_shared<PinnedMemory>(num_bytes, fd);
   return {
       tensor_of(made, made->base(), num_bytes, {kDLCPU, 0}),
       method(made, &PinnedMemory::bind),

@@ -41,8 +41,6 @@ class SlotTimes {
       for (const Moment& moment : iteration.moments) destroy_event(moment.event);
     }
   }
-  SlotTimes(const SlotTimes&) = delete;
-  SlotTimes& operator=(const SlotTimes&) = delete;
 
   // Called by the pipeline's thread. Iterations of a run go from the first access to the last one.
   void begin_session() { is_first_ = true; }
@@ -66,8 +64,7 @@ class SlotTimes {
     Iteration*& iteration = open_[slot];
     if (iteration->is_timed) mark(iteration->moments[begin_of(access) + 1], stream);
     iteration->has[static_cast<size_t>(access)] = true;
-    if (access != last_access_) return;
-    if (!iteration->is_timed) return;
+    if (access != last_access_ || !iteration->is_timed) return;
     iteration->slot = slot;
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::exchange(iteration, nullptr));
@@ -184,8 +181,8 @@ class SlotTimes {
 // (`ordinal` -1) there are no streams, and `next` only takes times.
 class SlotStreams {
  public:
-  SlotStreams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
-      : device_(ordinal < 0 ? nullptr : &Device::get(static_cast<int>(ordinal))) {
+  SlotStreams(int ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
+      : device_(ordinal < 0 ? nullptr : &Device::get(ordinal)) {
     if (is_timed) times_ = std::make_unique<SlotTimes>(device_ != nullptr, all_timed);
     if (device_ == nullptr) return;
     const ContextScope scope(*device_);
@@ -209,9 +206,6 @@ class SlotStreams {
       destroy_event(slot.captured.ended);
     }
   }
-
-  SlotStreams(const SlotStreams&) = delete;
-  SlotStreams& operator=(const SlotStreams&) = delete;
 
   // Adds a slot. Its memory comes from the compute stream, where earlier work may still use it.
   void add_slot(size_t index) {
@@ -356,7 +350,7 @@ class SlotStreams {
 
 // Returns next, enter, start, fork, leave, add_slot, harvest and num_dropped. `streams` are by
 // access.
-Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
+Array<Function> make_slot_streams(int ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
   const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
   return {method(made, &SlotStreams::next),    method(made, &SlotStreams::enter),
