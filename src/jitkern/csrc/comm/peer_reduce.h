@@ -50,7 +50,7 @@ JITKERN_HOST_DEVICE constexpr u32 sent_word(u32 word) {
   return word < kUnwritten - 1 ? word : kUnwritten - 1;
 }
 
-// As GPUs add, whose NaN is always the same.
+// Adds as GPUs do, which have one NaN as a result.
 JITKERN_HOST_DEVICE inline float peer_sum(float a, float b) {
 #ifdef __CUDA_ARCH__
   return a + b;

@@ -30,7 +30,7 @@ struct PeerListParams : PairCopyParams {
   u32 table_mask;     // its size, a power of two, minus 1
   u32* places;        // [num_pairs]: the place of its row in the table, or kNotListed
   u32* last_entries;  // [3]: the last of fetches, of copies, and of the fetches of all ranks
-  void* fetches;      // [num_pairs, 2]: source row, destination row; -1 where there is none
+  void* fetches;      // [num_pairs, 2]: source row, destination row; -1 if there is none
   void* copies;       // [num_pairs, 2]: destination row to copy from, destination row
   u32* cursors;       // [kNumRegions]: the last row of each region that is placed
   Regions regions;

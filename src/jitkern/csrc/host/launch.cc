@@ -273,8 +273,6 @@ void allow_all(const Device& device, const Kernel& kernel) {
 
 const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   const Function& resolve = resolve_ != nullptr ? resolve_ : resolver;
-  if (resolve == nullptr)
-    raise_error("RuntimeError", std::string(op_) + ": no kernel resolver was set");
   // Python is called without a lock held: it may compile, and another thread may hold the GIL.
   Array<String> names;
   for (const char* name : names_) names.push_back(name);

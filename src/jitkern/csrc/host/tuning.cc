@@ -43,9 +43,8 @@ constexpr Default kDefaults[kNumFigures] = {
     {"paced_to_host_mb_s", 32'000},
 };
 
-using Figures = std::array<std::atomic<i64>, kNumFigures>;
 // 0 until Python has been asked.
-std::array<Figures, kMaxDevices> of_devices;
+std::array<std::array<std::atomic<i64>, kNumFigures>, kMaxDevices> of_devices;
 
 auto& tuner = *new Function();  // never destroyed: Python may be gone by then
 
@@ -79,7 +78,7 @@ void set_figure(int64_t ordinal, String name, int64_t value) {
                                   std::to_string(value) + " on device " + std::to_string(ordinal) +
                                   ", expected at least 1, on a device from 0 on");
   }
-  figure(static_cast<int>(ordinal), kReachBytes);  // asks Python first: later would overwrite this
+  figure(static_cast<int>(ordinal), kReachBytes);  // asks Python now, not after this is set
   for (int i = 0; i < kNumFigures; ++i) {
     if (name == kDefaults[i].name) {
       of_devices[ordinal][i] = value;

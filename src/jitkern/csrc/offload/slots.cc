@@ -46,7 +46,7 @@ class SlotTimes {
   void begin_session() { is_first_ = true; }
   void begin_run(int first, int last) { first_access_ = first, last_access_ = last; }
 
-  // Before and after what is queued on a stream for an access of a slot.
+  // Called before and after the work of an access is queued on its stream.
   void begin(int access, size_t slot, CUstream stream) {
     if (slot >= open_.size()) open_.resize(slot + 1);
     Iteration*& iteration = open_[slot];
