@@ -72,14 +72,9 @@ class PinnedMemory {
   // parent off the pages that the GPU knows.
   PinnedMemory(i64 num_bytes, int fd) : bytes_(num_bytes) {
     constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    // Reserves addresses, and keeps them from the first huge page on.
-    const i64 reserved = bytes_ + kHugePageBytes;
-    char* const first = static_cast<char*>(map(nullptr, reserved, PROT_NONE, kPrivate, -1));
-    const i64 skipped = static_cast<i64>(-address(first) % kHugePageBytes);
-    const i64 whole = ceil_div(bytes_, kPageBytes) * kPageBytes;
-    base_ = first + skipped;
-    if (skipped > 0) munmap(first, static_cast<size_t>(skipped));
-    munmap(base_ + whole, static_cast<size_t>(reserved - skipped - whole));
+    // Reserves addresses that contain a huge page's begin.
+    reserved_ = static_cast<char*>(map(nullptr, reserved_bytes(), PROT_NONE, kPrivate, -1));
+    base_ = reserved_ + -address(reserved_) % kHugePageBytes;
     const int kind = fd < 0 ? kPrivate : MAP_SHARED;
     map(base_, bytes_, PROT_READ | PROT_WRITE, kind | MAP_FIXED, fd);
     madvise(base_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);  // if Linux has them
@@ -94,7 +89,7 @@ class PinnedMemory {
       return;  // during a capture, or at the end of the process: the memory stays
     }
     forget_pool(address(base_));
-    munmap(base_, static_cast<size_t>(bytes_));
+    munmap(reserved_, static_cast<size_t>(reserved_bytes()));
   }
 
   PinnedMemory(const PinnedMemory&) = delete;
@@ -151,8 +146,11 @@ class PinnedMemory {
   }
 
  private:
+  i64 reserved_bytes() const { return bytes_ + kHugePageBytes; }
+
   const pid_t owner_ = getpid();
   const i64 bytes_;
+  char* reserved_ = nullptr;
   char* base_ = nullptr;
   bool is_registered_ = false;
 };

@@ -264,9 +264,8 @@ class RingOnGpu {
       : host_(std::move(host)), state_(std::move(state)) {
     RingParams& ring = params_.ring;
     ring.ring = *static_cast<const RingHeader*>(host_.data_ptr());
-    char* const on_host = const_cast<char*>(memory_range(host_.data_ptr()).device_address);
-    ring.base = on_host;
-    ring.dones = on_host + ring.ring.dones_at;
+    ring.base = memory_range(host_.data_ptr()).device_address;
+    ring.dones = const_cast<char*>(ring.base) + ring.ring.dones_at;
     char* const at = static_cast<char*>(state_.data_ptr());
     const RingMemory memory(ring.ring);
     ring.state = reinterpret_cast<RingState*>(at);

@@ -90,9 +90,8 @@ class SlotTimes {
       for (size_t i = 0; i < iteration.moments.size(); ++i) {
         rows.push_back(iteration.has[i / 2] ? iteration.moments[i].ms : kNone);
       }
-      rows.push_back(static_cast<double>(iteration.slot));
-      rows.push_back(static_cast<double>(iteration.number));
-      rows.push_back(iteration.is_first ? 1 : 0);
+      const auto slot = static_cast<double>(iteration.slot);
+      rows.insert(rows.end(), {slot, double(iteration.number), double(iteration.is_first)});
       queue_.pop_front();
       if (base_ != nullptr) free_.push_back(base_);
       base_ = &iteration;
@@ -228,7 +227,6 @@ class SlotStreams {
     return is_capturing_;
   }
 
-  // Begins a run.
   void start(int first_access, int last_access) {
     if (times_) times_->begin_run(first_access, last_access);
   }
