@@ -20,7 +20,7 @@ from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")
 
-_ROW = struct.Struct("9d")  # of csrc/offload/slot_times.h
+_ROW = struct.Struct("9d")  # of csrc/offload/slots.cc
 _BATCH = 16  # iterations that are read in one call, in which the pipeline's thread may wait
 _SHOWN = 1024  # iterations of a timeline, at most
 _HYSTERESIS = 1.1  # times `min_ratio`: the ratio needed before the next alarm

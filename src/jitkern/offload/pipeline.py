@@ -29,7 +29,7 @@ _CALL = "SlotPipeline"
 _EVERY = 8
 _MAX_SLOTS = 4096
 _END = object()
-# Accesses of a slot, as in csrc/offload/slot_times.h.
+# Accesses of a slot, as in csrc/offload/slots.cc.
 NONE, LOAD, COMPUTE, STORE = -1, 0, 1, 2
 
 

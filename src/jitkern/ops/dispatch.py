@@ -1,7 +1,7 @@
 """Where a call of an op goes: straight to C++, or through ``torch.ops.jitkern`` first.
 
 What traces, differentiates or wraps tensors has to see the op. Whether something traces is asked in
-C++, in 3 ns (csrc/host/torch_state.cc); what a tensor of PyTorch says is asked here, and not in
+C++, in 3 ns (csrc/host/launch.cc); what a tensor of PyTorch says is asked here, and not in
 inference mode, which has no gradients.
 """
 

@@ -1,21 +1,20 @@
-// The calls of an NCCL communicator, for Python.
+// The calls of an NCCL communicator for Python.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
-#include <algorithm>
 #include <memory>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "host/objects.h"
 
 namespace jitkern {
 
 namespace {
 
 using tvm::ffi::Array;
-using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::Map;
 using tvm::ffi::String;
@@ -39,7 +38,7 @@ constexpr Reducible kReducible[] = {
     {kDLFloat8_e5m2, 8, 11},
 };
 
-// NCCL's number for the dtype of what is reduced. TypeError if it has none.
+// NCCL's number for a dtype that it can reduce, or TypeError.
 int reduced_as(const Operand& x) {
   for (const Reducible& one : kReducible) {
     if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1) {
@@ -53,24 +52,23 @@ int reduced_as(const Operand& x) {
 
 const char* const kOwnPart = "memory of its own, or this rank's part of it";
 
-int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int64_t op) {
+int64_t reduce_all(NcclCommunicator& comm, const char* name, AnyView x_arg, int op) {
   const Operand x = operand(comm, name, "x", x_arg);
   const int dtype = reduced_as(x);
   if (x.count == 0) return kCallDone;
   return comm.call(name, -1, [=](const Nccl& nccl, auto... rest) {
-    return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype,
-                              static_cast<int>(op), rest...);
+    return nccl.ncclAllReduce(x.data, x.data, static_cast<size_t>(x.count), dtype, op, rest...);
   });
 }
 
-int64_t all_reduce(NcclCommunicator& comm, AnyView x, int64_t op) {
+int64_t all_reduce(NcclCommunicator& comm, AnyView x, int op) {
   return reduce_all(comm, "all_reduce", x, op);
 }
 int64_t barrier(NcclCommunicator& comm, AnyView word) {
   return reduce_all(comm, "barrier", word, 0);
 }
 
-int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, int64_t op) {
+int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, int op) {
   const Operand output = operand(comm, "reduce_scatter", "output", output_arg);
   const Operand x = operand(comm, "reduce_scatter", "x", x_arg);
   x.same_dtype(output);
@@ -79,12 +77,12 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   output.apart_from(x, x.data + comm.rank * output.bytes, kOwnPart);
   if (x.count == 0) return kCallDone;
   return comm.call("reduce_scatter", -1, [=](const Nccl& nccl, auto... rest) {
-    return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype,
-                                  static_cast<int>(op), rest...);
+    return nccl.ncclReduceScatter(x.data, output.data, static_cast<size_t>(output.count), dtype, op,
+                                  rest...);
   });
 }
 
-// What is only copied goes as bytes, so that any dtype and any version of NCCL will do.
+// Calls that only copy send bytes, so that they take any dtype with any version of NCCL.
 
 int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   const Operand output = operand(comm, "all_gather", "output", output_arg);
@@ -99,7 +97,7 @@ int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   });
 }
 
-// A call of one tensor and one other rank.
+// A call with one tensor and one other rank.
 template <class Run>
 int64_t call_with_peer(NcclCommunicator& comm, const char* op, AnyView x_arg, const char* peer_arg,
                        AnyView peer_value, bool is_of_two, const Run& run) {
@@ -137,7 +135,7 @@ int64_t recv(NcclCommunicator& comm, AnyView x, AnyView src) {
                         });
 }
 
-// Bytes of each rank's part: by rows of the first dimension, or equal parts without splits.
+// The bytes of each rank's part: the splits count rows of the first dimension; None: equal parts.
 std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
                             const char* splits_arg, AnyView splits_given) {
   const i64 size = comm.size;
@@ -203,11 +201,11 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
 
 // Puts the work on torch's current stream under the deadline.
 int64_t watch(NcclCommunicator& comm, AnyView word) {
-  const Operand checked = operand(comm, "watch", "word", word);
+  operand(comm, "watch", "word", word);
   return comm.call("watch", -1, [](const Nccl&, NcclComm, CUstream) { return kNcclSuccess; });
 }
 
-// A function of the communicator for Python, which keeps it alive.
+// A function for Python that keeps the communicator alive.
 template <class... Args>
 Function bound(const std::shared_ptr<NcclCommunicator>& comm,
                int64_t (*function)(NcclCommunicator&, Args...)) {
@@ -215,18 +213,8 @@ Function bound(const std::shared_ptr<NcclCommunicator>& comm,
       [comm, function](Args... args) -> int64_t { return function(*comm, args...); });
 }
 
-Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int64_t size,
-                                             double timeout_s) {
-  const auto comm = std::make_shared<NcclCommunicator>(
-      static_cast<int>(ordinal), static_cast<int>(rank), static_cast<int>(size), timeout_s);
-  const auto open = [comm](Bytes bytes) -> int64_t {
-    NcclUniqueId id{};
-    std::copy_n(bytes.data(), std::min(bytes.size(), sizeof(id.bytes)), id.bytes);
-    return comm->open(id);
-  };
-  const auto register_memory = [comm](int64_t address, int64_t bytes) -> int64_t {
-    return comm->register_memory(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
-  };
+Map<String, Function> make_nccl_communicator(int ordinal, int rank, int size, double timeout_s) {
+  const auto comm = std::make_shared<NcclCommunicator>(ordinal, rank, size, timeout_s);
   return {{"all_reduce", bound(comm, all_reduce)},
           {"all_gather", bound(comm, all_gather)},
           {"reduce_scatter", bound(comm, reduce_scatter)},
@@ -236,17 +224,17 @@ Map<String, Function> make_nccl_communicator(int64_t ordinal, int64_t rank, int6
           {"all_to_all", bound(comm, all_to_all)},
           {"barrier", bound(comm, barrier)},
           {"watch", bound(comm, watch)},
-          {"open", Function::FromTyped(open)},
-          {"wait_done", Function::FromTyped([comm]() -> int64_t { return comm->wait_done(); })},
-          {"finish", Function::FromTyped([comm]() -> int64_t { return comm->finish(); })},
-          {"free", Function::FromTyped([comm] { comm->free(); })},
-          {"abort", Function::FromTyped([comm] { comm->abort(); })},
-          {"mark", Function::FromTyped([comm] { comm->mark(); })},
-          {"register_memory", Function::FromTyped(register_memory)},
-          {"progress", Function::FromTyped([comm] { return comm->progress(); })}};
+          {"open", method(comm, &NcclCommunicator::open)},
+          {"wait_done", method(comm, &NcclCommunicator::wait_done)},
+          {"finish", method(comm, &NcclCommunicator::finish)},
+          {"free", method(comm, &NcclCommunicator::free)},
+          {"abort", method(comm, &NcclCommunicator::abort)},
+          {"mark", method(comm, &NcclCommunicator::mark)},
+          {"register_memory", method(comm, &NcclCommunicator::register_memory)},
+          {"progress", method(comm, &NcclCommunicator::progress)}};
 }
 
-// Memory of NCCL's on a GPU, for a tensor.
+// GPU memory from NCCL, for a tensor.
 struct NcclMemory {
   void AllocData(DLTensor* tensor) {
     const ContextScope scope(Device::get(tensor->device.device_id));
@@ -258,15 +246,15 @@ struct NcclMemory {
     try {
       const ContextScope scope(Device::get(tensor->device.device_id));
       Nccl::get().ncclMemFree(tensor->data);
-    } catch (const tvm::ffi::Error&) {  // at the end of the process there may be no driver any more
+    } catch (const tvm::ffi::Error&) {  // at the end of the process the driver may be gone
     }
   }
 };
 
-// Bytes on a GPU that NCCL can register.
-tvm::ffi::Tensor nccl_allocate(int64_t ordinal, int64_t bytes) {
+// GPU memory that NCCL can register.
+tvm::ffi::Tensor nccl_allocate(int ordinal, int64_t bytes) {
   return tvm::ffi::Tensor::FromNDAlloc(NcclMemory{}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                       DLDevice{kDLCUDA, static_cast<int>(ordinal)});
+                                       DLDevice{kDLCUDA, ordinal});
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 #include "comm/communicator.h"
 
-#include <time.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -23,15 +22,14 @@ using tvm::ffi::String;
 namespace {
 
 double now_s() {
-  timespec time{};
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(now).count();
 }
 
-// Calls that follow each other sooner than this are one burst.
+// Calls within this time of each other are one burst.
 constexpr double kBurstS = 1e-3;
 
-// How long an abort waits for a thread to leave NCCL by itself.
+// How long an abort waits for a thread to return from NCCL by itself.
 constexpr std::chrono::seconds kWayOut{1};
 
 }  // namespace
@@ -45,14 +43,13 @@ NcclCommunicator::NcclCommunicator(int ordinal, int rank, int size, double timeo
       nccl_(Nccl::get()) {}
 
 NcclCommunicator::~NcclCommunicator() {
-  for (const Entry& entry : log_) {
-    // At the end of the process the driver may be gone: errors are ignored.
-    if (entry.event != nullptr) Driver::get().cuEventDestroy_v2(entry.event);
-  }
+  for (const Entry& entry : log_) destroy_event(entry.event);
 }
 
-CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
+CallStatus NcclCommunicator::open(const tvm::ffi::Bytes& unique_id) {
   const ContextScope scope(device_);
+  NcclUniqueId id{};
+  std::copy_n(unique_id.data(), std::min(unique_id.size(), sizeof(id.bytes)), id.bytes);
   NcclConfig config;
   NcclComm comm = nullptr;
   const NcclResult result = nccl_.ncclCommInitRankConfig(&comm, size, id, rank, &config);
@@ -60,7 +57,7 @@ CallStatus NcclCommunicator::open(const NcclUniqueId& id) {
   comm_ = comm;
   is_stopped_ = false;
   if (!is_aborted_) return kCallDone;
-  abort();  // meanwhile its maker has given up
+  abort();  // its maker has given up meanwhile
   return kCallStopped;
 }
 
@@ -75,7 +72,7 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
   const ContextScope scope(device_);
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
   const bool is_captured = is_capturing(stream);
-  // A call between two ranks has an event of its own: its place among other ranks' is not known.
+  // A call of two ranks always has an event: its order among the calls of all ranks is not known.
   const bool begins_burst =
       std::isfinite(timeout_s_) && (peer >= 0 || now_s() - marked_s_ > kBurstS);
   if (!is_captured) {
@@ -105,7 +102,7 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
     }
     if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
     return status;
-  } catch (...) {  // of the driver: what is queued has no event
+  } catch (...) {  // an error of the driver: the queued work has no event
     failed(std::string(op) + " has failed, and may have been sent");
     throw;
   }
@@ -119,7 +116,7 @@ CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_captured, CUstream 
   if (is_stopped_) return kCallStopped;  // aborted meanwhile
   if (result != kNcclSuccess) return failed(nccl_.text_of(result));
   if (is_captured) {
-    // It is done when the graph is replayed, which is not known here.
+    // It is done when the graph is replayed, which is not seen here.
     ++num_captured_;
     entry.state = kUntold;
   }
@@ -139,7 +136,7 @@ void NcclCommunicator::mark_now() {
       entry.state = kMarked;
     }
   }
-  // A capture begins after PyTorch has waited for the GPU.
+  // Earlier calls are done before a capture: PyTorch has waited for the GPU.
   for (u64 n = last_marked_ + 1; entry.state == kOpen && n < last_open_; ++n) {
     log_[n % kLog].state = kUntold;
   }
@@ -149,7 +146,7 @@ void NcclCommunicator::mark_now() {
 }
 
 void NcclCommunicator::mark() {
-  // Its holder is in a call, perhaps for good, or has marked what it waits for.
+  // A thread that holds it is in a call, perhaps for ever, or has marked what it waits for.
   const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (!turn.owns_lock() || is_stopped_) return;
   const ContextScope scope(device_);
@@ -190,7 +187,7 @@ void NcclCommunicator::free() {
     const std::lock_guard<std::timed_mutex> lock(used_);
     comm = comm_.exchange(nullptr);
     if (comm == nullptr) return;
-    // Failures are ignored: NCCL frees the memory a moment later.
+    // Errors are ignored: NCCL frees the memory a moment later.
     if (window_ != nullptr) nccl_.ncclCommWindowDeregister(comm, std::exchange(window_, nullptr));
   }
   nccl_.check(nccl_.ncclCommFinalize(comm), "ncclCommFinalize");
@@ -202,17 +199,18 @@ void NcclCommunicator::abort() {
   is_stopped_ = true;
   const ContextScope scope(device_);
   const RelaxedCapture relaxed;
-  // Kernels that wait for missing ranks end within 4 ms each, and NCCL waits for that. A thread in
-  // NCCL that connects to missing ranks returns by this too, as with PyTorch's watchdog.
+  // Kernels that wait for missing ranks end within 4 ms each, and NCCL waits for them. A thread
+  // that is connecting to missing ranks in NCCL returns too, as with PyTorch's watchdog.
   std::unique_lock<std::timed_mutex> lock(used_, std::defer_lock);
   static_cast<void>(lock.try_lock_for(kWayOut));
   const NcclComm comm = comm_.exchange(nullptr);
   if (comm != nullptr) nccl_.ncclCommAbort(comm);
 }
 
-CallStatus NcclCommunicator::register_memory(void* memory, size_t bytes) {
-  return call("init_pynccl", -1, [this, memory, bytes](const Nccl& nccl, NcclComm comm, CUstream) {
-    return nccl.ncclCommWindowRegister(comm, memory, bytes, &window_, kNcclSymmetricWindow);
+CallStatus NcclCommunicator::register_memory(i64 address, size_t bytes) {
+  return call("init_pynccl", -1, [=](const Nccl& nccl, NcclComm comm, CUstream) {
+    return nccl.ncclCommWindowRegister(comm, reinterpret_cast<void*>(address), bytes, &window_,
+                                       kNcclSymmetricWindow);
   });
 }
 
@@ -237,7 +235,7 @@ Map<String, Any> NcclCommunicator::progress() {
   Array<String> ops;
   for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
     const Entry& later = log_[n % kLog];
-    // Calls between two ranks have the number of the call before.
+    // Calls of two ranks have the number of the call before.
     if (later.number >= number + ops.size()) ops.push_back(String(later.op));
     if (later.state == kMarked) break;
   }

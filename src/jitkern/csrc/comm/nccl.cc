@@ -1,7 +1,6 @@
 #include "comm/nccl.h"
 
 #include <dlfcn.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
 
 #include <cstring>
@@ -18,7 +17,7 @@ std::mutex loading;
 Nccl library{};
 std::atomic<bool> is_loaded{false};
 
-// "2.28.9"
+// Such as "2.28.9".
 std::string name_of(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
@@ -29,24 +28,24 @@ void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
 }
 
-// Loads the library, unless one is loaded; returns its version, such as "2.28.9". RuntimeError if
-// it is no NCCL, or too old.
+// Loads the library unless one is loaded, and returns the version, such as "2.28.9". RuntimeError
+// if it is not NCCL, or too old.
 String nccl_load(String path) {
   const std::lock_guard<std::mutex> lock(loading);
   if (is_loaded) return name_of(library.version);
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_error("RuntimeError", dlerror());
   Nccl found{};
-  const char* lacking = nullptr;
+  bool is_complete = true;
 #define JITKERN_RESOLVE(name, parameters) \
   resolve(handle, #name, found.name);     \
-  if (found.name == nullptr && lacking == nullptr) lacking = #name;
+  is_complete = is_complete && found.name != nullptr;
   JITKERN_NCCL_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
   resolve(handle, "ncclGetErrorString", found.ncclGetErrorString);
   resolve(handle, "ncclGetLastError", found.ncclGetLastError);
   if (found.ncclGetVersion != nullptr) found.ncclGetVersion(&found.version);
-  if (lacking != nullptr || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
+  if (!is_complete || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
     const std::string what = found.version > 0 ? "NCCL " + name_of(found.version) : "no NCCL";
     dlclose(handle);
     raise_error("RuntimeError", std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");

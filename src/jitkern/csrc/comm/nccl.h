@@ -1,5 +1,5 @@
-// NCCL's C interface, as far as it is used; stable within 2.x. Resolved from a libnccl that Python
-// names: building this needs no header of NCCL.
+// The part of NCCL's C interface that is used; it is stable within 2.x. Python names the libnccl
+// that it is resolved from, so building needs no NCCL header.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -14,19 +14,19 @@ using NcclWindow = struct NcclWindowOpaque*;
 
 enum : int {
   kNcclSuccess = 0,
-  kNcclUndefined = -2147483647 - 1,  // of a number in the configuration
+  kNcclUndefined = -2147483647 - 1,  // a default in NcclConfig
   kNcclSymmetricWindow = 1,
 };
 
-// The least version: that of PyTorch 2.8. It registers memory as windows.
+// The oldest version supported, that of PyTorch 2.8: it registers memory as windows.
 constexpr int kLeastNccl = 22700;
 
 struct NcclUniqueId {
   char bytes[128];
 };
 
-// ncclConfig_t of 2.18, which later libraries know by its size and version. Calls block while they
-// connect to other ranks: a non-blocking communicator hands every call to a thread of NCCL's, and
+// ncclConfig_t of 2.18; later libraries accept it by its size and version. Calls block while they
+// connect to other ranks: a non-blocking communicator passes every call to a thread of NCCL's, and
 // takes 90 us of host time instead of 7 (2.28.9, two H200s).
 struct NcclConfig {
   size_t size = sizeof(NcclConfig);
@@ -77,10 +77,10 @@ struct Nccl {
   const char* (*ncclGetLastError)(NcclComm comm);
   int version;
 
-  // The library that `nccl_load` has loaded; one for the whole process.
+  // The process's library, which `nccl_load` has loaded.
   static const Nccl& get();
 
-  // What NCCL says of a result.
+  // NCCL's text for a result.
   std::string text_of(NcclResult result) const;
   // RuntimeError naming `what` unless `result` is success.
   void check(NcclResult result, const char* what) const;

@@ -5,7 +5,7 @@
 
 namespace jitkern {
 
-// RuntimeError if something of PyTorch's traces, which would see nothing of the call.
+// RuntimeError if a tracer or a dispatch mode of PyTorch is active: it would not see the call.
 inline void refuse_tracers(const char* op) {
   if (!torch_has_to_see_it()) return;
   raise_error("RuntimeError",
@@ -14,7 +14,7 @@ inline void refuse_tracers(const char* op) {
                   "neither: it would see nothing of the call");
 }
 
-// A contiguous tensor on the device that `owner`, such as "the communicator", is on.
+// A contiguous tensor on the device of `owner`, such as "the communicator".
 struct Operand : Tensor {
   char* data;
   i64 count;  // of items
@@ -37,7 +37,7 @@ struct Operand : Tensor {
     }
   }
 
-  // ValueError unless it has as many items as `part`, `size` times.
+  // ValueError unless it has `size` times the items of `part`.
   void has_each_of(const Operand& part, i64 size) const {
     has(part.count * size,
         std::to_string(part.count) + " for each of " + std::to_string(size) + " ranks");

@@ -1,4 +1,4 @@
-// The copies of peer_gather, whose rows are read once and written to the memory of every rank, and
+// The copies of peer_gather, which reads a row once and writes it to the memory of every rank, and
 // of peer_scatter.
 #include "comm/peer_rows.h"
 #include "ops/pairs.cuh"
@@ -6,7 +6,7 @@
 
 namespace jitkern {
 
-// Nothing is written where a barrier in front was given up: other ranks may be reading.
+// Writes nothing if the barrier before it has failed: other ranks may be reading.
 template <class Copy>
 struct IfIntact : Copy {
   static __device__ void run(const PeerCopyParams& p) {

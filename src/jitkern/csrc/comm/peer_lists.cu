@@ -1,11 +1,10 @@
-// Which rows of a peer_gather or peer_scatter are this rank's; how is in peer_rows.h. Of any row
-// size.
+// Lists this rank's rows of a peer_gather or peer_scatter, of any row size; see peer_rows.h.
 #include "comm/peer_rows.h"
 #include "ops/sort.cuh"
 
 namespace jitkern {
 
-// Finds each pair's place in the table, and counts the distinct rows of each region.
+// Finds each pair's place in the table, and counts the distinct rows per region.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
 struct ListPeerPairs {
   using Params = PeerListParams;
@@ -25,7 +24,7 @@ struct ListPeerPairs {
     const i64 dst_row = pairs[2 * number + 1];
     if (!is_inside_or_fault(p, number, src_row, dst_row)) return kNotListed;
     u32 place = 0;
-    // The table ends with the first of the pairs that ask for a row, the same on every rank.
+    // In the end the table has the first pair that asks for a row, the same on every rank.
     const u32 owner = p.table == nullptr
                           ? static_cast<u32>(number)
                           : claim_row<Int>(p, static_cast<u32>(number), src_row, place);
@@ -38,7 +37,7 @@ struct ListPeerPairs {
   }
 };
 
-// Writes this rank's part in the order of its regions, and the copies of all ranks.
+// Lists this rank's part in the order of regions, and the copies of all ranks.
 template <int kIndexBytes, int kThreads, int kMaxOccupancy, HostSide kHostSide>
 struct PlacePeerPairs {
   using Params = PeerListParams;
@@ -47,7 +46,7 @@ struct PlacePeerPairs {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    __shared__ u32 part_start;  // where the regions of this rank begin, among those of all
+    __shared__ u32 part_start;  // where this rank's first region begins
     __shared__ i32 last_fetch;
     __shared__ u32 num_copies;
     __shared__ u32 copies_start;
@@ -59,7 +58,7 @@ struct PlacePeerPairs {
     }
     __syncthreads();
     const i64 number = thread_number();
-    i64 owner = -1;  // of the row, where that is another pair
+    i64 owner = -1;  // of the row, if it is another pair
     if (number < p.num_pairs && p.places[number] != kNotListed) {
       owner = p.table == nullptr ? number : i64(p.table[p.places[number]]);
       if (owner == number) {
@@ -85,12 +84,12 @@ struct PlacePeerPairs {
   }
 
  private:
-  // Lists the pair if its row is in this rank's part. Returns where, or -1.
+  // Lists the pair if its row is in this rank's part. Returns its slot, or -1.
   static __device__ i64 fetch(const Params& p, i64 number, u64 total, u32 part_start) {
     const Int* pair = static_cast<const Int*>(p.pairs) + 2 * number;
     const Int src_row = pair[0];
     const Int dst_row = pair[1];
-    // Compared again: the pairs may have changed since they were counted.
+    // Checked again: the pairs may have changed since they were counted.
     const u64 region = region_of(p.regions, host_offset<kHostSide>(p, src_row, dst_row));
     if (region >= kNumRegions) return -1;
     const u64 start = p.regions.starts[region];
@@ -106,7 +105,7 @@ struct PlacePeerPairs {
     return slot;
   }
 
-  // The start of the last region that begins at `position` or in front of it.
+  // The start of the last region that begins at or before `position`.
   static __device__ u32 start_at_or_below(const Params& p, u64 position) {
     u32 low = 0;
     for (u32 step = kNumRegions / 2; step > 0; step /= 2) {

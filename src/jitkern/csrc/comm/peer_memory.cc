@@ -1,7 +1,5 @@
-// PeerMemory: the memory of all ranks of a host, in one range of this process's addresses.
-//
-// On the CPU it is made of memfds, on GPUs by the driver's virtual memory management (never
-// multicast).
+// PeerMemory: the memory of all ranks of a host in one address range of this process: on the CPU
+// memfds, on GPUs the driver's virtual memory management, without multicast.
 #include <jitkern/launch.h>
 #include <sys/mman.h>
 #include <tvm/ffi/container/map.h>
@@ -15,9 +13,10 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <thread>
 
+#include "host/objects.h"
 #include "host/staging.h"
+#include "host/workers.h"
 
 namespace jitkern {
 
@@ -32,7 +31,7 @@ VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
 }
 
-// The GPU's id in all processes: 16 bytes.
+// The 16 bytes that identify the GPU in all processes.
 Bytes gpu_uuid(int64_t ordinal) {
   char uuid[16] = {};
   JITKERN_CU(cuDeviceGetUuid_v2, uuid, device_handle(ordinal));
@@ -40,11 +39,11 @@ Bytes gpu_uuid(int64_t ordinal) {
 }
 
 // The page size of memory that this GPU can share with other processes; 0 if it has none.
-int64_t gpu_granularity(int64_t ordinal) {
+int64_t gpu_granularity(int ordinal) {
   for (const int attribute : {kAttributeKnowsVmm, kAttributeExportsFds}) {
     if (device_attribute(device_handle(ordinal), attribute) == 0) return 0;
   }
-  const VmmProperties properties = properties_of(static_cast<int>(ordinal));
+  const VmmProperties properties = properties_of(ordinal);
   size_t bytes = 0;
   JITKERN_CU(cuMemGetAllocationGranularity, &bytes, &properties, kVmmLeastGranularity);
   return static_cast<int64_t>(bytes);
@@ -52,8 +51,8 @@ int64_t gpu_granularity(int64_t ordinal) {
 
 // -- ranges --------------------------------------------------------------------------------------
 
-// Lives as long as the PeerMemory and its tensors. In a forked child it is not there, and nothing
-// is released.
+// Lives as long as the PeerMemory and its tensors. A forked child does not have the memory, and
+// releases nothing.
 class PeerRange {
  public:
   PeerRange(i64 size, i64 share_bytes) : size(size), share_bytes(share_bytes) {}
@@ -75,20 +74,20 @@ class PeerRange {
 class HostRange : public PeerRange {
  public:
   HostRange(i64 size, i64 share_bytes) : PeerRange(size, share_bytes) {
-    // Only addresses, from a huge page on, as a GPU's memory begins.
+    // Reserves addresses that begin at a huge page, as a GPU's do.
     reserved_bytes_ = static_cast<size_t>(bytes() + kHugePageBytes);
     reserved_ = mmap(nullptr, reserved_bytes_, PROT_NONE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved_ == MAP_FAILED) raise_errno();
-    // A child would keep the memory of ranks that have ended.
+    // A forked child would keep the memory of ranks that have ended.
     madvise(reserved_, reserved_bytes_, MADV_DONTFORK);
     char* const first = static_cast<char*>(reserved_);
     base = first + -address(first) % kHugePageBytes;
   }
   ~HostRange() { release(); }
 
-  static int create(i64) { return -1; }  // Python makes it
-  // Maps the memory of `rank`, the caller's descriptor.
+  int create(i64) { return -1; }  // Python makes it
+  // Maps the memory of `rank`. The caller closes the descriptor.
   void map(i64 rank, int fd) {
     const size_t length = static_cast<size_t>(share_bytes);
     char* const at = base + rank * share_bytes;
@@ -98,15 +97,11 @@ class HostRange : public PeerRange {
     madvise(at, length, MADV_DONTFORK);
   }
 
-  void write(i64 offset, const char* from, i64 bytes, double) {
-    std::memcpy(base + offset, from, static_cast<size_t>(bytes));
+  void write(i64 offset, Bytes from, double) {
+    std::memcpy(base + offset, from.data(), from.size());
   }
-  void read(i64 offset, char* to, i64 bytes, double) {
-    std::memcpy(to, base + offset, static_cast<size_t>(bytes));
-  }
-  void clear(i64 offset, i64 bytes, double) {
-    std::memset(base + offset, 0, static_cast<size_t>(bytes));
-  }
+  Bytes read(i64 offset, size_t bytes, double) { return Bytes(base + offset, bytes); }
+  void clear(i64 offset, size_t bytes, double) { std::memset(base + offset, 0, bytes); }
   void release() noexcept {
     if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
     reserved_ = nullptr;
@@ -125,11 +120,11 @@ class HostRange : public PeerRange {
   size_t reserved_bytes_ = 0;
 };
 
-// Small copies with a GPU, on a stream of their own: torch's may be full of work. Lives as long as
+// For small copies with a GPU, on their own stream: torch's may be full of work. Lives as long as
 // the process.
 struct Probe {
   static constexpr i64 kBytes = 4096;  // the patterns of comm/peer_memory.py are shorter
-  std::mutex mutex;                    // of a copy
+  std::mutex mutex;                    // held by a copy
   const CUstream stream = make_stream(kHighestStreamPriority);
   const CUevent event = make_event();
   // A copy from pageable memory would block in the driver.
@@ -162,7 +157,7 @@ class GpuRange : public PeerRange {
   }
   ~GpuRange() { release(); }
 
-  // Makes the memory of `rank`, and maps it; the caller closes the descriptor.
+  // Makes the memory of `rank` and maps it. Returns a descriptor, which the caller closes.
   int create(i64 rank) {
     const ContextScope scope(device_);
     const VmmProperties properties = properties_of(device_.ordinal);
@@ -190,26 +185,26 @@ class GpuRange : public PeerRange {
     map_handle(rank, handle.value);
   }
 
-  // Copies at `offset`, or zeroes. RuntimeError if the GPU takes longer than `timeout_s`.
-  void write(i64 offset, const char* from, i64 bytes, double timeout_s) {
+  // These three raise RuntimeError if the GPU takes longer than `timeout_s`.
+  void write(i64 offset, Bytes from, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
-      std::memcpy(probe.pinned, from, static_cast<size_t>(bytes));
-      copy_to_device(base + offset, probe.pinned, bytes, probe.stream);
+      std::memcpy(probe.pinned, from.data(), from.size());
+      copy_to_device(base + offset, probe.pinned, static_cast<i64>(from.size()), probe.stream);
     });
   }
-  void read(i64 offset, char* to, i64 bytes, double timeout_s) {
+  Bytes read(i64 offset, size_t bytes, double timeout_s) {
     const auto queue = [&](Probe& probe) {
-      copy_to_host(probe.pinned, base + offset, bytes, probe.stream);
+      copy_to_host(probe.pinned, base + offset, static_cast<i64>(bytes), probe.stream);
     };
-    run(timeout_s, queue, to, bytes);
+    return run(timeout_s, queue, bytes);
   }
-  void clear(i64 offset, i64 bytes, double timeout_s) {
+  void clear(i64 offset, size_t bytes, double timeout_s) {
     run(timeout_s, [&](Probe& probe) {
-      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, static_cast<size_t>(bytes), probe.stream);
+      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, bytes, probe.stream);
     });
   }
 
-  // Waits for the GPU, then releases the addresses; memory lives on where it is mapped elsewhere.
+  // Waits for the GPU and releases the addresses. Memory stays in processes that have mapped it.
   void release() noexcept {
     if (base == nullptr) return;
     const CUdeviceptr begin = pointer(0);
@@ -217,21 +212,21 @@ class GpuRange : public PeerRange {
     if (is_forked() || is_busy_) return;
     try {
       const ContextScope scope(device_);
-      // Kernels that use it may be queued: a tensor goes when Python drops it.
+      // Python may drop a tensor while kernels that use it are queued.
       JITKERN_CU(cuCtxSynchronize);
       for (size_t rank = 0; rank < is_mapped_.size(); ++rank) {
         if (is_mapped_[rank]) JITKERN_CU(cuMemUnmap, begin + rank * length_, length_);
       }
       JITKERN_CU(cuMemAddressFree, begin, static_cast<size_t>(bytes()));
     } catch (const tvm::ffi::Error&) {
-      // A graph is being captured, or the process ends: the memory stays until it does.
+      // During a capture, or at the end of the process: the memory stays.
     }
   }
-  // The GPU that uses it, not the one where the memory lies.
+  // The GPU of this rank, also for the memory of others.
   DLDevice device() const { return {kDLCUDA, device_.ordinal}; }
 
  private:
-  // Until it is mapped: a mapping keeps the memory.
+  // Released after mapping: a mapping keeps the memory.
   struct Handle {
     CUmemHandle value = 0;
     ~Handle() {
@@ -249,9 +244,10 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
-  // Queues a copy and polls for its end, since a GPU may hang.
+  // Queues a copy and polls for its end: the GPU may hang. Returns the first bytes of `pinned`
+  // then.
   template <class Queue>
-  void run(double timeout_s, const Queue& queue, char* to = nullptr, i64 bytes = 0) {
+  Bytes run(double timeout_s, const Queue& queue, size_t bytes = 0) {
     Probe& probe = Probe::of(device_);
     const std::lock_guard<std::mutex> lock(probe.mutex);
     const ContextScope scope(device_);
@@ -259,7 +255,7 @@ class GpuRange : public PeerRange {
     record(probe.event, probe.stream);
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
-    while (!is_done(probe.event)) {
+    for (Backoff backoff; !is_done(probe.event);) {
       if (Clock::now() > end) {
         is_busy_ = true;
         raise_error("RuntimeError",
@@ -267,62 +263,36 @@ class GpuRange : public PeerRange {
                         " has not done a copy within the deadline: it hangs, or other "
                         "work keeps it");
       }
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      backoff.wait();
     }
-    if (to != nullptr) std::memcpy(to, probe.pinned, static_cast<size_t>(bytes));
+    return Bytes(probe.pinned, bytes);
   }
 
   const Device& device_;
   const size_t length_ = static_cast<size_t>(share_bytes);
   std::vector<bool> is_mapped_;  // by rank
-  bool is_busy_ = false;         // the GPU may still write: never released
+  bool is_busy_ = false;         // the GPU may still write, so nothing is released
 };
 
 // -- for Python ----------------------------------------------------------------------------------
 
-// Keeps the range for a tensor.
-struct View {
-  std::shared_ptr<PeerRange> range;
-
-  void AllocData(DLTensor* tensor, char* at) { tensor->data = at; }
-  void FreeData(DLTensor*) { range.reset(); }
-};
-
-// The functions of a range, which keep it.
+// The functions of a range, which keep it alive.
 template <class Range>
 Map<String, Function> functions_of(const std::shared_ptr<Range>& range) {
   const auto base = [range] { return reinterpret_cast<int64_t>(range->base); };
-  const auto create = [range](int64_t rank) -> int64_t { return range->create(rank); };
-  const auto map = [range](int64_t rank, int64_t fd) { range->map(rank, static_cast<int>(fd)); };
-  const auto write = [range](int64_t offset, Bytes from, double timeout_s) {
-    range->write(offset, from.data(), static_cast<i64>(from.size()), timeout_s);
-  };
-  const auto read = [range](int64_t offset, int64_t bytes, double timeout_s) {
-    std::string to(static_cast<size_t>(bytes), '\0');
-    range->read(offset, to.data(), bytes, timeout_s);
-    return Bytes(std::move(to));
-  };
-  const auto clear = [range](int64_t offset, int64_t bytes, double timeout_s) {
-    range->clear(offset, bytes, timeout_s);
-  };
   const auto view = [range](int64_t offset, int64_t bytes) {
-    return tvm::ffi::Tensor::FromNDAlloc(View{range}, {bytes}, DLDataType{kDLUInt, 8, 1},
-                                         range->device(), range->base + offset);
+    return tensor_of(range, range->base + offset, bytes, range->device());
   };
-  return {{"base", Function::FromTyped(base)},
-          {"create", Function::FromTyped(create)},
-          {"map", Function::FromTyped(map)},
-          {"write", Function::FromTyped(write)},
-          {"read", Function::FromTyped(read)},
-          {"clear", Function::FromTyped(clear)},
-          {"view", Function::FromTyped(view)},
-          {"release", Function::FromTyped([range] { range->release(); })}};
+  return {{"base", Function::FromTyped(base)},       {"view", Function::FromTyped(view)},
+          {"create", method(range, &Range::create)}, {"map", method(range, &Range::map)},
+          {"write", method(range, &Range::write)},   {"read", method(range, &Range::read)},
+          {"clear", method(range, &Range::clear)},   {"release", method(range, &Range::release)}};
 }
 
 // `ordinal` is -1 for the CPU.
-Map<String, Function> make_peer_range(int64_t size, int64_t share_bytes, int64_t ordinal) {
+Map<String, Function> make_peer_range(i64 size, i64 share_bytes, int ordinal) {
   if (ordinal < 0) return functions_of(std::make_shared<HostRange>(size, share_bytes));
-  return functions_of(std::make_shared<GpuRange>(size, share_bytes, static_cast<int>(ordinal)));
+  return functions_of(std::make_shared<GpuRange>(size, share_bytes, ordinal));
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "comm/operand.h"
+#include "host/objects.h"
 #include "ops/common.h"
 
 namespace jitkern {
@@ -22,8 +23,8 @@ using tvm::ffi::Function;
 
 // -- calls ---------------------------------------------------------------------------------------
 
-// The grid for parts up to so many bytes; in one shot the message is one part. All ranks launch the
-// same. 8 KiB on two H200s: 2.31 us with 4 blocks of 128 threads.
+// The grid for parts of up to `most_bytes`, the same on all ranks; in one shot the message is one
+// part. 8 KiB on two H200s take 2.31 us with 4 blocks of 128 threads.
 struct PeerShape {
   i64 most_bytes;
   u32 blocks;
@@ -35,19 +36,19 @@ constexpr PeerShape kShapes[] = {
     {128 << 10, 64, 128}, {256 << 10, 64, 256}, {i64(1) << 62, 64, 512},
 };
 
-// What all calls of a reducer share.
+// The constants of a reducer.
 struct PeerPlan {
   int ordinal;  // of the GPU; -1 means the CPU
   int rank;
   PeerSlots slots;
-  i64 one_shot_bytes;  // "auto" is one shot up to so many bytes
+  i64 one_shot_bytes;  // the most bytes for which "auto" is one shot
 };
 
-// A call whose arguments are checked, and how it is cut.
+// A call with checked arguments, and its grid.
 struct PeerCall {
   PeerWay way;
   int type;
-  i64 access_bytes;  // the widest that both tensors allow
+  i64 access_bytes;  // the widest for which both tensors are aligned
   u32 num_blocks;
   u32 num_threads;
   PeerReduceParams params{};
@@ -60,7 +61,7 @@ struct PeerCall {
 };
 
 Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView value) {
-  constexpr i64 kMostBytes = i64(1) << 34;  // vectors have numbers of 32 bits
+  constexpr i64 kMostBytes = i64(1) << 34;  // 32-bit numbers of vectors
   const Operand x(op, arg, value, plan.ordinal, "the workspace");
   if (x.bytes > kMostBytes) {
     x.value_error(std::to_string(x.bytes) + " bytes", "at most " + std::to_string(kMostBytes));
@@ -70,7 +71,7 @@ Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView v
 
 u32 num_vecs_of(i64 bytes) { return static_cast<u32>((bytes + kPeerVecBytes - 1) / kPeerVecBytes); }
 
-// Completes a call whose parts are known.
+// Completes a call that is split into parts.
 PeerCall cut(const PeerPlan& plan, const Operand& x, const Operand& out, PeerCall call) {
   PeerReduceParams& p = call.params;
   call.type = float_type(x);
@@ -108,7 +109,7 @@ PeerCall all_reduce_call(const PeerPlan& plan, AnyView x_arg, AnyView out_arg, i
   call.way = way >= 0                         ? static_cast<PeerWay>(way)
              : x.bytes <= plan.one_shot_bytes ? kOneShot
                                               : kTwoShot;
-  // In two shots each rank has a part, so that all miss a late rank in the first stage.
+  // In two shots each rank needs a part, so that all notice a late rank in the first stage.
   if (num_vecs < plan.slots.num_ranks || plan.ordinal < 0) call.way = kOneShot;
   if (call.way == kOneShot) {
     p.part_bytes = x.bytes;
@@ -159,7 +160,7 @@ std::string ranks_text(i64 missing) {
   return (count == 1 ? "rank " : "ranks ") + text;
 }
 
-// Python makes a CommTimeoutError of it, by what the text says (comm/peer_reduce.py).
+// Python makes a CommTimeoutError from the text (comm/peer_reduce.py).
 [[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
                              const char* note) {
   raise_error("jitkern.PeersLate", std::string(op) + ": call " + std::to_string(number) +
@@ -200,11 +201,7 @@ class PeerReducer {
     event_ = make_event();
   }
   // The record of its failure stays: a kernel or a graph may still write to it.
-  ~PeerReducer() {
-    if (event_ != nullptr) Driver::get().cuEventDestroy_v2(event_);
-  }
-  PeerReducer(const PeerReducer&) = delete;
-  PeerReducer& operator=(const PeerReducer&) = delete;
+  ~PeerReducer() { destroy_event(event_); }
 
   void all_reduce(AnyView x, AnyView out, int64_t way) {
     refuse_tracers("all_reduce");
@@ -214,14 +211,16 @@ class PeerReducer {
     refuse_tracers("reduce_scatter");
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
   }
-  // `is_inside`: inside another call of all ranks, which raises earlier faults itself.
-  void device_barrier(bool is_inside) { run(meet_call(plan_), kSites[2], is_inside); }
-  // This rank's word that is kUnwritten unless its workspace is broken.
-  const u32* intact() const {
-    return &reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank])->intact;
+  // With a tensor of the GPU, from which the FFI takes PyTorch's stream. None: inside another
+  // collective call, which raises earlier faults itself.
+  void device_barrier(AnyView word) { run(meet_call(plan_), kSites[2], is_none(word)); }
+  // The address of this rank's word that is kUnwritten unless its workspace is broken.
+  i64 intact() {
+    const auto* const control = reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank]);
+    return static_cast<i64>(address(&control->intact));
   }
 
-  // Makes this rank's workspace as new. Waits for the GPU.
+  // Resets this rank's workspace. Waits for the GPU.
   void reset() {
     const std::lock_guard<std::mutex> turn(turn_);
     const i64 bytes = plan_.slots.workspace_bytes();
@@ -248,13 +247,14 @@ class PeerReducer {
     p.deadline_ns = deadline_ns_;
     p.number = ++num_calls_;
     p.site = site;
+    check_failure();
     if (plan_.ordinal < 0) return run_by_cpu(call);
     const CollectiveScope scope(plan_.ordinal);
     run_by_gpu(scope, call);
     if (!is_inside) scope.raise_earlier();
   }
 
-  // Any call on the device raises its fault, once; this one stays.
+  // The device's fault is raised once, by any call on it; the reducer's own failure stays.
   void check_failure() const {
     if (const_cast<volatile u32&>(failure_->state) != 2) return;
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -265,7 +265,6 @@ class PeerReducer {
   }
 
   void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
-    check_failure();
     if (call.is_empty()) return;
     order(op_of(call.params.site), scope.stream());
     const bool several = call.has_several();
@@ -279,8 +278,7 @@ class PeerReducer {
                        call.num_threads);
   }
 
-  // Calls must not overlap: they would take each other's values. A call on another stream waits for
-  // the last one.
+  // A call on another stream waits for the last one: calls at the same time would mix their values.
   void order(const char* op, CUstream stream) {
     if (last_ == stream && !last_is_captured_) return;
     const bool is_captured = is_capturing(stream);
@@ -292,7 +290,7 @@ class PeerReducer {
                       "captured, expected one stream: two calls at the same time would take each "
                       "other's values");
     }
-    // A captured call runs when its graph does; the caller orders that.
+    // A captured call runs with its graph, which the caller orders.
     if (!is_captured && eager_ && eager_ != stream) {
       record(event_, *eager_);
       wait_for(stream, event_);
@@ -303,7 +301,6 @@ class PeerReducer {
   }
 
   void run_by_cpu(const PeerCall& call) {
-    check_failure();
     if (call.is_empty()) return;
     const PeerReduceParams& p = call.params;
     const PeerResult result =
@@ -327,7 +324,7 @@ class PeerReducer {
   const PeerPlan plan_;
   const u64 deadline_ns_;
   char* workspaces_[kMostPeers] = {};
-  FaultRecord* failure_ = nullptr;  // the first, for good
+  FaultRecord* failure_ = nullptr;  // the first one, until reset()
   FaultRecord* failure_on_gpu_ = nullptr;
 
   std::mutex turn_;
@@ -335,55 +332,45 @@ class PeerReducer {
   CUevent event_ = nullptr;
   std::optional<CUstream> last_;  // the stream of the last call that had items
   bool last_is_captured_ = false;
-  std::optional<CUstream> eager_;  // the last one that was not captured
+  std::optional<CUstream> eager_;  // the stream of the last call that was not captured
 };
 
-constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // of each writer
+constexpr i64 kNumSlots = 2 * 2 * kMostPeerBlocks;  // per writer
 
-PeerPlan plan_of(int64_t ordinal, int64_t rank, int64_t size, int64_t workspace_bytes,
-                 int64_t one_shot_bytes) {
+PeerPlan plan_of(int ordinal, int rank, u32 size, i64 workspace_bytes, i64 one_shot_bytes) {
   const i64 vecs =
       std::max<i64>(0, workspace_bytes - kPeerControlBytes) / (kNumSlots * size * kPeerVecBytes);
   if (vecs == 0) {
-    const PeerSlots least{static_cast<u32>(size), 1};
+    const PeerSlots least{size, 1};
     raise_value_error("PeerReducer", "workspace_bytes", std::to_string(workspace_bytes),
                       "at least " + std::to_string(least.workspace_bytes()) + " for " +
                           std::to_string(size) + " ranks");
   }
-  const PeerSlots slots{static_cast<u32>(size), static_cast<u32>(std::min<i64>(vecs, 1 << 20))};
-  return {static_cast<int>(ordinal), static_cast<int>(rank), slots, one_shot_bytes};
+  return {ordinal, rank, {size, static_cast<u32>(std::min<i64>(vecs, 1 << 20))}, one_shot_bytes};
 }
 
-// Returns all_reduce, reduce_scatter, reset, device_barrier, and the address of intact().
-Array<Function> make_peer_reducer(int64_t ordinal, Array<int64_t> addresses, int64_t rank,
-                                  int64_t workspace_bytes, int64_t deadline_ns,
-                                  int64_t one_shot_bytes) {
-  const auto size = static_cast<int64_t>(addresses.size());
-  const auto made =
-      std::make_shared<PeerReducer>(plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes),
-                                    addresses, static_cast<u64>(deadline_ns));
-  return {
-      Function::FromTyped(
-          [made](AnyView x, AnyView out, int64_t way) { made->all_reduce(x, out, way); }),
-      Function::FromTyped([made](AnyView output, AnyView x) { made->reduce_scatter(output, x); }),
-      Function::FromTyped([made] { made->reset(); }),
-      // A GPU's tensor makes the FFI tell PyTorch's stream; calls from C++ give none.
-      Function::FromTyped([made](AnyView word) { made->device_barrier(is_none(word)); }),
-      Function::FromTyped([made] { return static_cast<int64_t>(address(made->intact())); }),
-  };
+// Returns all_reduce, reduce_scatter, reset, device_barrier and intact.
+Array<Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
+                                  i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
+  const auto size = static_cast<u32>(addresses.size());
+  const auto made = std::make_shared<PeerReducer>(
+      plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes), addresses, deadline_ns);
+  return {method(made, &PeerReducer::all_reduce), method(made, &PeerReducer::reduce_scatter),
+          method(made, &PeerReducer::reset), method(made, &PeerReducer::device_barrier),
+          method(made, &PeerReducer::intact)};
 }
 
-// The bytes of a workspace in which messages up to `max_bytes` take one round.
-int64_t peer_workspace_bytes(int64_t size, int64_t max_bytes, int64_t one_shot_bytes) {
+// The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
+i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
   i64 slot_bytes = 1;
-  for (const i64 part : {i64{std::min(max_bytes, one_shot_bytes)}, ceil_div(max_bytes, size)}) {
+  for (const i64 part : {std::min(max_bytes, one_shot_bytes), ceil_div(max_bytes, size)}) {
     for (const PeerShape& shape : kShapes) {
       const i64 bytes = ceil_div(std::min(part, shape.most_bytes), i64{shape.blocks});
       slot_bytes = std::max(slot_bytes, bytes);
     }
   }
   const auto vecs = static_cast<u32>(ceil_div(slot_bytes + kPeerVecBytes - 1, kPeerVecBytes));
-  return PeerSlots{static_cast<u32>(size), vecs}.workspace_bytes();
+  return PeerSlots{size, vecs}.workspace_bytes();
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // all_reduce and reduce_scatter of small tensors by writes into peers' memory; see peer_reduce.h.
 //
-// A thread has the same vectors of all ranks, from sending to making unwritten again. So threads of
-// a block need not talk, and threads of several ranks meet by the values alone.
+// A thread handles the same vectors of all ranks, from sending to resetting the slots. So threads
+// of a block do not synchronise, and threads of different ranks synchronise by the values alone.
 #include <jitkern/pdl.cuh>
 
 #include "ops/floats.cuh"
@@ -25,8 +25,7 @@ struct PeerChunks {
   }
 };
 
-// kAccessBytes: of tensors, which are aligned to their items only. Slots are accessed by vectors of
-// 16 bytes.
+// Tensors, which are aligned to their items only, are accessed by kAccessBytes; slots by 16 bytes.
 template <int kType, int kRanks, int kAccessBytes, int kWay, int kThreads, int kMaxOccupancy,
           bool kUsePdl, int kInFlight>
 struct PeerReduce {
@@ -37,17 +36,17 @@ struct PeerReduce {
   static constexpr int kItems = 16 / kItemBytes;
   static constexpr u32 kNumRanks = kRanks;
   static constexpr bool kToAll = kWay == kOneShot || kWay == kMeet;  // the same to each rank
-  static constexpr u32 kLooksOfClock = 256;  // between two looks at the clock: some 200 us
+  static constexpr u32 kLooksOfClock = 256;  // polls per look at the clock: about 200 us
   static_assert(kRanks >= 2 && kRanks <= kMostPeers, "ranks of one host");
   static_assert(kAccessBytes >= kItemBytes, "items are loaded whole");
 
   static __device__ void run(const Params& p) {
-    // All that is known before the wait, so that loads follow it at once.
+    // Computed before the wait, so that loads begin directly after it.
     const PeerChunks chunks(p.blocks.share(blockIdx.x), p.slots.vecs);
     PeerSpan span = chunks.chunk(0);
     PeerControl* const control = p.control();
     wait_for_earlier_kernels<kUsePdl>();
-    // The next kernel may start: it waits for the end of this one, as this did.
+    // The next kernel may start: it waits for the end of this one.
     let_next_kernel_start<kUsePdl>();
     const u32 epoch = load_fresh(&control->epochs[blockIdx.x]);
     const bool is_intact = load_fresh(&control->intact) == kUnwritten;
@@ -55,13 +54,13 @@ struct PeerReduce {
       const Epoch one(p, epoch + i, span);
       one.send(is_intact);
       if (i == 0) {
-        __syncthreads();  // all have read the epoch; values are on their way meanwhile
+        __syncthreads();  // all have read the epoch; values are being sent meanwhile
         if (threadIdx.x == 0) control->epochs[blockIdx.x] = epoch + chunks.num;
       }
       const bool is_done = is_intact && one.add_up() && one.gather();
       if (++i == chunks.num) return;
-      // Other ranks write in the next epoch after all threads here have ended this one: some
-      // threads may have no part of the last chunk.
+      // Other ranks may write in the next epoch only after all threads here have finished this one.
+      // Some threads may have no part of the last chunk.
       if (!__syncthreads_and(is_done)) return;
       __threadfence_system();
       span = chunks.chunk(i);
@@ -92,7 +91,7 @@ struct PeerReduce {
       }
       Vector vectors[kInFlight][kDistinct];
       u32 first = threadIdx.x;
-      // Before the epoch is needed, so that both loads are under way together.
+      // Before the epoch is used, so that both loads run at the same time.
       load_all<kDistinct>(vectors, first, part_of);
       const u32 turn = p.slots.turn(0, epoch);
       while (is_intact && first < span.count) {
@@ -110,8 +109,8 @@ struct PeerReduce {
       }
     }
 
-    // Sums this rank's part, or in one shot all, to `out`; in two shots sends the sums to all
-    // others. False if other ranks did not come in time.
+    // Sums this rank's part, or in one shot all, to `out`; in two shots also sends the sums to the
+    // others. False after the deadline.
     __device__ bool add_up() const {
       const u32 part = kToAll ? 0 : p.rank;
       uint4* const slots = slot(p.rank, p.slots.at(0, epoch, blockIdx.x, 0));
@@ -134,11 +133,11 @@ struct PeerReduce {
           store(kWay == kScatter ? 0 : p.part_begin(part), part, i, sum);
         }
       }
-      if constexpr (kWay == kMeet) __threadfence_system();  // of what later kernels read
+      if constexpr (kWay == kMeet) __threadfence_system();  // for reads of later kernels
       return true;
     }
 
-    // The sums of the other parts, in two shots.
+    // Stores the sums of the other parts, in two shots.
     __device__ bool gather() const {
       if (kWay != kTwoShot) return true;
       uint4* const slots = slot(p.rank, p.slots.at(1, epoch, blockIdx.x, 0));
@@ -157,8 +156,8 @@ struct PeerReduce {
 
     __device__ u32 step() const { return kInFlight * blockDim.x; }
 
-    // Waits for the vectors of other ranks, all loaded together, and makes their places unwritten
-    // again. False if they do not come.
+    // Waits for the vectors of other ranks, loads all together, and sets their places to unwritten.
+    // False after the deadline.
     template <class PartOf>
     __device__ bool receive(uint4* slots, u32 first, const PartOf& part_of,
                             Vector (&vectors)[kInFlight][kOthers]) const {
@@ -242,7 +241,7 @@ struct PeerReduce {
     // -- vectors
 
     // Loads the parts `part_of(k)`; zeros after their end. Whole vectors are loaded together,
-    // without a branch that would make one wait for the other.
+    // without a branch that would make one load wait for another.
     template <int kDistinct, class PartOf>
     __device__ void load_all(Vector (&vectors)[kInFlight][kDistinct], u32 first,
                              const PartOf& part_of) const {
@@ -290,7 +289,7 @@ struct PeerReduce {
       return most == kUnwritten;
     }
 
-    // Adds in rank order and rounds once. The sum may be sent.
+    // Adds in rank order and rounds once. The sum is in the form that is sent.
     __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
       const auto of = [&](u32 w) {
         if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two the order does not matter
@@ -341,7 +340,7 @@ struct PeerReduce {
     }
   }
 
-  // By items, in loops that need no registers: a part has one such vector.
+  // By items, in loops that take few registers: a part has only one such vector.
   static __device__ Vector load_tail(const char* from, u32 num_bytes) {
     u64 halves[2] = {0, 0};
 #pragma unroll 1

@@ -1,7 +1,7 @@
-// PeerReducer on the CPU, by one thread of each rank. A rank publishes its values in its own
-// workspace, counts that in its epoch, waits for the epochs of all others, and reads their values.
+// PeerReducer on the CPU, by one thread per rank. A rank publishes its values in its own workspace,
+// increments its epoch, waits for the epochs of all others, and reads their values.
 //
-// Values of epoch e lie in half e % 2 of the workspace. Two halves are enough: a rank that writes
+// Values of epoch e are in half e % 2 of the workspace. Two halves are enough: a rank that writes
 // epoch e + 2 has seen all others publish e + 1, which they do after they have read e.
 #include <sched.h>
 

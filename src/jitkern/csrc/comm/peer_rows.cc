@@ -16,23 +16,23 @@ using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-constexpr i64 kMostPairs = i64(1) << 30;  // numbers of 32 bits, in a table of twice as many
+constexpr i64 kMostPairs = i64(1) << 30;  // 32-bit numbers, in a table of twice the size
 
 // A call of one rank.
 struct RowsCall : PairArgs {
   u32 rank;
   u32 num_ranks;
-  Function barrier_of_ranks;  // of their streams, or on the CPU of the ranks
+  Function barrier_of_ranks;  // on their streams, or on the CPU
   const u32* intact;
-  std::vector<Rows> all;  // of peer_gather: the memory of each rank
+  std::vector<Rows> all{};  // peer_gather: the memory of each rank
 
-  // On the stream that the FFI has told of by this call's tensors.
+  // On the stream that the FFI has set from this call's tensors.
   void barrier() const { barrier_of_ranks(nullptr); }
 
   bool repeats() const { return host_side == kHostSource; }  // rows may be requested again
 };
 
-// Takes the memory of each rank, which has a row for each row of this rank's.
+// Checks the memory of each rank, which must be shaped as this rank's.
 void take_targets(RowsCall& call, const Array<Any>& dsts) {
   static const auto& names = *new auto(item_names("dsts", kMostPeers));
   for (size_t r = 0; r < dsts.size(); ++r) {
@@ -105,9 +105,9 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   const CollectiveScope scope(call.device_rows().dl->device.device_id);
   call.map_host_rows();
   call.params.fault = scope.device.fault_device;
-  // All is compiled before the barrier.
+  // Everything is compiled before the barrier.
   const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
-  u64 bits = 0;  // of all ranks' memory: a vector must suit each
+  u64 bits = 0;  // of all addresses: vectors must be aligned on each rank
   for (const Rows& rows : call.all) bits |= address(rows.data);
   const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
@@ -120,7 +120,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   fetch.last_pair = lists.params.last_entries;
   fetch.last_batch = lists.last_batch;
   fetch.num_shifts = 1;
-  // After its own memory each rank writes to the next one's, so that not all write to one.
+  // Each rank begins with its own memory and goes on to the next, so that not all write to one.
   for (u32 k = 1; k < call.all.size(); ++k) {
     fetch.shifts[fetch.num_shifts++] =
         call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
@@ -156,36 +156,27 @@ void run(RowsCall& call, KernelTable& table) {
   call.device_rows().on_cuda() ? run_on_gpu(call, table) : run_on_cpu(call);
 }
 
-void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, int64_t rank,
-                 Function barrier, int64_t intact) {
+void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, u32 rank,
+                 Function barrier, i64 intact) {
   constexpr const char* kOp = "peer_gather";
   refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
   const auto dsts = dsts_arg.cast<Array<Any>>();
-  const AnyView own = dsts[static_cast<size_t>(rank)];
-  RowsCall call{PairArgs(kOp, sites, kHostSource, src, own, pairs, num_sms),
-                static_cast<u32>(rank),
-                static_cast<u32>(dsts.size()),
-                barrier,
-                reinterpret_cast<const u32*>(intact),
-                {}};
+  RowsCall call{PairArgs(kOp, sites, kHostSource, src, dsts[rank], pairs, num_sms), rank,
+                static_cast<u32>(dsts.size()), barrier, reinterpret_cast<const u32*>(intact)};
   take_targets(call, dsts);
   run(call, table);
 }
 
-void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, int64_t rank,
-                  int64_t num_ranks, Function barrier, int64_t intact) {
+void peer_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, u32 rank, u32 num_ranks,
+                  Function barrier, i64 intact) {
   constexpr const char* kOp = "peer_scatter";
   refuse_tracers(kOp);
   static const PairSites sites(kOp);
   static KernelTable table = pair_kernels(kOp);
-  RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms),
-                static_cast<u32>(rank),
-                static_cast<u32>(num_ranks),
-                barrier,
-                reinterpret_cast<const u32*>(intact),
-                {}};
+  RowsCall call{PairArgs(kOp, sites, kHostTarget, src, dst, pairs, num_sms), rank, num_ranks,
+                barrier, reinterpret_cast<const u32*>(intact)};
   run(call, table);
 }
 

@@ -13,7 +13,7 @@ namespace {
   raise_error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected);
 }
 
-// What Python calls the type of an argument.
+// Python's name for the type of an argument.
 std::string type_text(AnyView value) {
   const std::string key = value.GetTypeKey();
   static const std::pair<const char*, const char*> names[] = {
@@ -34,6 +34,41 @@ std::string type_text(AnyView value) {
     if (key == ffi_name) return name;
   }
   return key;
+}
+
+std::string stride_text(const Tensor& t, int dim) {
+  return "stride " + std::to_string(t.stride(dim)) + " in dimension " + std::to_string(dim) +
+         " of shape " + t.shape_text();
+}
+
+// Whether the bytes [begin, end) overlap one of `num_rows` rows, the first of which begins at 0.
+bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
+  if (end <= 0 || begin >= (num_rows - 1) * stride_bytes + row_bytes) return false;
+  // The first row that ends after `begin` has to begin before `end`.
+  const i64 ahead = begin - row_bytes;
+  const i64 first_row = ahead < 0 ? 0 : ahead / stride_bytes + 1;
+  return first_row * stride_bytes < end;
+}
+
+// Whether rows of two tensors overlap. Neither is empty.
+bool rows_meet(const Rows& a, const Rows& b) {
+  const Rows& few = a.num_rows < b.num_rows ? a : b;
+  const Rows& many = &few == &a ? b : a;
+  const i64 stride = many.stride_bytes;
+  const i64 step = few.stride_bytes;
+  const i64 begin = static_cast<i64>(few.begin - many.begin);
+  if (step == stride) {
+    // Row i of `few` overlaps row j of `many` if its row 0 overlaps row j - i, which may be before
+    // the first.
+    const i64 ahead = (few.num_rows - 1) * step;
+    return meets_row(begin + ahead, begin + ahead + few.row_bytes, many.num_rows + few.num_rows - 1,
+                     many.row_bytes, stride);
+  }
+  for (i64 i = 0; i < few.num_rows; ++i) {
+    const i64 at = begin + i * step;
+    if (meets_row(at, at + few.row_bytes, many.num_rows, many.row_bytes, stride)) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -59,9 +94,7 @@ void Tensor::type_error(const std::string& came, const std::string& expected) co
 }
 
 i64 Tensor::numel() const {
-  i64 count = 1;
-  for (int d = 0; d < dl->ndim; ++d) count *= dl->shape[d];
-  return count;
+  return tvm::ffi::ShapeView(dl->shape, static_cast<size_t>(dl->ndim)).Product();
 }
 
 std::string Tensor::device_name() const {
@@ -84,9 +117,7 @@ std::string shape_text(const int64_t* sizes, size_t count) {
 }
 
 void Tensor::same_dtype(const Tensor& other) const {
-  const DLDataType a = dl->dtype;
-  const DLDataType b = other.dl->dtype;
-  if (a.code != b.code || a.bits != b.bits || a.lanes != b.lanes) {
+  if (dl->dtype != other.dl->dtype) {
     type_error("dtype " + dtype_name(), other.dtype_name() + " as in " + other.arg);
   }
 }
@@ -98,12 +129,11 @@ void Tensor::same_device(const Tensor& other) const {
 }
 
 void Tensor::contiguous(const char* cure) const {
-  if (numel() == 0) return;  // whatever its strides, as PyTorch has it
+  if (numel() == 0) return;  // with any strides, as in PyTorch
   i64 expected = 1;
   for (int d = dl->ndim - 1; d >= 0; --d) {
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
-      value_error("not contiguous (stride " + std::to_string(dl->strides[d]) + " in dimension " +
-                      std::to_string(d) + " of shape " + shape_text() + ")",
+      value_error("not contiguous (" + stride_text(*this, d) + ")",
                   std::string("a contiguous tensor; ") + cure);
     }
     expected *= dl->shape[d];
@@ -117,18 +147,13 @@ i64 Tensor::stride(int dim) const {
   return items;
 }
 
-void Tensor::refuse_stride(int dim) const {
-  value_error("stride " + std::to_string(dl->strides[dim]) + " in dimension " +
-                  std::to_string(dim) + " of shape " + shape_text(),
-              "0 or more");
-}
+void Tensor::refuse_stride(int dim) const { value_error(stride_text(*this, dim), "0 or more"); }
 
 i64 Tensor::row_items(int row_dim) const {
   i64 items = 1;
   for (int d = dl->ndim - 1; d >= row_dim; --d) {
     if (dl->shape[d] > 1 && items > 0 && dl->strides != nullptr && dl->strides[d] != items) {
-      value_error("stride " + std::to_string(dl->strides[d]) + " in dimension " +
-                      std::to_string(d) + " of shape " + shape_text(),
+      value_error(stride_text(*this, d),
                   "contiguous rows, stride " + std::to_string(items) + "; call .contiguous()");
     }
     items *= dl->shape[d];
@@ -143,24 +168,19 @@ Rows::Rows(const Tensor& t, int row_dims)
     t.value_error("shape " + t.shape_text(), "at least " + std::to_string(row_dims) +
                                                  (row_dims == 1 ? " dimension" : " dimensions"));
   }
-  i64 items = t.row_items(row_dims);  // of the dimensions to the right of d
-  row_bytes = items * t.item_bytes();
+  row_bytes = t.row_items(row_dims) * t.item_bytes();
   stride_bytes = row_bytes;
-  const auto stride = [&](int d) { return dl.strides == nullptr ? items : i64(dl.strides[d]); };
   for (int d = row_dims - 1; d >= 0; --d) {
     if (dl.shape[d] > 1) {
-      const i64 here = stride(d) * t.item_bytes();
+      const i64 here = t.stride(d) * t.item_bytes();
       if (here < 0) t.refuse_stride(d);
       if (num_rows == 1) {
         stride_bytes = here;
       } else if (num_rows > 1 && here != num_rows * stride_bytes) {
-        t.value_error("stride " + std::to_string(stride(d)) + " in dimension " + std::to_string(d) +
-                          " of shape " + t.shape_text(),
-                      "equally spaced rows; call .contiguous()");
+        t.value_error(stride_text(t, d), "equally spaced rows; call .contiguous()");
       }
     }
     num_rows *= dl.shape[d];
-    items *= dl.shape[d];
   }
   set_range();
 }
@@ -235,40 +255,6 @@ void Rows::refuse_shared_rows() const {
                   " bytes apart (shape " + shape_text() + ")",
               bytes + " or more in a tensor that is written; .clone() one that was expanded");
 }
-
-namespace {
-
-// Whether the bytes [begin, end) overlap one of `num_rows` rows, the first of which begins at 0.
-bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
-  if (end <= 0 || begin >= (num_rows - 1) * stride_bytes + row_bytes) return false;
-  // The first row that ends after `begin` has to begin before `end`.
-  const i64 ahead = begin - row_bytes;
-  const i64 first_row = ahead < 0 ? 0 : ahead / stride_bytes + 1;
-  return first_row * stride_bytes < end;
-}
-
-// Whether rows of two tensors overlap. Neither is empty.
-bool rows_meet(const Rows& a, const Rows& b) {
-  const Rows& few = a.num_rows < b.num_rows ? a : b;
-  const Rows& many = &few == &a ? b : a;
-  const i64 stride = many.stride_bytes;
-  const i64 step = few.stride_bytes;
-  const i64 begin = static_cast<i64>(few.begin - many.begin);
-  if (step == stride) {
-    // Row i of `few` overlaps row j of `many` if its row 0 overlaps row j - i, which may be before
-    // the first.
-    const i64 ahead = (few.num_rows - 1) * step;
-    return meets_row(begin + ahead, begin + ahead + few.row_bytes, many.num_rows + few.num_rows - 1,
-                     many.row_bytes, stride);
-  }
-  for (i64 i = 0; i < few.num_rows; ++i) {
-    const i64 at = begin + i * step;
-    if (meets_row(at, at + few.row_bytes, many.num_rows, many.row_bytes, stride)) return true;
-  }
-  return false;
-}
-
-}  // namespace
 
 void Rows::apart_by_rows(const Rows& other, const char* expected) const {
   if (!empty() && !other.empty() && rows_meet(*this, other)) {

@@ -9,7 +9,7 @@ namespace jitkern {
 
 namespace {
 
-constexpr size_t kMostBatched = 4096;  // copies of one call of the driver; as many were tried
+constexpr size_t kMostBatched = 4096;  // copies in one call of the driver; more were not tried
 
 void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char* src, i64 bytes) {
   if (kind == CopyKind::kH2D) return copy_to_device(dst, src, bytes, scope.stream());
@@ -19,7 +19,7 @@ void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char*
 
 PitchedMemory pitched(const char* memory, bool on_host, CopyKind kind, i64 pitch) {
   PitchedMemory side{};
-  // Unified: the two sides of a copy in device memory may lie on two GPUs.
+  // Unified, because a copy of device memory may be between two GPUs.
   side.type = on_host                  ? kMemoryTypeHost
               : kind == CopyKind::kD2D ? kMemoryTypeUnified
                                        : kMemoryTypeDevice;
@@ -29,7 +29,7 @@ PitchedMemory pitched(const char* memory, bool on_host, CopyKind kind, i64 pitch
   return side;
 }
 
-// Of host memory in one registration.
+// Queues a copy whose host memory lies in one registration.
 void queue_whole(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
   if (copy.is_contiguous()) {
     return queue_bytes(scope, kind, copy.dst, copy.src, copy.width * copy.height);
@@ -49,23 +49,20 @@ void queue_whole(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
   JITKERN_CU(cuMemcpy2DAsync_v2, &call, scope.stream());
 }
 
-// Rows in one registration go together; a row in several goes in as many parts.
+// The bytes from the host's side of a copy to the end of its registration.
+i64 bytes_left(CopyKind kind, const char* dst, const char* src) {
+  const u64 begin = address(kind == CopyKind::kH2D ? src : dst);
+  return static_cast<i64>(registration_end(begin) - begin);
+}
+
+// Rows in one registration are one copy; a row in several is one copy for each.
 void queue_in_pieces(const LaunchScope& scope, CopyKind kind, const Copy2D& copy) {
-  const auto part = [&copy](i64 row, i64 at) {
-    Copy2D rest = copy;
-    rest.dst += row * copy.dst_pitch + at;
-    rest.src += row * copy.src_pitch + at;
-    return rest;
-  };
-  const bool from_host = kind == CopyKind::kH2D;
-  const i64 pitch = from_host ? copy.src_pitch : copy.dst_pitch;
-  const auto bytes_left = [&](const Copy2D& rest) {  // of the registration that it begins in
-    const u64 begin = address(from_host ? rest.src : rest.dst);
-    return static_cast<i64>(registration_end(begin) - begin);
-  };
+  const i64 pitch = kind == CopyKind::kH2D ? copy.src_pitch : copy.dst_pitch;
   for (i64 row = 0; row < copy.height;) {
-    Copy2D rest = part(row, 0);
-    const i64 left = bytes_left(rest);
+    Copy2D rest = copy;
+    rest.dst += row * copy.dst_pitch;
+    rest.src += row * copy.src_pitch;
+    const i64 left = bytes_left(kind, rest.dst, rest.src);
     if (left >= copy.width) {
       const i64 whole = copy.height == 1 ? 1 : (left - copy.width) / pitch + 1;
       rest.height = std::min(copy.height - row, whole);
@@ -74,9 +71,8 @@ void queue_in_pieces(const LaunchScope& scope, CopyKind kind, const Copy2D& copy
       continue;
     }
     for (i64 at = 0; at < copy.width;) {
-      const Copy2D piece = part(row, at);
-      const i64 bytes = std::min(copy.width - at, bytes_left(piece));
-      queue_bytes(scope, kind, piece.dst, piece.src, bytes);
+      const i64 bytes = std::min(copy.width - at, bytes_left(kind, rest.dst + at, rest.src + at));
+      queue_bytes(scope, kind, rest.dst + at, rest.src + at, bytes);
       at += bytes;
     }
     ++row;
@@ -112,10 +108,7 @@ void CopyBatch::add(const Copy2D& copy, bool one_registration) {
     char* const dst = copy.dst + i * copy.dst_pitch;
     for (i64 at = 0; at < row_bytes;) {
       i64 bytes = row_bytes - at;
-      if (!one_registration) {  // which a copy may not leave
-        const u64 host = address(kind_ == CopyKind::kH2D ? src + at : dst + at);
-        bytes = std::min(bytes, static_cast<i64>(registration_end(host) - host));
-      }
+      if (!one_registration) bytes = std::min(bytes, bytes_left(kind_, dst + at, src + at));
       dst_.push_back(address(dst + at));
       src_.push_back(address(src + at));
       bytes_.push_back(static_cast<size_t>(bytes));

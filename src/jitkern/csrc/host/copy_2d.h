@@ -19,24 +19,24 @@ struct Copy2D {
   bool is_contiguous() const { return height == 1 || (dst_pitch == width && src_pitch == width); }
 };
 
-// Whether the host's rows lie in one registration, so that any copy of them may be queued whole.
+// Whether the host's rows are in one registration, so that one copy may take all of them.
 // ValueError with the cure if not all are pinned. The device's context is current.
 bool is_one_registration(const Rows& host, const char* cure);
 
-// Queues a copy that is not empty. Host memory is pinned, or pageable with `one_registration`.
+// Queues a copy, which is not empty. Its host memory is pinned; or pageable if `one_registration`.
 void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy, bool one_registration);
 
-// The copies of one call. Long rows are queued as one batch: rows of 512 KiB take 55 GB/s, one by
-// one 42, as there are 3 us between two. Rows of 16 KiB in a batch take 5 GB/s and slow a decode
-// step beside them down 5 times; they go as strided copies, at 23.
+// The copies of one call. Long rows are queued as one batch: rows of 512 KiB reach 55 GB/s, one by
+// one 42, with 3 us between two. Rows of 16 KiB in a batch reach 5 GB/s and slow down a concurrent
+// decode step 5 times; strided copies reach 23.
 constexpr i64 kMinBatchBytes = i64(64) << 10;
 class CopyBatch {
  public:
   CopyBatch(const LaunchScope& scope, CopyKind kind)
       : scope_(scope), kind_(kind), can_batch_(can_batch(scope)) {}
-  // As queue_copy.
+  // See queue_copy.
   void add(const Copy2D& copy, bool one_registration);
-  // Queues what is in the batch.
+  // Queues the batch.
   void flush();
 
   // The driver takes no batch before CUDA 12.8, on the default stream, or into a graph.

@@ -1,8 +1,8 @@
-// Faults: indices that a kernel found out of range.
+// Faults: out-of-range indices that kernels have found.
 #include <jitkern/launch.h>
-#include <tvm/ffi/string.h>
 
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -14,8 +14,8 @@ namespace {
 
 using tvm::ffi::Function;
 
-// Python's function that takes the message of a fault. If there is none, a fault is raised. Never
-// destroyed: Python may be gone by then.
+// Python's function for the message of a fault; if null, the fault is raised. Never destroyed:
+// Python may be gone by then.
 auto& fault_handler = *new Function();
 
 struct Site {
@@ -25,31 +25,31 @@ struct Site {
   const char* outcome;
 };
 
-// By number. Complete before the first call: ops make theirs as static objects.
+// By number. Complete before the first call: each op has its sites in static objects.
 std::vector<Site>& sites() {
   static auto* all = new std::vector<Site>{
       {"jitkern", "unknown argument", raise_index_error, "the row was not copied"}};
   return *all;
 }
 
-// One of several threads that see a fault takes it. A late one would raise it again, or clear the
-// next one unread. Kernels rely on the host turning 2 into 0 and nothing else.
+// Several threads may see a fault; one takes it. Without the lock a second one would raise it
+// again, or clear the next one unread. Kernels rely on the host changing the state from 2 to 0
+// only.
 std::mutex turn;
 
-// Takes the device's pending fault if `wanted` says so.
-template <class Wanted>
-std::optional<FaultRecord> take_fault(Device& device, const Wanted& wanted) {
+// Takes the device's pending fault, or only if it is `wanted`.
+std::optional<FaultRecord> take_fault(Device& device, const FaultRecord* wanted = nullptr) {
   const std::lock_guard<std::mutex> lock(turn);
   if (!has_pending_fault(device)) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
   const FaultRecord taken = *device.fault;
-  if (!wanted(taken)) return std::nullopt;
+  if (wanted != nullptr && std::memcmp(&taken, wanted, sizeof(taken)) != 0) return std::nullopt;
   __atomic_store_n(&device.fault->state, 0, __ATOMIC_RELEASE);
   return taken;
 }
 
-void check_faults(int64_t ordinal) {
-  if (Device* device = Device::find(static_cast<int>(ordinal))) check_pending_fault(*device);
+void check_faults(int ordinal) {
+  if (Device* device = Device::find(ordinal)) check_pending_fault(*device);
 }
 
 int64_t max_devices() { return kMaxDevices; }
@@ -64,7 +64,7 @@ FaultSite fault_site(const char* op, const char* arg, RaiseFault raise, const ch
 }
 
 void raise_pending_fault(Device& device) {
-  const auto taken = take_fault(device, [](const FaultRecord&) { return true; });
+  const auto taken = take_fault(device);
   if (!taken) return;
   const auto number = static_cast<u32>(taken->site);
   const Site site = sites()[number < sites().size() ? number : 0];
@@ -78,12 +78,7 @@ void raise_pending_fault(Device& device) {
   }
 }
 
-void forget_fault(Device& device, const FaultRecord& fault) {
-  take_fault(device, [&](const FaultRecord& pending) {
-    return pending.site == fault.site && pending.position == fault.position &&
-           pending.value == fault.value && pending.bound == fault.bound;
-  });
-}
+void forget_fault(Device& device, const FaultRecord& fault) { take_fault(device, &fault); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_faults, check_faults);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_devices, max_devices);

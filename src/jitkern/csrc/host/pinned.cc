@@ -1,4 +1,3 @@
-// Rows of host memory that a GPU reads or writes in place.
 #include "host/pinned.h"
 
 #include <jitkern/launch.h>
@@ -25,28 +24,14 @@ std::atomic<bool> any_pool{false};
 std::atomic<u64> num_closed{0};
 auto& pools = *new std::vector<Pool>();  // tensors may outlive static objects
 
-// Calls `use` with the pool that the address lies in. False if there is none.
-template <class Use>
-bool find_pool(u64 at, const Use& use) {
-  if (!any_pool.load(std::memory_order_relaxed)) return false;
+// The pool that contains [begin, end), if there is one.
+std::optional<Pool> pool_of(u64 begin, u64 end) {
+  if (!any_pool.load(std::memory_order_relaxed)) return std::nullopt;
   const std::shared_lock<std::shared_mutex> lock(pools_mutex);
   for (const Pool& pool : pools) {
-    if (pool.begin <= at && at < pool.end) return use(pool), true;
+    if (pool.begin <= begin && begin < pool.end && end <= pool.end) return pool;
   }
-  return false;
-}
-
-// The pool that all of the rows lie in, if there is one.
-struct Address {
-  u64 pool_begin = 0;
-  const char* device_address = nullptr;
-};
-std::optional<Address> pool_of(const Rows& rows) {
-  std::optional<Address> found;
-  find_pool(rows.begin, [&](const Pool& pool) {
-    if (rows.end <= pool.end) found = {pool.begin, pool.device_address};
-  });
-  return found;
+  return std::nullopt;
 }
 
 std::string range_text(u64 begin, u64 end) {
@@ -59,8 +44,8 @@ bool is_mapped(const MemoryRange& range) {
   return range.type == kMemoryTypeHost && range.device_address != nullptr;
 }
 
-// Where the pinned memory ends that begins with `first`, the registration of the rows' first byte.
-// Registrations may follow each other, if the GPU's addresses do too.
+// The end of the pinned memory that begins with `first`, the registration of the rows' first byte.
+// Adjacent registrations count if the GPU's addresses are adjacent too.
 u64 mapped_end(const Rows& rows, const MemoryRange& first) {
   u64 end = address(first.begin) + static_cast<u64>(first.bytes);
   while (end < rows.end) {
@@ -98,12 +83,12 @@ void forget_pool(u64 begin) {
 }
 
 char* mapped_rows(const Rows& rows, const char* cure) {
-  if (const auto pool = pool_of(rows)) {
+  if (const auto pool = pool_of(rows.begin, rows.end)) {
     if (pool->device_address == nullptr) {
       rows.value_error("memory of a PinnedPool that was closed",
                        "an open pool, or a copy on a GPU");
     }
-    return const_cast<char*>(pool->device_address) + (address(rows.data) - pool->pool_begin);
+    return const_cast<char*>(pool->device_address) + (rows.begin - pool->begin);
   }
   const MemoryRange first = memory_range(rows.data);
   if (!is_mapped(first)) {
@@ -118,17 +103,13 @@ char* mapped_rows(const Rows& rows, const char* cure) {
 }
 
 u64 registration_end(u64 at) {
-  u64 end = 0;
-  const bool is_pool = find_pool(at, [&](const Pool& pool) {
-    if (pool.device_address != nullptr) end = pool.end;
-  });
-  if (is_pool) return end;
+  if (const auto pool = pool_of(at, at + 1)) return pool->device_address != nullptr ? pool->end : 0;
   const MemoryRange range = memory_range(reinterpret_cast<const void*>(at));
   return is_mapped(range) ? address(range.begin) + static_cast<u64>(range.bytes) : 0;
 }
 
 bool is_mapped(const Rows& rows) {
-  if (pool_of(rows)) return true;  // or was closed
+  if (pool_of(rows.begin, rows.end)) return true;  // also if it was closed
   const MemoryRange first = memory_range(rows.data);
   return is_mapped(first) && mapped_end(rows, first) >= rows.end;
 }

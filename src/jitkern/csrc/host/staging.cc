@@ -32,6 +32,10 @@ CUevent make_event() {
   return event;
 }
 
+void destroy_event(CUevent event) {
+  if (event != nullptr) Driver::get().cuEventDestroy_v2(event);
+}
+
 void record(CUevent event, CUstream stream) { JITKERN_CU(cuEventRecord, event, stream); }
 
 void wait_for(CUstream stream, CUevent event) { JITKERN_CU(cuStreamWaitEvent, stream, event, 0); }
@@ -60,7 +64,7 @@ void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream) {
 char* Uploads::take(i64 bytes) {
   if (memory_ == nullptr) memory_ = allocate_pinned(kBytes);
   bytes = ceil_div(bytes, kAlignBytes) * kAlignBytes;
-  if (end_ + bytes > kBytes) begin_ = end_ = 0;  // from the start again
+  if (end_ + bytes > kBytes) begin_ = end_ = 0;  // wraps around
   const auto overlaps = [&](const Taken& other) {
     return other.begin < end_ + bytes && end_ < other.end;
   };
@@ -139,7 +143,7 @@ void Staging::Turn::begin() {
 
 Staging::Turn::~Turn() {
   if (!has_begun_) return;
-  // The call fails already: further errors are ignored.
+  // The call has failed: further errors are ignored.
   const Driver& driver = Driver::get();
   driver.cuEventRecord(staging_.end, staging_.copies);
   driver.cuStreamWaitEvent(staging_.places, staging_.end, 0);

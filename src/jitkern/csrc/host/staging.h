@@ -1,5 +1,5 @@
-// Pinned memory through which rows and row numbers travel to a GPU, and the streams for them. Made
-// at a device's first use, kept for good. Also events, streams and copies by the driver.
+// Pinned memory and streams for copies of rows and row numbers to a GPU, made when a device first
+// needs them and never freed. Also events, streams and copies by the driver.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -9,12 +9,12 @@
 
 namespace jitkern {
 
-// 76 us of the link. Chunks of 1 and 2 MiB move as much from 64 GiB, and less from 16. All chunks
-// together fit the last-level cache of a server.
+// 4 MiB take 76 us on the link. Chunks of 1 and 2 MiB are as fast from 64 GiB, and slower from 16.
+// All chunks together fit the last-level cache of a server.
 constexpr i64 kChunkBytes = i64(4) << 20;
 constexpr int kNumChunks = 6;
 
-// Rows between the CPU's cores and a GPU.
+// Rows on their way from the CPU's cores to a GPU.
 struct Chunk {
   char* host;
   char* device;
@@ -22,14 +22,14 @@ struct Chunk {
   CUevent done;  // the GPU no longer uses it
 };
 
-// Pinned memory from which small things are copied to the GPU, in turn.
+// A ring of pinned memory for small copies to the GPU.
 class Uploads {
  public:
   static constexpr i64 kBytes = i64(16) << 20;
 
-  // The next `bytes`, at most kBytes. Waits until the GPU has copied what was there.
+  // Returns the next `bytes`, at most kBytes. Waits until the GPU has copied earlier data there.
   char* take(i64 bytes);
-  // The GPU has read what was taken since when it reaches this point of the stream.
+  // All bytes taken so far are copied when the stream reaches this point.
   void mark(CUstream stream);
 
  private:
@@ -39,7 +39,7 @@ class Uploads {
     CUevent read;
   };
   char* memory_ = nullptr;
-  i64 begin_ = 0;  // of what is taken and not marked
+  i64 begin_ = 0;  // of bytes that are taken and not marked
   i64 end_ = 0;
   std::deque<Taken> taken_;
   std::vector<CUevent> free_;
@@ -47,23 +47,21 @@ class Uploads {
 
 class Staging {
  public:
-  // Of the scope's device, whose context is current. RuntimeError if there is no memory for it.
+  // The one of the scope's device, whose context is current. RuntimeError if memory is short.
   static Staging& get(const LaunchScope& scope);
 
-  // A call's turn at the chunks, which then have host memory; RuntimeError if there is none. If the
-  // call fails, its stream and later calls wait for what it has queued.
+  // A call's exclusive use of the chunks, for which it allocates host memory, or raises
+  // RuntimeError. If the call fails, its stream and later calls wait for its queued work.
   class Turn {
    public:
     // `stream` is torch's current one.
     Turn(Staging& staging, CUstream stream);
     ~Turn();
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
 
-    // Before anything is queued: `places` waits for the stream, and chunks get device memory;
-    // RuntimeError if there is none.
+    // Call it before queueing work: `places` waits for the stream, and chunks get device memory, or
+    // RuntimeError.
     void begin();
-    // The call's stream waits for all that was queued, or nothing is left.
+    // Call it when the call's stream waits for all queued work.
     void finish() { has_begun_ = false; }
 
    private:
@@ -73,16 +71,16 @@ class Staging {
     bool has_begun_ = false;
   };
 
-  std::mutex turn;  // of a call
+  std::mutex turn;  // held by a call
   Uploads uploads;
-  Chunk* chunks() { return chunks_.data(); }  // for a call that has its turn
-  CUstream copies = nullptr;                  // by the copy engine
-  CUstream places = nullptr;                  // of rows, in device memory
+  Chunk* chunks() { return chunks_.data(); }  // for the call that holds the turn
+  CUstream copies = nullptr;                  // copies by the engine
+  CUstream places = nullptr;                  // kernels that place rows in device memory
   CUevent start = nullptr;
   CUevent end = nullptr;
   CUevent fetched = nullptr;
 
-  // The share of rows with which SMs and the CPU ended at once in the last call by both.
+  // The share of rows with which SMs would have finished the last call together with the CPU.
   double sms_share = 0.4;
 
  private:
@@ -93,18 +91,19 @@ class Staging {
 
   int ordinal_;
   std::array<Chunk, kNumChunks> chunks_{};
-  // From torch's allocator, which counts it, and gives it to no other stream.
+  // From torch's allocator, which counts it.
   tvm::ffi::Tensor device_memory_;
 };
 
-// Streams and events of the current context. Streams do not synchronise with the default one.
+// Streams and events of the current context. Streams do not synchronise with the default stream.
 CUstream make_stream(int priority);
 CUevent make_event();
+void destroy_event(CUevent event);  // which may be null; errors are ignored
 void record(CUevent event, CUstream stream);
 void wait_for(CUstream stream, CUevent event);
-// Whether all that was recorded has been done.
+// Whether the work before the event is done.
 bool is_done(CUevent event);
-// Sleeps most of the time.
+// Waits for that; the thread sleeps most of the time.
 void wait_for(CUevent event);
 char* allocate_pinned(i64 bytes);
 void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream);

@@ -19,37 +19,36 @@ struct Default {
   i64 value;
 };
 
-// Of one H200 and 16 cores of a Xeon.
+// Measured on one H200 and 16 cores of a Xeon.
 constexpr Default kDefaults[kNumFigures] = {
-    // The span of host memory whose random rows still hit the link's address translation. Rows of
-    // 656 bytes out of 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB: 48 / 44 / 34 / 29 / 23 / 19 GB/s; in order
-    // 48 up to 8 GiB, 43 at 16.
+    // The span of host memory whose random rows still hit the link's address translation cache.
+    // Rows of 656 bytes from 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB: 48 / 44 / 34 / 29 / 23 / 19 GB/s; in
+    // order 48 up to 8 GiB, 43 at 16.
     {"reach_bytes", i64(768) << 20},
-    // A call of no more bytes takes 40 us of the bus, and is spread over the GPU.
+    // A call of up to this many bytes uses the bus for 40 us, and all of the GPU.
     {"small_call_bytes", i64(2) << 20},
-    // What the link carries in the 25 ns of a page translation (64 KiB). A call in order waits for
-    // its rows or for their pages, whichever takes longer.
+    // The bytes that the link carries during a page translation (25 ns, for 64 KiB). A call with
+    // rows in order waits for its rows or their pages, whichever takes longer.
     {"page_miss_bytes", 1150},
-    // With so many CPU threads beside SMs a call beats SMs in order, 43.3 GB/s out of 16 GiB and
-    // 30.8 out of 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
+    // With this many CPU threads, SMs and the CPU together beat SMs with rows in order, which reach
+    // 43.3 GB/s from 16 GiB and 30.8 from 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
     {"both_threads", 8},
-    // Blocks go by SMs if the piece of one layer has no more bytes, else by the copy engine: pieces
-    // of 16 / 64 / 256 KB take 5 / 55 / 55 GB/s by the engine, 51 by SMs.
+    // SMs copy blocks whose piece of one layer has up to this many bytes, the engine larger ones:
+    // pieces of 16 / 64 / 256 KB reach 5 / 55 / 55 GB/s by the engine, 51 by SMs.
     {"sm_piece_bytes", (i64(64) << 10) - 1},
     {"sm_piece_bytes_to_host", (i64(64) << 10) - 1},
-    // MB/s that SMs write to the host beside compute, of 52,000 that they can. A decode step takes
-    // 1.03 to 1.05 times as long; 1.05 to 1.28 with 2 SMs unpaced. At 35,000 some steps took 2 to 3
+    // MB/s that SMs write to the host beside compute; they could write 52,000. A decode step takes
+    // 1.03 to 1.05 times as long, with 2 unpaced SMs 1.05 to 1.28. At 35,000 some steps took 2 to 3
     // times as long, as the host delays all traffic.
     {"paced_to_host_mb_s", 32'000},
 };
 
-using Figures = std::array<std::atomic<i64>, kNumFigures>;
-// 0 until asked for.
-std::array<Figures, kMaxDevices> of_devices;
+// 0 until Python has been asked.
+std::array<std::array<std::atomic<i64>, kNumFigures>, kMaxDevices> of_devices;
 
 auto& tuner = *new Function();  // never destroyed: Python may be gone by then
 
-// Asks Python for what was measured on this machine. No lock is held, so two threads may both ask.
+// Asks Python for the figures of this machine. No lock is held, so two threads may both ask.
 void ask_for_figures(int ordinal) {
   Map<String, int64_t> measured;
   if (tuner != nullptr) {
@@ -79,7 +78,7 @@ void set_figure(int64_t ordinal, String name, int64_t value) {
                                   std::to_string(value) + " on device " + std::to_string(ordinal) +
                                   ", expected at least 1, on a device from 0 on");
   }
-  figure(static_cast<int>(ordinal), kReachBytes);  // asks for all, so that none overwrites this
+  figure(static_cast<int>(ordinal), kReachBytes);  // asks Python now, not after this is set
   for (int i = 0; i < kNumFigures; ++i) {
     if (name == kDefaults[i].name) {
       of_devices[ordinal][i] = value;

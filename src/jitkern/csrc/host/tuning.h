@@ -1,4 +1,4 @@
-// Figures of a machine by which "auto" decides: an H200's, or those that `jitkern calibrate`
+// The figures of a machine that "auto" uses: an H200's, or those that `jitkern calibrate` has
 // measured.
 #pragma once
 

@@ -1,6 +1,6 @@
 // DeviceModule.launch: packs Python arguments into the bytes of a user's Params, checks them
-// against the kernel and its GPU, and launches. The members of Params are those of the arguments as
-// they are, or what jit/params.py knows of them.
+// against the kernel and its GPU, and launches. If jit/params.py does not know the types of the
+// members of Params, they are those of the arguments.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/string.h>
@@ -28,7 +28,7 @@ using tvm::ffi::TypeIndex;
 
 constexpr const char* kOp = "launch";
 constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA 12.1
-// In place of a device's ordinal: there is no tensor, or all tensors are on the CPU.
+// Instead of a device's ordinal: there is no tensor, or all tensors are on the CPU.
 constexpr int kNoDevice = -1;
 constexpr int kOnCpu = -2;
 
@@ -47,13 +47,13 @@ struct Param {
   i64 bytes() const { return is_pointer ? 8 : dtype.bits / 8; }
 };
 
-// What Python knows of a kernel's arguments.
+// A kernel's arguments, as far as Python knows them.
 struct Signature {
   std::string kernel;
   bool has_cpu_form = false;
   std::vector<Param> params;  // empty if unknown
 
-  // Messages name the kernel and its parameter if they are known, else launch() and a number.
+  // Messages name the kernel and its parameter if they are known, otherwise launch() and a number.
   const char* op() const { return params.empty() ? kOp : kernel.c_str(); }
   std::string arg(int i) const {
     return params.empty() ? "args[" + std::to_string(i) + "]" : params[i].name;
@@ -78,7 +78,7 @@ struct Packed {
   }
 
  private:
-  // An argument of an unknown member.
+  // Packs an argument whose member is unknown.
   void put(int i, AnyView value) {
     const int type = value.type_index();
     if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
@@ -103,17 +103,14 @@ struct Packed {
 
   void put_tensor(int i, AnyView value) {
     const DLTensor& dl = *value.cast<DLTensor*>();
-    const bool on_cuda = dl.device.device_type == kDLCUDA;
-    const int there = on_cuda ? dl.device.device_id : kOnCpu;
-    if ((!on_cuda && !runs_on(dl.device.device_type)) || (device != kNoDevice && there != device)) {
+    const auto type = dl.device.device_type;
+    const bool on_cpu = signature_.has_cpu_form && (type == kDLCPU || type == kDLCUDAHost);
+    const int there = type == kDLCUDA ? dl.device.device_id : kOnCpu;
+    if ((type != kDLCUDA && !on_cpu) || (device != kNoDevice && there != device)) {
       wrong_device(i, value);
     }
     device = there;
     put_value(static_cast<char*>(dl.data) + dl.byte_offset);
-  }
-
-  bool runs_on(int device_type) const {
-    return signature_.has_cpu_form && (device_type == kDLCPU || device_type == kDLCUDAHost);
   }
 
   [[noreturn]] void wrong_device(int i, AnyView value) const {
@@ -134,7 +131,7 @@ struct Packed {
                       std::to_string(signature_.params.size()) + ": " + names);
   }
 
-  // An argument as its member wants it.
+  // Packs an argument as the type of its member.
   void put_member(int i, AnyView value) {
     const Param& param = signature_.params[i];
     const int type = value.type_index();
@@ -145,16 +142,23 @@ struct Packed {
     if (param.is_pointer && type == TypeIndex::kTVMFFIOpaquePtr) {
       return put_value(value.cast<void*>());
     }
-    // A ctypes value has its own type.
-    if (type == TypeIndex::kTVMFFIBytes || type == TypeIndex::kTVMFFISmallBytes) {
-      const auto packed = value.cast<Bytes>();
-      const i64 bytes = static_cast<i64>(packed.size()) - 1;
-      if (bytes == param.bytes()) return put_bytes(packed.data() + 1, bytes, bytes);
+    if (const auto packed = value.try_cast<Bytes>()) {  // a ctypes value, of a type of its own
+      const i64 bytes = static_cast<i64>(packed->size()) - 1;
+      if (bytes == param.bytes()) return put_bytes(packed->data() + 1, bytes, bytes);
       raise_value_error(signature_.op(), param.name.c_str(), std::to_string(bytes) + " bytes",
                         std::to_string(param.bytes()) + ", those of " + expected(param));
     }
-    if (!param.is_pointer && put_scalar(param, type, value)) return;
-    raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
+    if (!is_number_for(param, type)) {
+      raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
+    }
+    put_number(param, value);
+  }
+
+  static bool is_number_for(const Param& param, int type) {
+    if (param.is_pointer) return false;
+    if (param.dtype.code == kDLBool) return type == TypeIndex::kTVMFFIBool;
+    return type == TypeIndex::kTVMFFIInt ||
+           (type == TypeIndex::kTVMFFIFloat && param.dtype.code == kDLFloat);
   }
 
   static std::string expected(const Param& param) {
@@ -164,41 +168,30 @@ struct Packed {
 
   void check_tensor(const Param& param, AnyView value) const {
     const Tensor tensor(signature_.op(), param.name.c_str(), value);
-    const DLDataType is = tensor.dl->dtype;
-    const DLDataType want = param.dtype;
-    if (want.bits != 0 && (is.code != want.code || is.bits != want.bits || is.lanes != 1)) {
+    if (param.dtype.bits != 0 && tensor.dl->dtype != param.dtype) {
       tensor.type_error("dtype " + tensor.dtype_name(), param.dtype_name);
     }
     if (!param.is_strided)
       tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
   }
 
-  // False if `value` is no such number.
-  bool put_scalar(const Param& param, int type, AnyView value) {
+  void put_number(const Param& param, AnyView value) {
     const DLDataType dtype = param.dtype;
-    if (dtype.code == kDLBool) {
-      return type == TypeIndex::kTVMFFIBool && (put_value(value.cast<bool>()), true);
-    }
-    const bool is_int = type == TypeIndex::kTVMFFIInt;
+    if (dtype.code == kDLBool) return put_value(value.cast<bool>());
     if (dtype.code == kDLFloat) {
-      if (!is_int && type != TypeIndex::kTVMFFIFloat) return false;
-      const double number = is_int ? double(value.cast<int64_t>()) : value.cast<double>();
-      if (dtype.bits == 64) return put_value(number), true;
+      const double number = value.cast<double>();
+      if (dtype.bits == 64) return put_value(number);
       const float rounded = static_cast<float>(number);
       if (std::isinf(rounded) && !std::isinf(number)) out_of_range(param, std::to_string(number));
-      return put_value(rounded), true;
+      return put_value(rounded);
     }
-    if (!is_int) return false;
+    // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
     const i64 number = value.cast<int64_t>();
     const bool is_signed = dtype.code == kDLInt;
-    const int value_bits = dtype.bits - (is_signed ? 1 : 0);
-    // The FFI's int has 64 bits; for a larger uint64 give a ctypes value.
-    const bool fits = value_bits >= 63 ? is_signed || number >= 0
-                                       : number >= (is_signed ? -(i64(1) << value_bits) : 0) &&
-                                             number < i64(1) << value_bits;
-    if (!fits) out_of_range(param, std::to_string(number));
+    // The sign and the bits above those of the type: all zeros, or all ones for a negative number.
+    const i64 above = number >> std::min(dtype.bits - (is_signed ? 1 : 0), 63);
+    if (above != 0 && !(is_signed && above == -1)) out_of_range(param, std::to_string(number));
     put_bytes(&number, dtype.bits / 8, dtype.bits / 8);  // little endian
-    return true;
   }
 
   [[noreturn]] void out_of_range(const Param& param, const std::string& number) const {
@@ -281,8 +274,8 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
-// Whether this GPU may access memory of another one, such as a PeerMemory's. The driver knows that
-// of memory from its virtual memory management only. A context is current.
+// Whether this GPU may access memory of another GPU, such as a PeerMemory's. The driver knows that
+// only of memory from its virtual memory management. A context is current.
 bool may_access(const Device& device, const void* pointer) {
   const VmmLocation here{kVmmOnDevice, device.ordinal};
   u64 flags = 0;
@@ -293,7 +286,7 @@ bool may_access(const Device& device, const void* pointer) {
 // Checks arguments and sizes against the loaded kernel and its GPU; completes the sizes.
 void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
                   PackedArgs args, const Packed& params, LaunchConfig& config, bool has_cluster) {
-  for (int i = 0; i < args.size(); ++i) {  // pointers, whose memory only the driver knows
+  for (int i = 0; i < args.size(); ++i) {  // only the driver knows the memory of a pointer
     if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
     const void* pointer = args[i].cast<void*>();
     if (pointer == nullptr) continue;
@@ -338,20 +331,19 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
 
 // launch(export, grid, block, shared_bytes, use_pdl, cooperative, cluster, device, stream, *args)
 //
-// A `device` of kNoDevice means that of the tensors. Then `stream` is 1 if one is a tensor of
-// torch, by which the FFI has set torch's current stream; else nothing is launched, and the device
-// is returned for a second call with a stream (kNoDevice means torch's current one). For tensors on
-// the CPU all is checked, nothing is launched, and kOnCpu is returned.
+// If `device` is kNoDevice, the tensors' device is used. Then `stream` is 1 if one is a tensor of
+// torch, from which the FFI has set torch's current stream. Otherwise nothing is launched, and the
+// device is returned for a second call with a stream (kNoDevice: torch's current device). If the
+// tensors are on the CPU, everything is checked, nothing is launched, and kOnCpu is returned.
 constexpr int kNumOptions = 9;
 
 void launch_user(KernelTable& table, const std::vector<Signature>& signatures, PackedArgs all,
                  Any* result) {
-  static const Signature unknown;
   Launch launch = checked_launch(all.data());
   const bool use_pdl = bool_arg(kOp, "use_pdl", all[4]);
   const PackedArgs args = all.Slice(kNumOptions);
   const size_t number = static_cast<size_t>(all[0].cast<int64_t>());
-  const Signature& signature = number < signatures.size() ? signatures[number] : unknown;
+  const Signature& signature = signatures.at(number);
   const Packed params(signature, args);
   if (params.device == kOnCpu) return static_cast<void>(*result = kOnCpu);
   int ordinal = static_cast<int>(all[7].cast<int64_t>());

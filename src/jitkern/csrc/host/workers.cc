@@ -2,9 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -13,14 +13,14 @@
 
 namespace jitkern {
 
-// Threads that one call at a time uses.
+// Threads for one call at a time.
 struct ThreadPool {
   std::mutex mutex;
   std::condition_variable woken;
   std::condition_variable all_idle;
   i64 size = 0;
   i64 at_work = 0;
-  i64 count = 0;  // the first threads, which take part in the call
+  i64 count = 0;  // threads that take part in the call, the first ones
   u64 wakes = 0;
   const std::function<void()>* work = nullptr;
 
@@ -54,7 +54,7 @@ namespace {
 constexpr i64 kSpinNs = 20'000;
 constexpr i64 kLongestSleepNs = 500'000;
 
-// Lets the other thread of a core go on.
+// Gives way to the other hardware thread of the core.
 inline void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -62,12 +62,10 @@ inline void pause_core() {
 }
 
 i64 now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return i64(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// The pools that no call uses. Never destroyed: threads sleep in them until the process ends.
+// Pools that no call uses. Never destroyed: threads sleep in them until the process ends.
 auto& idle_mutex = *new std::mutex();
 auto& idle_pools = *new std::vector<ThreadPool*>();
 
@@ -145,8 +143,7 @@ void Backoff::wait() {
   if (waited_ns_ == 0) started_ns_ = now_ns();
   waited_ns_ = std::max<i64>(1, now_ns() - started_ns_);
   if (waited_ns_ < kSpinNs) return pause_core();
-  const timespec pause{0, std::min(waited_ns_ / 2, kLongestSleepNs)};
-  nanosleep(&pause, nullptr);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(waited_ns_ / 2, kLongestSleepNs)));
 }
 
 }  // namespace jitkern

@@ -1,6 +1,5 @@
-// Threads for calls that keep the CPU's cores busy for milliseconds: to move rows while a GPU
-// works, or to touch a pool. They sleep where torch's OpenMP threads would spin: such a call waits
-// for the GPU in between.
+// Threads for calls that use the CPU's cores for milliseconds: to move rows while a GPU works, or
+// to touch a pool. They sleep while the call waits for the GPU; torch's OpenMP threads would spin.
 #pragma once
 
 #include <jitkern/types.h>
@@ -10,20 +9,20 @@
 
 namespace jitkern {
 
-// The further threads of one call. They sleep between two pieces of its work, and need not be woken
-// for its end, which takes 3 us a thread in a virtual machine.
+// The additional threads of one call. They sleep between pieces of work, and are not woken at its
+// end: to wake a thread takes 3 us in a virtual machine.
 class Workers {
  public:
-  // Up to `count` threads, fewer if no more can be started. They call work(), which must not throw
-  // and returns when there is nothing to do for a while. Calls at the same time have threads of
-  // their own each: one may wait for what its GPU waits for from another.
+  // Up to `count` threads, fewer if no more can be started. They call work(), which must not throw,
+  // and returns when there is nothing to do for a while. Simultaneous calls have separate threads:
+  // a call may wait until its GPU has waited for another one.
   Workers(i64 count, std::function<void()> work);
   // Returns once no thread is in work().
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // There is work: each thread calls work(), once more if it is about to return.
+  // Tells threads that there is work: each calls work(), again if it is about to return.
   void wake();
 
  private:
@@ -31,17 +30,17 @@ class Workers {
   struct ThreadPool* pool_ = nullptr;
 };
 
-// Numbered parts of work, which become known while others are being done.
+// Numbered parts of work. Parts may be published while others are being done.
 class Parts {
  public:
-  // The next part's number, waiting up to 20 us; -1 if there is none.
+  // Returns the next part's number after at most 20 us, or -1.
   i64 take();
   // The same without waiting.
   i64 try_take();
-  // Parts up to `count` are there.
+  // Makes the first `count` parts available.
   void publish(i64 count) { published_.store(count); }
   i64 published() const { return published_.load(std::memory_order_relaxed); }
-  // Parts that are not taken yet stay undone.
+  // Parts that are not taken yet will not be.
   void close() { closed_.store(true); }
 
  private:
@@ -50,7 +49,7 @@ class Parts {
   std::atomic<bool> closed_{false};
 };
 
-// Waits between two polls: spins for 20 us, then sleeps, longer and longer, up to 0.5 ms.
+// Waits between two polls: spins for 20 us, then sleeps for ever longer times, up to 0.5 ms.
 class Backoff {
  public:
   void wait();
@@ -61,7 +60,7 @@ class Backoff {
   i64 waited_ns_ = 0;
 };
 
-// The cores that this process may run on.
+// The number of cores that this process may use.
 i64 num_cores();
 
 }  // namespace jitkern

@@ -1,4 +1,5 @@
 // The memory of a PinnedPool: mapped on whole huge pages, touched by threads, registered with CUDA.
+#include "host/objects.h"
 #include "host/pinned.h"
 #include "host/workers.h"
 
@@ -29,9 +30,8 @@ constexpr i64 kPageBytes = i64(4) << 10;
 constexpr int kMadvPopulateWrite = 23;  // from Linux 5.14 on
 constexpr int kPreferred = 1;           // of mbind
 
-// Waits for all work of this process's GPUs, which may still read or write the memory.
+// Waits for all work on this process's GPUs, which may still access the memory.
 void synchronize_devices() {
-  const Driver& driver = Driver::get();
   int count = 0;
   JITKERN_CU(cuDeviceGetCount, &count);
   for (int ordinal = 0; ordinal < std::min(count, kMaxDevices); ++ordinal) {
@@ -40,7 +40,7 @@ void synchronize_devices() {
     JITKERN_CU(cuDevicePrimaryCtxGetState, device_handle(ordinal), &flags, &active);
     if (active == 0) continue;
     const ContextScope scope(Device::get(ordinal));
-    driver.check(driver.cuCtxSynchronize(), "cuCtxSynchronize");
+    JITKERN_CU(cuCtxSynchronize);
   }
 }
 
@@ -51,7 +51,7 @@ void* map(void* at, i64 bytes, int protection, int flags, int fd) {
                         std::string("PinnedPool: mmap: ") + std::strerror(errno), "");
 }
 
-// Makes the kernel back [base, base + num_bytes), which stays as it is, with memory. Returns errno.
+// Makes Linux back [base, base + num_bytes) with memory, and keeps its content. Returns errno.
 int populate(char* base, i64 num_bytes) {
   while (madvise(base, static_cast<size_t>(num_bytes), kMadvPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
@@ -64,25 +64,20 @@ int populate(char* base, i64 num_bytes) {
   return 0;
 }
 
-// It lives as long as a tensor of it, or the Python object that has made it. A forked child, which
-// has both, leaves it alone: the driver does not survive a fork.
+// Lives as long as its tensors and the Python object that made it. A forked child has both, and
+// releases nothing: the driver does not survive a fork.
 class PinnedMemory {
  public:
-  // From a huge page on. Private memory a forked child does not get: its copy on write would move
-  // the parent off the pages that the GPU knows.
+  // Begins at a huge page. A forked child does not get private memory: copy on write would move the
+  // parent off the pages that the GPU knows.
   PinnedMemory(i64 num_bytes, int fd) : bytes_(num_bytes) {
-    constexpr int kNobody = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    // Address space first, of which the part from the first huge page on is kept.
-    const i64 reserved = bytes_ + kHugePageBytes;
-    char* const first = static_cast<char*>(map(nullptr, reserved, PROT_NONE, kNobody, -1));
-    const i64 skipped = static_cast<i64>(-address(first) % kHugePageBytes);
-    const i64 whole = ceil_div(bytes_, kPageBytes) * kPageBytes;
-    base_ = first + skipped;
-    if (skipped > 0) munmap(first, static_cast<size_t>(skipped));
-    munmap(base_ + whole, static_cast<size_t>(reserved - skipped - whole));
-    const int kind = fd < 0 ? kNobody : MAP_SHARED;
+    constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    // Reserves addresses that contain a huge page's begin.
+    reserved_ = static_cast<char*>(map(nullptr, reserved_bytes(), PROT_NONE, kPrivate, -1));
+    base_ = reserved_ + -address(reserved_) % kHugePageBytes;
+    const int kind = fd < 0 ? kPrivate : MAP_SHARED;
     map(base_, bytes_, PROT_READ | PROT_WRITE, kind | MAP_FIXED, fd);
-    madvise(base_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);  // where the kernel has them
+    madvise(base_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);  // if Linux has them
     if (fd < 0) madvise(base_, static_cast<size_t>(bytes_), MADV_DONTFORK);
   }
 
@@ -91,10 +86,10 @@ class PinnedMemory {
     try {
       close();
     } catch (const tvm::ffi::Error&) {
-      return;  // a graph is being captured, or the process ends: the memory stays until it does
+      return;  // during a capture, or at the end of the process: the memory stays
     }
-    if (is_known_) forget_pool(address(base_));
-    munmap(base_, static_cast<size_t>(bytes_));
+    forget_pool(address(base_));
+    munmap(reserved_, static_cast<size_t>(reserved_bytes()));
   }
 
   PinnedMemory(const PinnedMemory&) = delete;
@@ -102,16 +97,16 @@ class PinnedMemory {
 
   char* base() const { return base_; }
 
-  // Prefers a NUMA node for a part that is not yet touched. Returns whether Linux does so.
-  bool bind(i64 begin, i64 num_bytes, i64 node) const {
+  // Prefers a NUMA node for a part that is not touched yet. Returns whether Linux accepts that.
+  bool bind(i64 begin, i64 num_bytes, i64 node) {
     const unsigned long nodes = 1UL << node;
     return syscall(SYS_mbind, base_ + begin, num_bytes, kPreferred, &nodes, 8 * sizeof(nodes) + 1,
                    0) == 0;
   }
 
-  // By as many threads, a huge page at a time. All threads exist before the first begins: 16 back 8
-  // GiB at 32 to 37 GB/s, and at 6 to 20 if they start meanwhile. Returns errno.
-  i64 touch(i64 begin, i64 num_bytes, i64 num_threads) const {
+  // Touches a part by `num_threads`, a huge page at a time. Returns errno. All threads are started
+  // before the first works: 16 back 8 GiB at 32 to 37 GB/s, else at 6 to 20.
+  i64 touch(i64 begin, i64 num_bytes, i64 num_threads) {
     char* const base = base_ + begin;
     std::atomic<i64> taken{0};
     std::atomic<int> error{0};
@@ -130,17 +125,15 @@ class PinnedMemory {
     return error;
   }
 
-  // For all GPUs, of which ops know from then on. RuntimeError in the driver's words.
-  void register_it(i64 ordinal) {
+  // Registers it for all GPUs, and tells ops. RuntimeError with the driver's text.
+  void register_it(int ordinal) {
     const Driver& driver = Driver::get();
-    const ContextScope scope(Device::get(static_cast<int>(ordinal)));
+    const ContextScope scope(Device::get(ordinal));
     driver.check(driver.cuMemHostRegister_v2(base_, static_cast<size_t>(bytes_),
                                              kHostAllocPortable | kHostAllocDeviceMap),
                  "cuMemHostRegister");
     is_registered_ = true;
-    const char* const device = memory_range(base_).device_address;
-    is_known_ = device != nullptr;
-    if (is_known_) add_pool(base_, bytes_, device);
+    add_pool(base_, bytes_, memory_range(base_).device_address);
   }
 
   // Waits for the GPUs and unregisters it; tensors keep the memory.
@@ -153,35 +146,24 @@ class PinnedMemory {
   }
 
  private:
+  i64 reserved_bytes() const { return bytes_ + kHugePageBytes; }
+
   const pid_t owner_ = getpid();
   const i64 bytes_;
+  char* reserved_ = nullptr;
   char* base_ = nullptr;
   bool is_registered_ = false;
-  bool is_known_ = false;  // to ops
 };
 
-// Keeps the memory of a tensor.
-struct Owner {
-  std::shared_ptr<PinnedMemory> memory;
-
-  void AllocData(DLTensor* tensor) { tensor->data = memory->base(); }
-  void FreeData(DLTensor*) {}
-};
-
-// Bytes, private or of a descriptor: their tensor, and bind, touch, register and close of them.
-Array<Any> make_pinned_memory(int64_t num_bytes, int64_t fd) {
-  const auto made = std::make_shared<PinnedMemory>(num_bytes, static_cast<int>(fd));
+// Returns a tensor of bytes, private or of a file descriptor, and bind, touch, register and close.
+Array<Any> make_pinned_memory(i64 num_bytes, int fd) {
+  const auto made = std::make_shared<PinnedMemory>(num_bytes, fd);
   return {
-      tvm::ffi::Tensor::FromNDAlloc(Owner{made}, {num_bytes}, DLDataType{kDLUInt, 8, 1},
-                                    DLDevice{kDLCPU, 0}),
-      Function::FromTyped([made](int64_t begin, int64_t bytes, int64_t node) {
-        return made->bind(begin, bytes, node);
-      }),
-      Function::FromTyped([made](int64_t begin, int64_t bytes, int64_t num_threads) {
-        return made->touch(begin, bytes, num_threads);
-      }),
-      Function::FromTyped([made](int64_t ordinal) { made->register_it(ordinal); }),
-      Function::FromTyped([made] { made->close(); }),
+      tensor_of(made, made->base(), num_bytes, {kDLCPU, 0}),
+      method(made, &PinnedMemory::bind),
+      method(made, &PinnedMemory::touch),
+      method(made, &PinnedMemory::register_it),
+      method(made, &PinnedMemory::close),
   };
 }
 

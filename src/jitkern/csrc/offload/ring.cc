@@ -1,16 +1,20 @@
-// A DescriptorRing, whose protocol both/ring.h says: the producer's side for Python, and a consumer
-// on the CPU. Nothing here waits for long: Python asks again, so that Ctrl-C gets through.
+// DescriptorRing: the producer for Python, a consumer on the CPU, and kernels that consume it for
+// one call, or as a server until it is stopped. The protocol is in both/ring.h. Nothing here waits
+// for long: Python calls again, so that Ctrl-C works.
 #include <jitkern/both/ring.h>
-#include <jitkern/check.h>
+#include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "host/objects.h"
+#include "host/staging.h"
 #include "host/workers.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
@@ -22,7 +26,7 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// Instead of a ticket.
+// Returned if there is no ticket.
 constexpr i64 kFull = -1;
 constexpr i64 kReserved = -2;
 
@@ -31,7 +35,7 @@ constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
 
-// Rows of int64 as descriptors. Returns what no column may have: a sign, or more than 32 bits.
+// Converts rows of int64 to descriptors. Returns 0 unless a value is negative or too large.
 template <int kColumns>
 u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
   u64 signs = 0, high = 0;
@@ -45,7 +49,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
   return signs >> 63 | high >> 32;
 }
 
-// Which value is wrong.
+// Names the wrong value.
 [[noreturn]] void refuse(const i64* from, i64 count, i64 columns, i64 row_stride, i64 stride) {
   for (i64 i = 0; i < count; ++i) {
     for (i64 c = 0; c < columns; ++c) {
@@ -57,7 +61,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
           kIsShort[c] ? "0 to 4294967295" : "0 or more");
     }
   }
-  // Another thread has written them meanwhile.
+  // Another thread has changed them meanwhile.
   raise_value_error(kPush, "descriptors", "values that change", "memory that nobody writes");
 }
 
@@ -66,7 +70,7 @@ class DescriptorRing {
   DescriptorRing(tvm::ffi::Tensor memory)
       : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
 
-  // The ticket, or why there is none.
+  // Returns the ticket, kFull or kReserved.
   i64 push(AnyView rows) {
     const Tensor t(kPush, "descriptors", rows);
     const DLTensor& dl = *t.dl;
@@ -98,8 +102,8 @@ class DescriptorRing {
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
   }
 
-  // Keeps the next push for the caller; its first `count` descriptors are then of one empty row
-  // each. Returns the ticket, or why not.
+  // Reserves the next push for the caller, and sets its first `count` descriptors to one empty row.
+  // Returns the ticket, kFull or kReserved.
   i64 reserve(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (is_reserved_) return kReserved;
@@ -109,14 +113,14 @@ class DescriptorRing {
     is_reserved_ = true;
     return next();
   }
-  // Ends it: pushes so many descriptors, or nothing below 0.
+  // Ends the reservation: pushes `count` descriptors, or nothing if it is negative.
   void publish(i64 count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_reserved_ = false;
     if (count >= 0) producer_.publish(static_cast<u32>(count));
   }
 
-  // Whether the next push finds its slot free within this time.
+  // Waits until the slot of the next push is free. False after `most_us`.
   bool await_free(i64 most_us) {
     return await(most_us, [&] { return producer_.is_free(producer_.next()); });
   }
@@ -124,8 +128,8 @@ class DescriptorRing {
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
-  // Takes the pushes that are there, in turn, up to `num_slots` of them, as unpack_ring.cu does. Of
-  // one with a descriptor that is out of range nothing is copied.
+  // Consumes up to `num_slots` pushes in order, as unpack_ring.cu does. If a descriptor is out of
+  // range, nothing of its push is copied.
   void consume(AnyView src_arg, AnyView dst_arg, i64 num_slots) {
     const UnpackSides sides(src_arg, dst_arg);
     for (const Rows* side : {&sides.src, &sides.dst}) {
@@ -140,11 +144,11 @@ class DescriptorRing {
     }
   }
 
-  i64 next() const { return static_cast<i64>(producer_.next()); }
+  i64 next() { return static_cast<i64>(producer_.next()); }
 
  private:
-  // Does what a push asks for, or nothing of it, and completes it. Its descriptors are read once: a
-  // producer that breaks the protocol changes none that was checked.
+  // Copies all of a push, or nothing, and completes it. Descriptors are read once: a producer that
+  // breaks the protocol cannot change one that was checked.
   void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
     std::vector<Pieces> list;
     list.reserve(count);
@@ -153,7 +157,7 @@ class DescriptorRing {
       const Pieces pieces{d.src_off, d.dst_off, d.len, d.count, d.src_stride, d.dst_stride};
       const Verdict verdict = verdict_on(pieces, sides.src.row_bytes, sides.dst.row_bytes);
       if (verdict.part != kNumParts) {
-        consumer_.complete(ticket);  // so that the ring goes on
+        consumer_.complete(ticket);  // so that the ring continues
         raise_out_of_range(true, ring_position(consumer_.header().slot(ticket), i), verdict);
       }
       if (!pieces.empty()) list.push_back(simplified(pieces));
@@ -164,53 +168,195 @@ class DescriptorRing {
 
   template <class IsThere>
   static bool await(i64 most_us, const IsThere& is_there) {
-    if (is_there()) return true;
-    const auto now = [] { return std::chrono::steady_clock::now(); };
-    const auto end = now() + std::chrono::microseconds(most_us);
-    for (Backoff backoff; now() < end;) {
-      backoff.wait();
-      if (is_there()) return true;
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::microseconds(most_us);
+    for (Backoff backoff; !is_there(); backoff.wait()) {
+      if (Clock::now() >= end) return false;
     }
-    return false;
+    return true;
   }
 
   tvm::ffi::Tensor memory_;
   RingProducer producer_;
   RingConsumer consumer_;
-  std::mutex mutex_;  // of pushes
+  std::mutex mutex_;  // guards pushes
   std::mutex consuming_;
-  u64 next_ = 0;  // the ticket that is next in turn
+  u64 next_ = 0;  // the next ticket to consume
   bool is_reserved_ = false;
 };
 
-// The bytes of a ring, where its first descriptor is, and the bytes of a slot.
-Array<int64_t> layout_of_ring(int64_t num_slots, int64_t max_descriptors) {
-  const auto found = ring_layout(static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
+// Returns a ring's bytes, the offset of its first descriptor, and the bytes of a slot.
+Array<int64_t> layout_of_ring(u32 num_slots, u32 max_descriptors) {
+  const auto found = ring_layout(num_slots, max_descriptors);
   return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
 }
 
-// A ring in memory that is zero: push, reserve, publish, await_free, await_done, consume
-// and next of it.
-Array<Function> make_ring(tvm::ffi::Tensor memory, int64_t num_slots, int64_t max_descriptors) {
-  ring_init(memory.data_ptr(), static_cast<u32>(num_slots), static_cast<u32>(max_descriptors));
+// Makes a ring in memory of zeros. Returns push, reserve, publish, await_free, await_done, consume
+// and next.
+Array<Function> make_ring(tvm::ffi::Tensor memory, u32 num_slots, u32 max_descriptors) {
+  ring_init(memory.data_ptr(), num_slots, max_descriptors);
   const auto made = std::make_shared<DescriptorRing>(std::move(memory));
-  return {
-      Function::FromTyped([made](AnyView rows) { return made->push(rows); }),
-      Function::FromTyped([made](int64_t count) { return made->reserve(count); }),
-      Function::FromTyped([made](int64_t count) { made->publish(count); }),
-      Function::FromTyped([made](int64_t most_us) { return made->await_free(most_us); }),
-      Function::FromTyped(
-          [made](int64_t ticket, int64_t most_us) { return made->await_done(ticket, most_us); }),
-      Function::FromTyped([made](AnyView src, AnyView dst, int64_t num_slots) {
-        made->consume(src, dst, num_slots);
-      }),
-      Function::FromTyped([made] { return made->next(); }),
-  };
+  return {method(made, &DescriptorRing::push),       method(made, &DescriptorRing::reserve),
+          method(made, &DescriptorRing::publish),    method(made, &DescriptorRing::await_free),
+          method(made, &DescriptorRing::await_done), method(made, &DescriptorRing::consume),
+          method(made, &DescriptorRing::next)};
+}
+
+// -- consumed by kernels -------------------------------------------------------------------------
+
+[[noreturn]] void raise_busy(const char* op, const char* arg, i64, i64, i64, const char* note) {
+  raise_error("RuntimeError", std::string(op) + ": " + arg +
+                                  ": another call, or a server, was consuming the ring; have one "
+                                  "follow the other on a stream, or by an event" +
+                                  note);
+}
+[[noreturn]] void raise_broken(const char* op, const char* arg, i64 slot, i64, i64,
+                               const char* note) {
+  raise_error("RuntimeError", std::string(op) + ": " + arg + ": a push in slot " +
+                                  std::to_string(slot) +
+                                  " has seals that are not its word, as no producer of both/ring.h "
+                                  "leaves them" +
+                                  note);
+}
+
+const DescriptorSites kSites(true);
+const FaultSite kBusy = fault_site("unpack", "descriptors", raise_busy, "nothing was copied");
+const FaultSite kBroken = fault_site("unpack", "descriptors", raise_broken, "its server has ended");
+
+// The entry points of unpack_ring.cu.
+enum Entry { kConsume, kServe };
+
+KernelTable& kernels() {
+  static KernelTable table("unpack_ring", {}, [](const Spec&, int in_flight, int) {
+    return GroupShape{32, in_flight, 1, 1};
+  });
+  return table;
+}
+
+// The number of a call, from 1.
+u64 new_call() {
+  static std::atomic<u64> calls{0};
+  return ++calls;
+}
+
+// Each call takes the next board, where its blocks meet. If two calls run at the same time, the GPU
+// refuses one.
+constexpr u32 kBoards = 16'384;
+
+// Offsets in the device memory of a ring, which begins with its RingState; and its size.
+struct RingMemory {
+  i64 boards, staged, bytes;
+
+  explicit RingMemory(const RingHeader& ring) {
+    const auto end_of = [](i64 at, i64 count, size_t each) {
+      return ceil_div(at + count * static_cast<i64>(each), 128) * 128;
+    };
+    boards = end_of(0, 1, sizeof(RingState));
+    staged = end_of(boards, kBoards, sizeof(RingBoard));
+    bytes = end_of(staged, i64(ring.num_slots) * ring.max_descriptors, sizeof(Descriptor));
+  }
+};
+
+class RingOnGpu {
+ public:
+  // `host` is the ring's memory, `state` its device memory.
+  RingOnGpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state)
+      : host_(std::move(host)), state_(std::move(state)) {
+    RingParams& ring = params_.ring;
+    ring.ring = *static_cast<const RingHeader*>(host_.data_ptr());
+    ring.base = memory_range(host_.data_ptr()).device_address;
+    ring.dones = const_cast<char*>(ring.base) + ring.ring.dones_at;
+    char* const at = static_cast<char*>(state_.data_ptr());
+    const RingMemory memory(ring.ring);
+    ring.state = reinterpret_cast<RingState*>(at);
+    ring.busy = kBusy;
+    ring.broken = kBroken;
+    params_.staged = reinterpret_cast<Descriptor*>(at + memory.staged);
+    boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
+  }
+
+  void consume(AnyView src, AnyView dst, i64 num_slots) {
+    const UnpackSides sides = checked_sides(src, dst);
+    const CollectiveScope scope(sides.on_gpu().ordinal());
+    const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
+    ConsumeParams params = params_;
+    params.ring.call = new_call();
+    params.ring.fault = scope.device.fault_device;
+    params.unpack = unpack_params(sides, scope.device);
+    params.board = boards_ + params.ring.call % kBoards;
+    params.most = static_cast<u32>(num_slots);
+    // More than a warp per segment does not help.
+    const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
+    const i64 blocks = std::min<i64>(scope.device.num_sms, ceil_div(32 * most, kernel.num_threads));
+    scope.launch(kernel, blocks, params);
+    scope.raise_earlier();
+  }
+
+  // Queues the server on a stream. It polls `stop`, the address of a u32 in pinned memory.
+  void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) {
+    const UnpackSides sides = checked_sides(src, dst);
+    Device& device = Device::get(state_.device().device_id);
+    check_pending_fault(device);
+    const LaunchScope scope(device, reinterpret_cast<CUstream>(stream));
+    ServeParams params{params_.ring, unpack_params(sides, device), nullptr,
+                       static_cast<u64>(idle_ns)};
+    params.ring.call = new_call();
+    params.ring.fault = device.fault_device;
+    params.stop = reinterpret_cast<const u32*>(
+        memory_range(reinterpret_cast<const void*>(stop)).device_address);
+    const Kernel& kernel = kernels().find(device, Spec()).entries[kServe];
+    scope.launch(kernel, num_sms, params, 1, static_cast<unsigned>(num_sms));
+  }
+
+ private:
+  UnpackSides checked_sides(AnyView src, AnyView dst) const {
+    const UnpackSides sides(src, dst);
+    const int ordinal = state_.device().device_id;
+    const Rows& on_gpu = sides.src.on_cuda() ? sides.on_gpu() : sides.dst;
+    if (!on_gpu.on_cuda() || on_gpu.ordinal() != ordinal) {
+      on_gpu.value_error("device " + on_gpu.device_name(),
+                         "device cuda:" + std::to_string(ordinal) + ", the ring's");
+    }
+    sides.check_sizes();
+    return sides;
+  }
+
+  static UnpackParams unpack_params(const UnpackSides& sides, const Device& device) {
+    UnpackParams params = sides.params();
+    params.fault = device.fault_device;
+    kSites.give_to(params);
+    return params;
+  }
+
+  tvm::ffi::Tensor host_;
+  tvm::ffi::Tensor state_;
+  ConsumeParams params_{};
+  RingBoard* boards_;
+};
+
+// The bytes of device memory that kernels need to consume a ring. All have to be zero.
+i64 ring_state_bytes(u32 num_slots, u32 max_descriptors) {
+  return RingMemory(ring_layout(num_slots, max_descriptors)).bytes;
+}
+
+// Returns consume and serve.
+Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
+  const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
+  return {method(made, &RingOnGpu::consume), method(made, &RingOnGpu::serve)};
+}
+
+// Makes a stream that lives as long as the process.
+int64_t make_ring_stream(int ordinal) {
+  const ContextScope context(Device::get(ordinal));
+  return reinterpret_cast<int64_t>(make_stream(0));
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_layout, layout_of_ring);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring, make_ring);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring_stream, make_ring_stream);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_state_bytes, ring_state_bytes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_on_gpu, ring_on_gpu);
 
 }  // namespace jitkern

@@ -1,18 +1,23 @@
-// The streams and events of a SlotPipeline. Each use of a slot waits for the use before it, on
-// whatever stream that was: one wait and one record for each use.
+// The streams and events of a SlotPipeline. Each use of a slot waits for the previous one, on any
+// stream: one wait and one record per use. Also when iterations were loaded, computed and stored.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
+#include <tvm/ffi/string.h>
 #include <unistd.h>
 
 #include <array>
+#include <chrono>
 #include <deque>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
+#include "host/objects.h"
 #include "host/staging.h"
-#include "offload/slot_times.h"
 
 namespace jitkern {
 
@@ -21,12 +26,162 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// Of one pipeline: a stream for each kind of access. One thread at a time, but for `harvest`. On
-// the CPU, `ordinal` -1, there are no streams, and `next` only takes times.
+// How a slot is used. An iteration of a run is a load and a compute, a compute and a store, or all
+// three.
+enum SlotAccess : int { kNoAccess = -1, kLoad, kCompute, kStore };
+
+// The times of iterations, by events that are read once they are done; nothing here waits. On an
+// H200 a timed event costs the host 1.03 us and the GPU 1.6, others 0.22. So the first iterations
+// are timed, and then a burst per period. On the CPU the times are the host's.
+class SlotTimes {
+ public:
+  SlotTimes(bool on_gpu, bool all) : on_gpu_(on_gpu), all_timed_(all) {}
+  ~SlotTimes() {
+    for (const Iteration& iteration : all_) {
+      for (const Moment& moment : iteration.moments) destroy_event(moment.event);
+    }
+  }
+
+  // Called by the pipeline's thread. Iterations of a run go from the first access to the last one.
+  void begin_session() { is_first_ = true; }
+  void begin_run(int first, int last) { first_access_ = first, last_access_ = last; }
+
+  // Called before and after the work of an access is queued on its stream.
+  void begin(int access, size_t slot, CUstream stream) {
+    if (slot >= open_.size()) open_.resize(slot + 1);
+    Iteration*& iteration = open_[slot];
+    if (access == first_access_) {
+      if (iteration == nullptr) iteration = take();  // else it was cut short
+      iteration->has = {};
+      iteration->is_first = false;
+      iteration->is_timed = all_timed_ || num_begun_ < 2 * kBurst || num_begun_ % kPeriod < kBurst;
+      iteration->number = ++num_begun_;
+    }
+    if (access == kCompute) iteration->is_first = std::exchange(is_first_, false);
+    if (iteration->is_timed) mark(iteration->moments[begin_of(access)], stream);
+  }
+  void end(int access, size_t slot, CUstream stream) {
+    Iteration*& iteration = open_[slot];
+    if (iteration->is_timed) mark(iteration->moments[begin_of(access) + 1], stream);
+    iteration->has[static_cast<size_t>(access)] = true;
+    if (access != last_access_ || !iteration->is_timed) return;
+    iteration->slot = slot;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::exchange(iteration, nullptr));
+    if (queue_.size() <= kCapacity) return;
+    free_.push_back(queue_.front());
+    queue_.pop_front();
+    ++num_dropped_;
+  }
+
+  // Called by any thread. Returns a row for each of up to `most` iterations that are done: begin
+  // and end of load, compute and store in milliseconds, NaN if there is none; slot; number, from 1;
+  // whether it is the first of a session.
+  tvm::ffi::Bytes harvest(i64 most) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::optional<RelaxedCapture> relaxed;  // another thread may be capturing
+    if (on_gpu_) relaxed.emplace();
+    std::vector<double> rows;
+    for (; most > 0 && !queue_.empty(); --most) {
+      Iteration& iteration = *queue_.front();
+      const int last = iteration.has[kStore] ? kStore : kCompute;
+      if (on_gpu_ && !is_done(iteration.moments[begin_of(last) + 1].event)) break;
+      if (on_gpu_) read(iteration);
+      for (size_t i = 0; i < iteration.moments.size(); ++i) {
+        rows.push_back(iteration.has[i / 2] ? iteration.moments[i].ms : kNone);
+      }
+      const auto slot = static_cast<double>(iteration.slot);
+      rows.insert(rows.end(), {slot, double(iteration.number), double(iteration.is_first)});
+      queue_.pop_front();
+      if (base_ != nullptr) free_.push_back(base_);
+      base_ = &iteration;
+    }
+    return {reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(double)};
+  }
+
+  i64 num_dropped() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return num_dropped_;
+  }
+
+ private:
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
+  static constexpr size_t kCapacity = 1024;  // iterations that are not read yet
+  static constexpr i64 kBurst = 32, kPeriod = 256;
+
+  struct Moment {
+    CUevent event = nullptr;  // made when it is first recorded; none on the CPU
+    double ms = 0;            // of an event: once it has been read
+  };
+  struct Iteration {
+    i64 number = 0;
+    size_t slot = 0;
+    bool is_first = false;
+    bool is_timed = true;
+    std::array<bool, 3> has{};
+    std::array<Moment, 6> moments;  // begin and end of each access
+  };
+
+  static size_t begin_of(int access) { return 2 * static_cast<size_t>(access); }
+
+  Iteration* take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) free_.push_back(&all_.emplace_back());
+    Iteration* const iteration = free_.back();
+    free_.pop_back();
+    return iteration;
+  }
+
+  void mark(Moment& moment, CUstream stream) {
+    if (!on_gpu_) {
+      using Milliseconds = std::chrono::duration<double, std::milli>;
+      moment.ms = Milliseconds(std::chrono::steady_clock::now() - origin_).count();
+      return;
+    }
+    if (moment.event == nullptr) {
+      const RelaxedCapture relaxed;
+      JITKERN_CU(cuEventCreate, &moment.event, 0);
+    }
+    record(moment.event, stream);
+  }
+
+  // Times are relative to the iteration before: a float of milliseconds is exact to 1 us up to 8 s.
+  void read(Iteration& iteration) const {
+    const auto after = [](const Moment& from, CUevent event) {
+      float ms = 0;
+      JITKERN_CU(cuEventElapsedTime, &ms, from.event, event);
+      return from.ms + ms;
+    };
+    Moment& first = iteration.moments[begin_of(iteration.has[kLoad] ? kLoad : kCompute)];
+    first.ms = base_ == nullptr ? 0 : after(base_->moments[begin_of(kCompute) + 1], first.event);
+    for (size_t i = 0; i < iteration.moments.size(); ++i) {
+      Moment& moment = iteration.moments[i];
+      if (iteration.has[i / 2] && &moment != &first) moment.ms = after(first, moment.event);
+    }
+  }
+
+  const bool on_gpu_, all_timed_;
+  const std::chrono::steady_clock::time_point origin_ = std::chrono::steady_clock::now();
+  // Used by the pipeline's thread alone.
+  std::vector<Iteration*> open_;  // by slot
+  i64 num_begun_ = 0;
+  bool is_first_ = false;
+  int first_access_ = kLoad, last_access_ = kCompute;
+
+  std::mutex mutex_;  // guards the following
+  std::deque<Iteration> all_;
+  std::vector<Iteration*> free_;
+  std::deque<Iteration*> queue_;
+  Iteration* base_ = nullptr;  // the last that was read
+  i64 num_dropped_ = 0;
+};
+
+// A pipeline's streams, one per kind of access. One thread at a time, except `harvest`. On the CPU
+// (`ordinal` -1) there are no streams, and `next` only takes times.
 class SlotStreams {
  public:
-  SlotStreams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
-      : device_(ordinal < 0 ? nullptr : &Device::get(static_cast<int>(ordinal))) {
+  SlotStreams(int ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
+      : device_(ordinal < 0 ? nullptr : &Device::get(ordinal)) {
     if (is_timed) times_ = std::make_unique<SlotTimes>(device_ != nullptr, all_timed);
     if (device_ == nullptr) return;
     const ContextScope scope(*device_);
@@ -39,7 +194,7 @@ class SlotStreams {
   }
 
   ~SlotStreams() {
-    if (getpid() != owner_) {  // a forked child, in which the driver is not to be asked
+    if (getpid() != owner_) {  // in a forked child the driver may not be called
       static_cast<void>(times_.release());
       return;
     }
@@ -51,31 +206,27 @@ class SlotStreams {
     }
   }
 
-  SlotStreams(const SlotStreams&) = delete;
-  SlotStreams& operator=(const SlotStreams&) = delete;
-
-  // A slot whose memory the compute stream has allocated: other work there may still use it.
+  // Adds a slot. Its memory comes from the compute stream, where earlier work may still use it.
   void add_slot(size_t index) {
     if (index >= slots_.size()) slots_.resize(index + 1);
     const Scope scope(device_);
     end_use(slots_[index].eager, lanes_[kCompute]);
   }
 
-  // Begins a session, after all work on the caller's stream; returns whether that is captured.
-  bool enter(CUstream caller) {
+  // Begins a session after all work on the caller's stream. Returns whether that is being captured.
+  bool enter(i64 caller) {
     ++session_;
-    caller_ = caller;
+    caller_ = reinterpret_cast<CUstream>(caller);
     if (times_) times_->begin_session();
     if (device_ == nullptr) return false;
     const Scope scope(device_);
-    is_capturing_ = is_capturing(caller);
-    record(forked_, caller);
+    is_capturing_ = is_capturing(caller_);
+    record(forked_, caller_);
     for (Lane& lane : lanes_) lane.is_forked = lane.is_used = false;
     use(lanes_[kCompute]);
     return is_capturing_;
   }
 
-  // Begins a run whose iterations go from the first access to the last one.
   void start(int first_access, int last_access) {
     if (times_) times_->begin_run(first_access, last_access);
   }
@@ -91,7 +242,7 @@ class SlotStreams {
     if (access != kNoAccess) begin(access, index);
   }
 
-  // Later transfers wait for all work on the compute stream.
+  // Makes later transfers wait for all work on the compute stream.
   void fork() {
     if (device_ == nullptr) return;
     const Scope scope(device_);
@@ -114,7 +265,7 @@ class SlotStreams {
     driver.check(failed, "SlotPipeline: the caller's stream could not wait");
   }
 
-  // As of SlotTimes, by any thread.
+  // See SlotTimes; called by any thread.
   tvm::ffi::Bytes harvest(i64 most) {
     const Scope scope(device_);
     return times_->harvest(most);
@@ -126,14 +277,14 @@ class SlotStreams {
   struct Lane {
     CUstream stream = nullptr;
     CUevent joined = nullptr;
-    bool is_forked = false;  // it waits for what the session, or the last fork, waits for
+    bool is_forked = false;  // it waits for the session's begin or the last fork
     bool is_used = false;
   };
-  // The uses of a slot, each of which waits for the one before it. Captures have chains of their
-  // own: what one records only the same capture can wait for.
+  // The uses of a slot, each of which waits for the one before it. Captures have their own chains:
+  // an event that a capture records can be waited for in this capture only.
   struct Chain {
     CUevent ended = nullptr;
-    Lane* lane = nullptr;  // of the last use; none yet
+    Lane* lane = nullptr;  // of the last use
     u64 session = 0;
   };
   struct Slot {
@@ -195,25 +346,15 @@ class SlotStreams {
   std::unique_ptr<SlotTimes> times_;
 };
 
-// next, enter, start, fork, leave, add_slot, harvest and num_dropped of streams, given by access.
-Array<Function> make_slot_streams(int64_t ordinal, const Array<int64_t>& streams, bool is_timed,
+// Returns next, enter, start, fork, leave, add_slot, harvest and num_dropped. `streams` are by
+// access.
+Array<Function> make_slot_streams(int ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
   const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
-  return {
-      Function::FromTyped([made](int64_t access, int64_t slot) {
-        made->next(static_cast<int>(access), static_cast<size_t>(slot));
-      }),
-      Function::FromTyped(
-          [made](int64_t caller) { return made->enter(reinterpret_cast<CUstream>(caller)); }),
-      Function::FromTyped([made](int64_t first, int64_t last) {
-        made->start(static_cast<int>(first), static_cast<int>(last));
-      }),
-      Function::FromTyped([made] { made->fork(); }),
-      Function::FromTyped([made] { made->leave(); }),
-      Function::FromTyped([made](int64_t slot) { made->add_slot(static_cast<size_t>(slot)); }),
-      Function::FromTyped([made](int64_t most) { return made->harvest(most); }),
-      Function::FromTyped([made] { return made->num_dropped(); }),
-  };
+  return {method(made, &SlotStreams::next),    method(made, &SlotStreams::enter),
+          method(made, &SlotStreams::start),   method(made, &SlotStreams::fork),
+          method(made, &SlotStreams::leave),   method(made, &SlotStreams::add_slot),
+          method(made, &SlotStreams::harvest), method(made, &SlotStreams::num_dropped)};
 }
 
 }  // namespace
