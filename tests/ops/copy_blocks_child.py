@@ -19,11 +19,27 @@ PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)
 HALF = 1 << 19  # where the second registration begins
 for begin in (0, HALF):
     driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
-PARAMS = "=QQqqqqQQqqqqqqiIIIQ"  # of CopyBlocksParams
+SIDE = "Q8xQqqqqqqI4x"
+SIDE_NAMES = (
+    "table base block_bytes part_bytes piece_bytes layer_bytes row_stride num_blocks num_parts"
+)
+PARAMS = f"={SIDE}{SIDE}QQQqqqqqiIIIQQQII"  # of CopyBlocksParams
+NAMES = [
+    *(f"{side}_{name}" for side in ("dst", "src") for name in SIDE_NAMES.split()),
+    *["pairs", "dst_blocks", "count", "num_pairs", "num_layers", "num_rows", "row_bytes", "num_segments", "count_bytes"],
+    *["pace_ns", "src_site", "dst_site", "fault", "flags", "num_past", "value", "num_flags"],
+]
 INLINE = 8 * 448  # bytes of the pairs behind them
 for kind in ("i64_read", "i64_write", "i32_read", "i32_write", "inline_read", "inline_write"):
     size = struct.calcsize(PARAMS) + (INLINE if "inline" in kind else 0)
     driver.fake_kernel(f"jitkern_copy_blocks_v16_{kind}".encode(), ctypes.c_uint64(size), 1024)
+
+
+def told(line: str, names: str) -> list[Any]:
+    """Return these parameters of a launch."""
+    values = struct.unpack(PARAMS, params(line)[: struct.calcsize(PARAMS)])
+    by_name = dict(zip(NAMES, values, strict=True))
+    return [by_name[name] for name in names.split()]
 
 
 def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
@@ -164,9 +180,11 @@ def check_pages_of_the_host_go_by_staging() -> None:
         lines = [line for line in log().splitlines() if not line.startswith("module")]
         assert lines[:2] == ["allocate 393216", "batch 131072 131072 131072 on 4711"], lines
         assert len(lines) == 3 and "v16_inline_write of" in lines[2] and "grid 3,1,1" in lines[2]
-        told = struct.unpack(PARAMS, params(lines[2])[: struct.calcsize(PARAMS)])
-        assert told[:6] == (DEVICE.data_ptr(), told[1], 65536, 16384, 16384, 131072)
-        assert told[8:14] == (3, 3, 4, 8, 16384, 32) and told[15] == 0  # no pace
+        names = "dst_base dst_layer_bytes dst_block_bytes src_layer_bytes src_block_bytes"
+        wanted = [DEVICE.data_ptr(), 65536, 16384, 16384, 131072]
+        assert told(lines[2], names) == wanted
+        names = "num_pairs src_num_blocks dst_num_blocks num_layers row_bytes num_segments pace_ns"
+        assert told(lines[2], names) == [3, 3, 4, 8, 16384, 32, 0]
         copy_blocks(gpu, pool, pairs, dst_block_dim=0)
         lines = [line for line in log().splitlines() if not line.startswith("module")]
         assert lines[0] == "allocate 393216" and "v16_inline_write of" in lines[1]
@@ -197,8 +215,7 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     lines = [line for line in log().splitlines() if not line.startswith("module")]
     assert len(lines) == 1 and "v16_inline_read of" in lines[0] and "grid 1,1,1" in lines[0], lines
     size = struct.calcsize(PARAMS)
-    told = struct.unpack(PARAMS, params(lines[0])[:size])
-    assert told[7:9] == (0, 2)  # no count on the device, two pairs
+    assert told(lines[0], "count num_pairs") == [0, 2]  # no count on the device, two pairs
     assert struct.unpack("4i", params(lines[0])[size : size + 16]) == (7, 0, 19, 8)
     many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
     many[-1] = torch.tensor([3, 5])
@@ -209,8 +226,8 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     copy_blocks(pool, gpu, foreign(many), method="sm")
     lines = log().splitlines()
     assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
-    told = struct.unpack(PARAMS, params(lines[3]))
-    listed = struct.unpack("4i", ctypes.string_at(told[6] + 12_000_000 - 16, 16))
+    (begin,) = told(lines[3], "pairs")
+    listed = struct.unpack("4i", ctypes.string_at(begin + 12_000_000 - 16, 16))
     assert listed == (7, 0, 3, 5)
     copy_blocks(pool, gpu, foreign(many), method="sm", count=foreign(torch.tensor(0)))
     assert log() == ""
@@ -226,22 +243,24 @@ def check_the_launch() -> None:
         assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
         # 64 warps, each with 4 KiB every 8.2 us: 32 GB/s.
         pace_ns = 64 * 4096 * 1000 // 32_000 if method == "auto" else 0
-        assert struct.unpack(PARAMS, params(line))[15] == pace_ns
+        assert told(line, "pace_ns") == [pace_ns]
     copy_blocks(pool, on_gpu(gpu), pairs)
     line = log().splitlines()[-1]
     assert "v16_i64_read of" in line and "grid 2,1,1" in line, line
-    told = struct.unpack(PARAMS, params(line))
-    assert told[:6] == (DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096)
-    assert told[7:16] == (0, 16, 16, 16, 8, 4096, 8, 0, 0)
+    names = "dst_base src_base dst_layer_bytes dst_block_bytes src_layer_bytes src_block_bytes"
+    wanted = [DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096]
+    assert told(line, names) == wanted
+    names = "count num_pairs src_num_blocks dst_num_blocks num_layers row_bytes num_segments"
+    assert told(line, f"{names} count_bytes pace_ns flags") == [0, 16, 16, 16, 8, 4096, 8, 0, 0, 0]
     copy_blocks(on_gpu(gpu), pool, pairs, num_sms=3)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 3,1,1" in line, line
-    assert struct.unpack(PARAMS, params(line))[15] == 0  # as fast as these SMs can
+    assert told(line, "pace_ns") == [0]  # as fast as these SMs can
     count = on_gpu(torch.tensor([3], dtype=torch.int32))
     copy_blocks(pool, on_gpu(gpu), pairs, count=count, num_sms=10_000)
     line = log().splitlines()[-1]
     assert "grid 4,1,1" in line, line  # what there is for 128 warps
-    assert struct.unpack(PARAMS, params(line))[14] == 4
+    assert told(line, "count_bytes") == [4]
     copy_blocks(on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), on_gpu(gpu[:, :8]), pairs)
     line = log().splitlines()[-1]
     assert "v16_i64_write of" in line and "grid 4,1,1" in line, line

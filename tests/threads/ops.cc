@@ -106,7 +106,7 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, true, nullptr, nullptr, nullptr,
          nullptr);
     call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
-    call(copy_blocks(), &d.dl, &c.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr);
+    call(copy_blocks(), &d.dl, &c.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr, nullptr);
     call(unpack(), &b.dl, &a.dl, &descriptors.dl, nullptr);
     call(merge_states(), &outs.dl, &lses.dl, &merged.dl, &merged_lse.dl, nullptr);
     call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
