@@ -20,7 +20,8 @@ from jitkern.offload import DescriptorRing, OffloadEngine
 
 def cases(ctx: Context) -> Iterator[Case]:
     # A launcher that is not told of a GPU: it checks sizes, packs, and gives up.
-    launch = host.module()["make_launch"](lambda *_: (b"", ("none",), ()), ())
+    kernel = ("none", False, ())  # name, has no CPU form, parameters unknown
+    launch = host.module()["make_launch"](lambda *_: (b"", ("none",), ()), (kernel,))
     for arguments in ((1, 2.0, 64), (1, 2, 3, 4, 5, 6, 7, 8, 9, 0.5, True)):
         name = f"arguments to bytes, {len(arguments)}"
         call = partial(launch, 0, 1, 256, 0, False, False, None, -1, 0, *arguments)

@@ -26,7 +26,8 @@ SIDE_NAMES = (
 PARAMS = f"={SIDE}{SIDE}QQQqqqqqiIIIQQQII"  # of CopyBlocksParams
 NAMES = [
     *(f"{side}_{name}" for side in ("dst", "src") for name in SIDE_NAMES.split()),
-    *["pairs", "dst_blocks", "count", "num_pairs", "num_layers", "num_rows", "row_bytes", "num_segments", "count_bytes"],
+    *["pairs", "dst_blocks", "count", "num_pairs", "num_layers", "num_rows", "row_bytes"],
+    *["num_segments", "count_bytes"],
     *["pace_ns", "src_site", "dst_site", "fault", "flags", "num_past", "value", "num_flags"],
 ]
 INLINE = 8 * 448  # bytes of the pairs behind them
