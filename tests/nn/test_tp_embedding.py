@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def test_an_id_that_no_rank_has(way: Way) -> None:
         if device.type == "cuda":  # one record of a GPU for all of its ranks
             torch.cuda.synchronize(device)
             jitkern.check(device)
+    if device.type == "cuda":  # a fault of the other rank's kernel, if that came later
+        torch.cuda.synchronize(device)
+        with suppress(IndexError):
+            jitkern.check(device)
     assert way.kind == "cuda" or ranks.num_sums() == 0
 
 
@@ -147,19 +152,26 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_added": -1}, ValueError, "num_added: -1, expected at least 0"),
     ({"padding_idx": 11}, ValueError, "padding_idx: 11, expected -11 to 10"),
     ({"dtype": torch.int32}, TypeError, "dtype: int32, expected a floating dtype"),
-    ({"comm": None}, TypeError, "comm: None without rank, size, all_reduce, expected a Communica"),
-    ({"comm": SilentComm(2, 2)}, ValueError, "comm: rank 2 of 2, expected a rank of 0 to size - "),
-    ({"method": "nccl"}, ValueError, "method: 'nccl', expected one of auto, peer, all_reduce"),
-    ({"method": "peer"}, ValueError, "group: None, expected the ranks' gloo group or store for "),
+    ({"comm": None}, TypeError,
+     "comm: None without rank, size, all_reduce, expected a Communicator"),
+    ({"comm": SilentComm(2, 2)}, ValueError,
+     "comm: rank 2 of 2, expected a rank of 0 to size - 1"),
+    ({"method": "nccl"}, ValueError,
+     "method: 'nccl', expected one of auto, peer, all_reduce"),
+    ({"method": "peer"}, ValueError,
+     "group: None, expected the ranks' gloo group or store for method='peer'"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "kind", "text"), WRONG)
 def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: str) -> None:
     good = {"vocab_size": 10, "hidden_size": 3, "num_added": 1, "comm": SilentComm()}
-    with pytest.raises(kind, match=f"^TPEmbedding: {re.escape(text)}"):
-        TPEmbedding(**{**good, **change})
+    arguments = {**good, **change}
+    sizes = arguments.pop("vocab_size"), arguments.pop("hidden_size")
+    with pytest.raises(kind) as caught:
+        TPEmbedding(*sizes, **arguments)
+    assert str(caught.value) == f"TPEmbedding: {text}"
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(1, 9), st.integers(0, 60))

@@ -293,7 +293,7 @@ def test_mistakes_of_other_calls() -> None:
             ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected at least 0"),
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
-            ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: NoneType, expec"),
+            ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: NoneType, "),
             ("reserve", {"num_descriptors": 0}, ValueError, "num_descriptors: 0, expected 1 to 5"),
             ("reserve", {"num_descriptors": 6}, ValueError, "num_descriptors: 6, expected 1 to 5"),
             ("reserve", {"timeout_s": "1"}, TypeError, "timeout_s: str, expected a number"),
