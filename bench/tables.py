@@ -39,6 +39,14 @@ swap | nvidia-h200 | swap | 262144 rows of 656 B, distinct, pool of {} GiB | gb_
 0.4 ~ 0.4 GiB | 4 | 16 | 64
 jitkern ~ jitkern (`order="auto"`) | jitkern, order="given" ~ jitkern, `order="given"` | d2h_scatter, then h2d_gather ~ `d2h_scatter`, then `h2d_gather` | both on two streams, by a staging buffer ~ both on two streams, a staging buffer | cudaMemcpyAsync both ways, contiguous ~ both copy engines, in one piece
 
+lists-h2d | lists | lists | h2d, {} | gb_s | to the GPU
+1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors
+jitkern ~ lists, one launch | jitkern, with signals ~ with signals | jitkern, a call per buffer ~ a call per tensor | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel | cudaMemcpyAsync, contiguous ~ one contiguous copy
+
+lists-d2h | lists | lists | d2h, {} | gb_s | to the host
+1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors
+jitkern ~ lists, one launch | jitkern, with signals ~ with signals | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel | cudaMemcpyAsync, contiguous ~ one contiguous copy
+
 first-call | nvidia-h200 | first_call | {} | ms | ms
 first kernel of a process | store | index ~ indexing | h2d_gather | h2d_gather, large call
 jitkern: NVRTC, cold ~ cold, NVRTC | load_inline with nvcc, cold ~ cold, nvcc through `load_inline` | jitkern: warm, new process ~ another process | load_module of it, new process ~ the same, `tvm_ffi.load_module` of what nvcc made

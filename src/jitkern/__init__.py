@@ -12,20 +12,30 @@ from typing import TYPE_CHECKING
 from jitkern.ops._ops import OPS as _OPS
 
 if TYPE_CHECKING:
-    from jitkern.arch import Arch as Arch  # noqa: I001 - short names share a line
-    from jitkern.cache.get import freeze as freeze, unfreeze as unfreeze
-    from jitkern.cache.stats import LookupEvent as LookupEvent, on_compile as on_compile
+    from jitkern.arch import Arch as Arch
+    from jitkern.cache.get import freeze as freeze
+    from jitkern.cache.get import unfreeze as unfreeze
+    from jitkern.cache.stats import LookupEvent as LookupEvent
+    from jitkern.cache.stats import on_compile as on_compile
     from jitkern.cache.stats import stats as stats
-    from jitkern.calibration import Calibration as Calibration, calibrate as calibrate
-    from jitkern.errors import CacheError as CacheError, CommError as CommError
-    from jitkern.errors import CommTimeoutError as CommTimeoutError, CompileError as CompileError
-    from jitkern.errors import FrozenError as FrozenError, JitkernError as JitkernError
-    from jitkern.errors import ShareError as ShareError, ToolchainError as ToolchainError
-    from jitkern.errors import UnsupportedError as UnsupportedError, WarmError as WarmError
+    from jitkern.calibration import Calibration as Calibration
+    from jitkern.calibration import calibrate as calibrate
+    from jitkern.errors import CacheError as CacheError
+    from jitkern.errors import CommError as CommError
+    from jitkern.errors import CommTimeoutError as CommTimeoutError
+    from jitkern.errors import CompileError as CompileError
+    from jitkern.errors import FrozenError as FrozenError
+    from jitkern.errors import JitkernError as JitkernError
+    from jitkern.errors import ShareError as ShareError
+    from jitkern.errors import ToolchainError as ToolchainError
+    from jitkern.errors import UnsupportedError as UnsupportedError
+    from jitkern.errors import WarmError as WarmError
     from jitkern.host.faults import check as check
     from jitkern.jit.device import DeviceModule as DeviceModule
-    from jitkern.jit.loader import load_aot as load_aot, load_jit as load_jit
-    from jitkern.jit.template import KernelConfig as KernelConfig, make_cpp_args as make_cpp_args
+    from jitkern.jit.loader import load_aot as load_aot
+    from jitkern.jit.loader import load_jit as load_jit
+    from jitkern.jit.template import KernelConfig as KernelConfig
+    from jitkern.jit.template import make_cpp_args as make_cpp_args
     from jitkern.ops.block_buffers import BlockBuffers as BlockBuffers
     from jitkern.ops.block_buffers import LayerSignals as LayerSignals
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
@@ -34,12 +44,14 @@ if TYPE_CHECKING:
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
-    from jitkern.ops.merge import merge_state as merge_state, merge_states as merge_states
+    from jitkern.ops.merge import merge_state as merge_state
+    from jitkern.ops.merge import merge_states as merge_states
     from jitkern.ops.store import store_cache as store_cache
     from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.ops.unpack import unpack as unpack
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
-    from jitkern.perf import perf_cpu as perf_cpu, perf_cuda as perf_cuda
+    from jitkern.perf import perf_cpu as perf_cpu
+    from jitkern.perf import perf_cuda as perf_cuda
     from jitkern.warming import warm as warm
 
 __version__ = "0.1.0"
