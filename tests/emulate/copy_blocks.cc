@@ -48,11 +48,12 @@ struct Side {
   bool rows_first;  // rows of a block are further apart than its parts
   bool is_table;
   i64 stride_bytes;
+  i64 lead = -1;  // of all rows, if they begin at one place of their lines
   std::vector<std::unique_ptr<RowBuffer>> buffers;
   std::vector<BufferEntry> entries;
 
   Side(const char* name, i64 blocks, const std::vector<i64>& row_bytes, i64 num_rows, bool alike,
-       int vec_bytes, Random& random)
+       int vec_bytes, bool same_lead, Random& random)
       : num_parts(random.pick({1, 1, 2, 3})),
         num_rows(num_rows),
         rows_first(random.below(2) == 0),
@@ -61,9 +62,11 @@ struct Side {
     num_blocks = ceil_div(blocks, num_parts) * num_parts;
     const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
     stride_bytes = longest + random.pick({0, 0, 1, 3}) * vec_bytes;
+    if (same_lead) stride_bytes = ceil_div(stride_bytes, 128) * i64(128);
+    if (same_lead) lead = random.below(128 / vec_bytes) * vec_bytes;
     const i64 layers = static_cast<i64>(row_bytes.size());
     const auto add_buffer = [&](i64 rows, i64 bytes) {
-      const i64 offset = random.below(128 / vec_bytes) * vec_bytes;
+      const i64 offset = lead < 0 ? random.below(128 / vec_bytes) * vec_bytes : lead;
       buffers.push_back(
           std::make_unique<RowBuffer>(name, rows, bytes, stride_bytes, offset, random));
     };
@@ -112,10 +115,11 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
     row_bytes.push_back(alike && layer > 0 ? row_bytes[0] : bytes);
   }
   const i64 num_pairs = random.pick({1, 2, 7, 20});
+  const bool lines_of_dst = kernel.variant == kHostTarget, same_lead = random.below(3) == 0;
   Side src("src", random.pick({i64(1), num_pairs, 2 * num_pairs}), row_bytes, num_rows, alike,
-           vec_bytes, random);
+           vec_bytes, same_lead && !lines_of_dst, random);
   Side dst("dst", num_pairs + random.below(num_pairs + 2), row_bytes, num_rows, alike, vec_bytes,
-           random);
+           same_lead && lines_of_dst, random);
 
   const int index_bytes = kernel.index_bytes == 0 ? 4 : kernel.index_bytes;
   const std::vector<i64> flat =
@@ -159,7 +163,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   params.num_rows = num_rows;
   params.row_bytes = alike ? row_bytes[0] : 0;
   const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
-  params.num_segments = jitkern::segments_of(longest, 128 - vec_bytes, vec_bytes);
+  const i64 lead = (lines_of_dst ? dst : src).lead;
+  params.num_segments = jitkern::segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
   params.pace_ns = random.pick({0u, 0u, 200u});
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;
