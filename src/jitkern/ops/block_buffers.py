@@ -49,7 +49,7 @@ class BlockBuffers:
     """
 
     # What a call asks its tensors for: a list has neither gradient nor version.
-    requires_grad = False
+    requires_grad: bool = False
     _version = 0
 
     def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
@@ -171,7 +171,7 @@ class LayerSignals:
             raise TypeError(f"LayerSignals: num_layers: {name}, expected an int")
         if num_layers < 1:
             raise ValueError(f"LayerSignals: num_layers: {num_layers}, expected at least 1")
-        self.num_layers = num_layers
+        self.num_layers: int = num_layers
         self.device: torch.device = (
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         )

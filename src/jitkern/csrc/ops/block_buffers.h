@@ -19,7 +19,7 @@ class BlockBuffers : public tvm::ffi::Object {
  public:
   // The first `block_dims` dimensions of each tensor, 1 or 2, count its blocks.
   BlockBuffers(tvm::ffi::Array<tvm::ffi::Tensor> tensors, i64 block_dims);
-  // Contiguous blocks, of which nothing is known but what the caller says.
+  // Contiguous blocks at addresses that are trusted.
   BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device);
 
   // Of a value that is one, else null.
