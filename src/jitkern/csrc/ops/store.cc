@@ -63,24 +63,27 @@ void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes
   if (row_bytes == 0) return;
   indices.check_below(p.num_slots);
   indices.with_index([&](const auto index_at) {
-    // K and V take turns if they can, so that each index is read from memory once: row 2 i is K,
-    // row 2 i + 1 is V.
-    const auto copy_tables = [&](const StoreParams::Copy* copies, bool both, i64 bytes) {
-      const i64 count = both ? 2 : 1;
+    // K and V take turns, so that each index is read from memory once: row 2 i is K, 2 i + 1 is V.
+    // `count` is a constant: as a variable it takes 4 to 9 % more instructions.
+    const auto copy_in_turn = [&](const auto count, const StoreParams::Copy* copies, i64 bytes) {
       copy_rows<kRandomTargets>(
           count * p.num_rows, bytes, count * p.num_slots * bytes,
-          [&p, index_at, copies, both](i64 row) {
-            const i64 i = both ? row / 2 : row;
+          [&p, index_at, copies, count](i64 row) {
+            const i64 i = row / count;
             const i64 slot = index_at(i);
-            const StoreParams::Copy& copy = copies[both ? row % 2 : 0];
+            const StoreParams::Copy& copy = copies[row % count];
             const bool inside = is_below(slot, p.num_slots);
             return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
                           copy.rows + i * copy.row_stride_bytes};
           });
     };
-    const bool both = num_copies == 2 && first_row_bytes == row_bytes;
-    copy_tables(p.copies, both, first_row_bytes);
-    if (num_copies == 2 && !both) copy_tables(p.copies + 1, false, row_bytes);
+    const std::integral_constant<i64, 1> one;
+    const std::integral_constant<i64, 2> both;
+    if (num_copies == 2 && first_row_bytes == row_bytes) {
+      return copy_in_turn(both, p.copies, row_bytes);
+    }
+    copy_in_turn(one, p.copies, first_row_bytes);
+    if (num_copies == 2) copy_in_turn(one, p.copies + 1, row_bytes);
   });
 }
 
