@@ -42,7 +42,8 @@ template <class... Parts>
 std::string str(const Parts&... parts) {
   std::string text;
   const auto append = [&text](const auto& part) {
-    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(part)>>) {
+    using Part = std::decay_t<decltype(part)>;
+    if constexpr (std::is_arithmetic_v<Part> && !std::is_same_v<Part, char>) {
       text += std::to_string(part);
     } else {
       text += part;
