@@ -21,9 +21,10 @@ FreezeMode = Literal["raise", "warn"]
 FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
 
 VARIABLES = (
-    *("JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES", "JITKERN_CACHE_PATH"),
-    *("JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS", "JITKERN_FREEZE"),
-    *("JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_RECORD"),
+    *("JITKERN_ANY_ENGINE", "JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES"),
+    *("JITKERN_CACHE_PATH", "JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
+    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
+    "JITKERN_RECORD",
 )
 """The variables of jitkern; ``settings`` warns of any other ``JITKERN_*``, likely a typo."""
 
@@ -73,6 +74,8 @@ class Settings(NamedTuple):
     - ``JITKERN_LOG``: 1 logs one line per lookup.
     - ``JITKERN_FAULTS``: raise (default), warn or ignore an index out of range that a kernel
       recorded.
+    - ``JITKERN_ANY_ENGINE``: 1 lets ``jitkern.integrations`` into versions of an engine that they
+      were not tried with.
     """
 
     cache_dir: Path
@@ -88,6 +91,7 @@ class Settings(NamedTuple):
     freeze: FreezeMode | None
     log: bool
     faults: FaultMode
+    any_engine: bool
     cuda_home: Path | None  # CUDA_HOME, else CUDA_PATH
     cxx: str | None  # CXX: a name or a path, with arguments if there are any
     home: Path | None
@@ -112,6 +116,7 @@ class Settings(NamedTuple):
             freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
             log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
             faults=_choice(environ, "JITKERN_FAULTS", {mode: mode for mode in get_args(FaultMode)}),
+            any_engine=_choice(environ, "JITKERN_ANY_ENGINE", {"0": False, "1": True}),
             cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
             cxx=_text(environ, "CXX") or None,
             home=_path(environ, "HOME"),

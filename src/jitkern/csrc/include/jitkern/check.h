@@ -36,8 +36,7 @@ struct UnlessTorch<kOp> {
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::jitkern::UnlessTorch<op>::call); \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_now, op)
 
-// The parts one after the other, as c10::str. Without a stream, which made the module's load 9 %
-// longer.
+// The parts one after the other, as c10::str.
 template <class... Parts>
 std::string str(const Parts&... parts) {
   std::string text;

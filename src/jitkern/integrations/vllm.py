@@ -1,0 +1,169 @@
+"""vLLM: its KV cache offloaded, and its attention states merged, by jitkern's kernels.
+
+vLLM's `spec_name` and `kv_connector` take the classes below, its module paths this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from torch import Tensor
+from vllm import _custom_ops as engine_ops
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu import gpu_worker
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+from jitkern import BlockBuffers, LayerSignals, copy_blocks, merge_state
+from jitkern.integrations import require_version, say_once
+
+TRIED = ("0.33.0",)
+require_version("vllm", vllm.__version__, TRIED)
+STORE_METHOD, LOAD_METHOD = "auto", "sm"  # the model runs beside stores; requests wait for loads
+_engine_merge = engine_ops.merge_attn_states
+
+
+class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[misc]
+    """Copies each group of a job by one call: vLLM queues it, and calls `_take` and `_copy`."""
+
+    by_layer = False  # whether layers wait for new jobs, instead of the host
+
+    def __init__(self, *args: Any, host_memory_is_pinned: bool = True, **rest: Any) -> None:
+        super().__init__(*args, host_memory_is_pinned=host_memory_is_pinned, **rest)
+        self.groups: list[tuple[BlockBuffers, BlockBuffers, LayerSignals]] = []
+        self.awaited: dict[int, LayerSignals] = {}  # of groups with copies that layers wait for
+        self.stream: Any = current_platform.Stream()  # of all jobs, as signals are of one stream
+        self._taken: list[tuple[int, slice]] = []
+        try:
+            if self._canonical_copy_plans is not None or not host_memory_is_pinned:
+                raise ValueError("the canonical layout, or pageable host memory")
+            self.groups = [self._group(refs) for refs in self.layer_refs_per_group]
+            self._fill_group_ops, self._swap_blocks_batch = self._take, self._copy
+        except (TypeError, ValueError) as error:
+            say_once(f"vLLM copies blocks of its KV cache itself: {error}")
+
+    def _group(self, refs: list[Any]) -> tuple[BlockBuffers, BlockBuffers, LayerSignals]:
+        src = self._list(self.src_tensors, self.src_blocks_per_chunk, refs)
+        dst = self._list(self.dst_tensors, self.dst_blocks_per_chunk, refs)
+        signals = LayerSignals(len(refs), self.stream.device)
+        with current_platform.stream(self.stream):  # checks memory, compiles, copies nothing
+            none = (torch.full((1,), -1, device=self.stream.device),) * 2
+            copy_blocks(src, dst, none, method="sm", signals=signals)
+        return src, dst, signals
+
+    def _list(self, side: list[Tensor], n: int, refs: list[Any]) -> BlockBuffers:
+        pages = [side[r.tensor_idx].unflatten(1, (n, -1))[..., : r.page_size_bytes] for r in refs]
+        if n > 1 or pages[0].is_cuda:
+            return BlockBuffers(pages, block_dims=2)
+        # Trusted: of a region that ranks share, a rank may have pinned its own slots only.
+        addresses, sizes = [p.data_ptr() for p in pages], [p.shape[2] for p in pages]
+        strides, make = [p.stride(0) for p in pages], BlockBuffers.from_trusted_addresses
+        return make(addresses, sizes, len(pages[0]), "cpu", block_strides=strides)
+
+    def _take(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:
+        """Write down a group's blocks; a block of either side is a part of a chunk."""
+        part = slice(op_idx, op_idx + group_size)
+        for side, parts in ("src", self.src_blocks_per_chunk), ("dst", self.dst_blocks_per_chunk):
+            ids = (job[f"group_{side}"][:, None] * parts + np.arange(parts)).ravel()
+            job[f"all_{side}"][part] = ids[job[f"{side}_skip_count"] :][:group_size]
+        self._taken.append((group, part))
+        self._stream_pool[:] = [self.stream]  # vLLM takes the job's stream from there
+        sizes = (ref.page_size_bytes for ref in self.layer_refs_per_group[group])
+        return part.stop, group_size * sum(sizes)
+
+    def _copy(self, src_ids: Tensor, dst_ids: Tensor, *_: Any, **__: Any) -> None:
+        # On the GPU: blocks of 64 KiB on the CPU would go to the copy engine, 4 ms of host time.
+        ids = [one.to(self.stream.device, non_blocking=True) for one in (src_ids, dst_ids)]
+        options: Any = {"method": STORE_METHOD if self.gpu_to_cpu else LOAD_METHOD}
+        taken, self._taken = self._taken, []
+        for group, part in taken:
+            src, dst, signals = self.groups[group]
+            if self.by_layer:
+                options["signals"] = self.awaited[group] = signals
+            copy_blocks(src, dst, (ids[0][part], ids[1][part]), **options)
+
+    def wait(self, job_ids: set[int]) -> None:
+        if not self.by_layer:
+            super().wait(job_ids)
+
+    def wait_on_stream(self) -> None:
+        if self.awaited:
+            current_platform.current_stream().wait_stream(self.stream)
+            self.awaited.clear()
+
+    def shutdown(self) -> None:
+        self.groups = []  # or the region could not be unmapped
+        super().shutdown()
+
+
+class JitkernOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
+    """vLLM's offloading to host memory that its ranks share, by jitkern's copies."""
+
+    def create_worker(self, kv_caches: Any) -> Any:
+        gpu_worker.SingleDirectionOffloadingHandler = _Handler
+        try:
+            return super().create_worker(kv_caches)
+        finally:
+            gpu_worker.SingleDirectionOffloadingHandler = _Handler.__base__
+
+
+class JitkernOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+    """Has each layer wait for its own part of the loads that a step needs."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        config = self.connector_worker.kv_cache_config
+        names = [config.kv_cache_groups[i].layer_names for i in get_offloading_group_ids(config)]
+        self._places = {name: (i, n) for i, one in enumerate(names) for n, name in enumerate(one)}
+        self._unseen = set(self._places)  # layers that no step has seen waiting, such as Mamba's
+        self._loads = self.connector_worker.worker._expedited_load_handler
+        if not isinstance(self._loads, _Handler):
+            raise ValueError("spec_name: expected JitkernOffloadingSpec, as the connector's own")
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._loads.by_layer = bool(self._loads.groups)
+        super().start_load_kv(forward_context, **kwargs)
+        self._loads.by_layer = False
+        mode = forward_context.cudagraph_runtime_mode.name  # layers of a full graph do not wait
+        if self._unseen or mode == "FULL" or forward_context.attn_metadata is None:
+            self._loads.wait_on_stream()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._unseen.discard(layer_name)
+        group, layer = self._places.get(layer_name, (-1, 0))
+        if signals := self._loads.awaited.get(group):
+            signals.wait(min(layer, signals.num_layers - 1))
+
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        self._loads.wait_on_stream()
+
+
+def merge_attn_states(
+    output: Tensor,
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    output_lse: Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+    output_scale: Tensor | None = None,
+) -> None:
+    partials = prefix_output, prefix_lse, suffix_output, suffix_lse
+    lse, count = False if output_lse is None else output_lse, prefill_tokens_with_context
+    try:
+        options: Any = {"scale": output_scale, "prefill_tokens_with_context": count}
+        merge_state(*partials, output=output, lse=lse, lse_layout="heads_tokens", **options)
+    except (TypeError, ValueError):
+        say_once("vLLM merges some attention states itself: types or layouts that jitkern lacks")
+        _engine_merge(output, *partials, output_lse, count, output_scale)
+
+
+def plugin() -> None:
+    """Replace the function, which vLLM imports where it calls it."""
+    engine_ops.merge_attn_states = merge_attn_states
+    say_once("jitkern replaces merge_attn_states of vLLM")
