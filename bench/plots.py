@@ -42,16 +42,15 @@ _PLAIN = {
     "torch F.embedding": "PyTorch, F.embedding",
     "torch copy_, block by block": "PyTorch, copy_ per block",
     "loop of cuMemcpy2DAsync in C++": "cuMemcpy2DAsync in a loop",
-    "6 line-aligned, 2 SMs": "aligned loads (nvcc)",
-    "6 line-aligned, 4 SMs": "aligned loads (nvcc)",
-    "4 loads before stores": "loads before stores (nvcc)",
-    "4 loads before stores, full grid": "loads before stores (nvcc)",
-    "torch.argsort, then 6 line-aligned, 4 SMs": "torch.argsort, then aligned loads",
+    "line-aligned, 2 SMs": "aligned loads (nvcc)",
+    "line-aligned, 4 SMs": "aligned loads (nvcc)",
+    "loads before stores, all SMs": "loads before stores (nvcc)",
+    "torch.argsort, then line-aligned, 4 SMs": "torch.argsort, then aligned loads",
     "both on two streams, by a staging buffer": "two streams and staging",
     "a block a descriptor": "one block per descriptor",
 }
 
-_POOL_CASE = "gather of 262144 rows of 656 B, pool of 16 GiB, uniform"
+_POOL_CASE = "gather of 262144 rows of 656 B, pool of 16 GiB"
 # Of the first page: one line of each op, at the size where its users live.
 _SUMMARY = {
     "store_cache, 131,072 rows of 1 KB": ("store", "131072 rows of 1024 B"),

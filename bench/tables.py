@@ -29,11 +29,11 @@ jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch 
 
 h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
-4 loads before stores ~ loads before stores | 6 line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
+loads before stores, all SMs ~ loads before stores | line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
 
-pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB, uniform | gb_s | `h2d_gather`
+pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB | gb_s | `h2d_gather`
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
-jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | 6 line-aligned, 4 SMs ~ lanes start at the line, as they come | 4 loads before stores, full grid ~ loads before stores, as they come | torch.argsort, then 6 line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
+jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | line-aligned, 4 SMs ~ lanes start at the line, as they come | loads before stores, all SMs ~ loads before stores, as they come | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
 swap | nvidia-h200 | swap | 262144 rows of 656 B, distinct, pool of {} GiB | gb_s
 0.4 ~ 0.4 GiB | 4 | 16 | 64
