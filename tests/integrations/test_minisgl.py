@@ -165,6 +165,7 @@ def test_ranks_look_up_the_rows_of_all(
             first, second = layer.forward(ids), layer.forward(ids.flip(0))
         assert torch.equal(first, second.flip(0))
         assert places[1].sent == []  # no sum
+        assert layer._split.num_embeddings == num_rows
         found: Tensor = first
         return found
 

@@ -210,6 +210,15 @@ def test_a_table_has_as_many_rows_as_fit(
     assert found == rows
 
 
+def test_a_block_quota_is_a_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, pool, one = list[Any](), torch.zeros(4, 64), torch.tensor([1])
+    monkeypatch.setattr(plug_in, "copy_blocks", lambda *_, **how: asked.append(how["num_sms"]))
+    target = KVCACHEIO + "per_layer_mla"
+    plug_in.HOOKS[target](original_of(target), pool, pool, one, one, item_size=256)
+    plug_in.HOOKS[target](original_of(target), pool, pool, one, one, 256, 3)
+    assert asked == [None, 3]
+
+
 def test_a_bad_index_is_reported(device: torch.device) -> None:
     src, bad = torch.zeros(4, 64, device=device), torch.tensor([4], device=device)
     dst, target = torch.zeros_like(src), KVCACHEIO + "per_layer_mla"
