@@ -14,11 +14,11 @@ constexpr const char* kOp = "h2d_gather";
 const PairSites kSites(kOp);
 const FaultSite kSlotMapSite = fault_site(kOp, "slot_map");
 
-// From here on a call looks for repeated rows. The search costs about 10 us of the GPU, 2 % of the
-// 0.5 ms in which this many rows of 656 bytes come over the bus.
+// The search for repeated rows takes the GPU about 10 us, 2 % of the 0.5 ms in which so many rows
+// of 656 bytes cross the link.
 constexpr i64 kMinPairsToDedup = 32768;
 
-// Rows that the slot map says are in device memory come from there.
+// reuse_resident on the CPU: rows that `slot_map` finds in `dst` are copied from there.
 void gather_resident_on_cpu(const PairArgs& args) {
   if (args.empty()) return;
   args.check_pairs();
@@ -54,7 +54,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
     raise_value_error(kOp, "reuse_resident", "True without a slot_map",
                       "a slot_map that says which rows are resident, or False");
   }
-  // The rows that a resident row is copied from and to travel in the type of `pairs`.
+  // The list of copies holds two rows of dst per entry, in the dtype of `pairs`.
   if (reuse_resident && args.pairs.index_bytes == 4 &&
       args.dst.num_rows > std::numeric_limits<i32>::max()) {
     args.pairs.type_error("dtype int32",
@@ -63,13 +63,13 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, args.traffic());
   const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
-  const Way way = way_arg(method, num_threads, args, reuse_resident);
+  const MethodArgs requested = check_method(method, num_threads, args, reuse_resident);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }
   const LaunchScope scope(args.dst);
   static KernelTable table = pair_kernels(kOp);
-  run_pairs(scope, args, table, lists, way);
+  run_pairs(scope, args, table, lists, requested);
 }
 
 JITKERN_EXPORT_OP(h2d_gather, h2d_gather);

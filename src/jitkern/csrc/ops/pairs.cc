@@ -1,5 +1,4 @@
-// What h2d_gather and d2h_scatter share: checks, the CPU implementation, launches, and which way
-// the rows of a call take.
+// What ops on pairs share: checks, the CPU implementation, launches, the choice of a method.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -42,7 +41,7 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   const Rows& host = host_rows();
   require_host_memory(host, device_rows(), "(src, dst, pairs)");
   src.same_dtype(dst);
-  // Pairs on the host may be those of a GPU's rows.
+  // With rows on a GPU, pairs may be on the CPU too.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
   require_last_dim(pairs, 2, "source row, destination row");
   src.same_row_bytes(dst);
@@ -108,7 +107,7 @@ void PairArgs::copy_on_cpu(i64 first, i64 step) const {
     });
   };
   pairs.with_index([&](const auto index_at) {
-    // Apart: 3 % of the instructions of rows of 1 KiB.
+    // A separate case saves 3 % of the instructions for rows of 1 KiB.
     if (step == 1) return copy(p.num_pairs, [index_at](i64 i) { return Pair(index_at, i); });
     copy(ceil_div(p.num_pairs - first, step),
          [index_at, first, step](i64 i) { return Pair(index_at, first + i * step); });
@@ -186,7 +185,7 @@ void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const Load
   scope.launch(kernels.entries[0], blocks, params);
 }
 
-// -- which way rows take -------------------------------------------------------------------------
+// -- the choice of a method ----------------------------------------------------------------------
 
 namespace {
 
@@ -208,25 +207,25 @@ i64 num_threads_arg(const char* op, AnyView value) {
   return count;
 }
 
-// Whether SMs would wait for pages rather than for rows, even in the order of the host's memory.
+// Whether SMs are bound by page translations, not by bytes, even in the order of host memory.
 bool is_bound_by_pages(const HostTraffic& traffic) {
   constexpr double kPageBytes = 64 << 10;
   constexpr double kMargin = 1.1;
   const double num_rows = double(traffic.num_rows);
   const double num_pages = double(traffic.span_bytes) / kPageBytes;
-  // Of random rows the first of each page pays for it.
+  // The expected number of pages that random rows touch.
   const double touched = num_pages * -std::expm1(-num_rows / num_pages);
   const double miss_bytes = double(figure(traffic.ordinal, kPageMissBytes));
   return touched * miss_bytes > kMargin * num_rows * double(traffic.row_bytes);
 }
 
-// The CPU wakes its threads first and ends with a chunk: 0.1 to 0.2 ms. 8,192 rows from 64 GiB come
-// at 28.8 GB/s by the CPU and 17 by SMs, 2,048 at 10 and 24. Both at once pay from 16,384 rows on.
+// Waking threads and sending the last chunk takes 0.1 to 0.2 ms. From 64 GiB, 8,192 rows reach 26
+// GB/s by the CPU and 17 by SMs, 2,048 rows 12 and 30. Both at once pay from 16,384 rows on.
 constexpr i64 kMinRowsByCpu = 8192;
 constexpr i64 kMinRowsBothWays = 16384;
 
-// The fastest way of a call on a GPU whose pairs are on the host. The device's context is current.
-Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
+// The fastest method if pairs are on the CPU. The device's context must be current.
+Method fastest_method(const PairArgs& args, const Lists& lists, i64 num_threads) {
   if (lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
   if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
   const HostTraffic traffic = args.traffic();
@@ -237,13 +236,13 @@ Method fastest(const PairArgs& args, const Lists& lists, i64 num_threads) {
   return traffic.num_rows < kMinRowsBothWays ? Method::kCpu : Method::kBoth;
 }
 
-// All of torch's threads but one core, for the driver and the rest of the process: 16 of 16 cores
-// move 38.8 GB/s both ways from 64 GiB, 15 move 46.2.
+// As many as torch, but one core is left to the driver and the rest of the process: with "both",
+// 16 of 16 cores reach 38.8 GB/s from 64 GiB, 15 reach 46.2.
 i64 default_threads() { return std::max<i64>(1, std::min(torch_num_threads(), num_cores() - 1)); }
 
 // Copies the pairs to the GPU and launches the call there.
-void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                          const Lists& lists, i64 num_threads) {
+void upload_and_launch(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
+                       const Lists& lists, i64 num_threads) {
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   find_pair_kernels(scope, call, table, lists);
@@ -256,8 +255,8 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
     for_parts(count, std::min(num_threads, threads_for(count, 16 * count)), copy_part);
     if (any_outside && count == num_pairs) args.check_pairs();
   };
-  // Of several blocks all are checked before the first is queued; what another thread writes into
-  // them later is skipped.
+  // If there are several blocks, all are checked before the first is queued. Pairs that another
+  // thread puts out of range later are skipped.
   if (PairList::bytes(num_pairs, call.index_bytes) > Uploads::kBytes / 2) args.check_pairs();
   const auto list = upload(
       scope, num_pairs, PairList::bytes(1, call.index_bytes),
@@ -268,43 +267,45 @@ void launch_pairs_of_host(const LaunchScope& scope, const PairArgs& args, Kernel
 
 }  // namespace
 
-Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident) {
+MethodArgs check_method(AnyView method, AnyView num_threads, const PairArgs& args,
+                        bool reuse_resident) {
   const char* op = args.src.op;
-  const Way way{method_arg(op, method, args.host_side), num_threads_arg(op, num_threads)};
-  if (way.method != Method::kCpu && way.method != Method::kBoth) return way;
-  const std::string came = way.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
+  const MethodArgs requested{method_arg(op, method, args.host_side),
+                             num_threads_arg(op, num_threads)};
+  if (requested.method != Method::kCpu && requested.method != Method::kBoth) return requested;
+  const std::string actual = requested.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
   if (args.pairs.on_cuda()) {
-    raise_value_error(op, "method", came + " with pairs on " + args.pairs.device_name(),
+    raise_value_error(op, "method", actual + " with pairs on " + args.pairs.device_name(),
                       "pairs on the CPU, whose cores read them, or \"sm\"");
   }
   if (reuse_resident) {
-    raise_value_error(op, "method", came + " with reuse_resident",
+    raise_value_error(op, "method", actual + " with reuse_resident",
                       "\"sm\": the slot map is on the GPU");
   }
-  return way;
+  return requested;
 }
 
 void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
-               const Way& way) {
-  const bool of_host = !args.pairs.on_cuda();
-  i64 num_threads = way.num_threads;
-  if (of_host && num_threads == 0) num_threads = default_threads();
-  Method method = way.method;
+               const MethodArgs& requested) {
+  const bool pairs_on_cpu = !args.pairs.on_cuda();
+  i64 num_threads = requested.num_threads;
+  if (pairs_on_cpu && num_threads == 0) num_threads = default_threads();
+  Method method = requested.method;
   if (method == Method::kAuto) {
     args.max_sms = kMaxSmsBeside;
-    method = of_host ? fastest(args, lists, num_threads) : Method::kSms;
+    method = pairs_on_cpu ? fastest_method(args, lists, num_threads) : Method::kSms;
   }
   args.params.fault = scope.device.fault_device;
   if (method != Method::kCpu) args.map_host_rows();
   if (args.empty()) return;
-  if (!of_host) return launch_pairs(scope, args, table, lists);
+  if (!pairs_on_cpu) return launch_pairs(scope, args, table, lists);
 
   require_no_capture(
       scope, args.pairs,
       "device " + args.device_rows().device_name() + ": a replay would not read them again");
   const RelaxedCapture relaxed;
   if (method == Method::kSms) {
-    return launch_pairs_of_host(scope, args, table, lists, num_threads);
+    return upload_and_launch(scope, args, table, lists, num_threads);
   }
   gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);
 }

@@ -1,9 +1,9 @@
-// h2d_gather of row numbers on the host. The CPU's threads gather rows into pinned chunks, the copy
-// engine sends these, a small kernel puts rows into place. Beside the threads SMs may fetch rows.
+// h2d_gather of pairs on the CPU. CPU threads gather rows into pinned chunks, the copy engine sends
+// the chunks, a small kernel copies the rows to their places. SMs may fetch other rows meanwhile.
 //
-// From 64 GiB SMs alone move 31 GB/s of 656-byte rows in order (each page is another miss in the
-// link's address translation), 8 and 15 threads alone 28 and 43, SMs and 8 threads together 46 of
-// the 48 that a small pool gives.
+// SMs wait for the link's address translation: in a large pool even sorted rows miss once per page.
+// 656-byte rows from 64 GiB, GB/s: SMs 30; 8 and 15 threads 23 and 38; SMs with as many threads 42
+// and 47. SMs from 0.2 GiB: 48.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -17,23 +17,22 @@ namespace jitkern {
 
 namespace {
 
-// The pairs of one block of a call: as many as fit into the pinned memory for their copy.
+// Pairs of a block: as int64, half of Uploads. A block is written while the one before is read.
 constexpr i64 kBlockPairs = i64(512) << 10;
 constexpr i64 kPartPairs = 4096;
-constexpr i64 kPartBytes = 64 << 10;  // 20 us of a core, in which nothing is sent or launched
+constexpr i64 kPartBytes = 64 << 10;  // 20 us on a core; the caller's sends nothing meanwhile
 constexpr i64 kMaxPartRows = 2048;
-constexpr i64 kStagedRowsAhead = 8;  // between the prefetch and the copy
+constexpr i64 kStagedRowsAhead = 8;  // rows from the prefetch to the copy
 
-// How rows are staged in a chunk: pairs of the device's copy, then a row of the slot map for each
-// if there is one, then the rows.
+// The layout of a chunk: pairs for the copy kernel, rows of the slot map if there is one, rows.
 struct ChunkShape {
   i64 row_bytes;
-  i64 part_rows;  // that one thread moves at a time
+  i64 part_rows;  // of a part, which one thread gathers
   i64 chunk_rows;
   int index_bytes;
   bool has_slot_map;
 
-  // ValueError for rows that no chunk holds.
+  // ValueError for rows too large for a chunk.
   ChunkShape(const PairArgs& args, int index_bytes)
       : row_bytes(args.row_bytes),
         index_bytes(index_bytes),
@@ -59,20 +58,19 @@ struct ChunkShape {
   i64 bytes(i64 count) const { return rows_at(count) + count * row_bytes; }
 };
 
-// SMs get this much of their share of what is left at a time, so that they do not end last.
-constexpr double kAtOnce = 0.85;
+// SMs get this part of their share of the remaining rows at a time, so as not to end last.
+constexpr double kFetchShare = 0.85;
 constexpr i64 kMinRowsOfSms = 4096;
-// Threads have that many chunks: one that ends, and the next.
-constexpr i64 kChunksInHand = 2;
+// Chunks that threads gather at a time: they begin one while the last parts of another are done.
+constexpr i64 kMaxOpenChunks = 2;
 
-// Asks for a row that a thread will copy soon.
 void prefetch_row(const char* row, i64 row_bytes) {
-  constexpr i64 kMostBytes = 1024;  // the processor sees by itself what follows
+  constexpr i64 kMostBytes = 1024;  // the processor prefetches the rest
   for (i64 at = 0; at < std::min(row_bytes, kMostBytes); at += 64) __builtin_prefetch(row + at);
 }
 
-// A call whose rows go through chunks, in parts that threads share. A block of pairs is first
-// checked and copied; then its rows are moved, in parts that are published as the GPU gets on.
+// A call through chunks. Threads take numbered parts of work. The first parts of a block check and
+// copy its pairs, the others gather rows. A chunk's parts are published when the chunk is free.
 class GatherByCpu {
  public:
   // `kernels` copy rows from chunks to the GPU's tensor.
@@ -90,7 +88,7 @@ class GatherByCpu {
         lists_(lists),
         with_sms_(with_sms) {}
 
-  // Leads the other threads. To be called once.
+  // Publishes parts and queues work on the GPU; this thread takes parts too. Call it once.
   void run() {
     Workers workers(std::min(num_threads_ - 1, args_.bytes() / kPartBytes), [this] {
       for (i64 number; (number = parts_.take()) >= 0;) do_part(number);
@@ -110,10 +108,10 @@ class GatherByCpu {
       start_block(count);
       finish_copy();
       if (block_begin_ == 0) turn_.begin();
-      for (Backoff backoff; front_ != back_ || num_sent_ != num_handed_;) {
-        feed_sms() || hand_out() || send() || help() ? backoff.reset() : backoff.wait();
+      for (Backoff backoff; front_ != back_ || chunks_sent_ != chunks_published_;) {
+        feed_sms() || publish_chunk() || send() || help() ? backoff.reset() : backoff.wait();
       }
-      learn_share(count);
+      update_share(count);
       staging_.uploads.mark(scope_.stream());
     }
     record(staging_.end, staging_.places);
@@ -122,27 +120,26 @@ class GatherByCpu {
   }
 
  private:
-  // The rows that a chunk is for.
-  struct InWork {
+  struct ChunkWork {
     i64 first;
     i64 count;
-    std::atomic<i64> num_left;  // parts that no thread has done
+    std::atomic<i64> num_left;  // parts to be done
   };
 
   void start_block(i64 count) {
     front_ = 0;
     back_ = count;
-    num_fetches_ = rows_of_sms_ = rows_sent_ = num_handed_ = num_sent_ = 0;
+    num_fetches_ = rows_of_sms_ = rows_sent_ = chunks_published_ = chunks_sent_ = 0;
     sms_are_busy_ = false;
-    // Threads go on to rows at once: nothing is sent while pairs are being checked.
-    while (hand_out()) {
+    // Threads go on to rows at once. Nothing is sent before all pairs are checked.
+    while (publish_chunk()) {
     }
     if (with_sms_) {
       on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
     }
   }
 
-  // -- parts of the CPU's threads
+  // -- by CPU threads
 
   void publish(i64 count) {
     parts_.publish(count);
@@ -155,7 +152,7 @@ class GatherByCpu {
     finish_copy();
   }
 
-  // Has `count` pairs of the block checked, and copied to `list` if there is one.
+  // Publishes parts that check `count` pairs and copy them to `list`, if it has memory.
   void start_copy(const PairList& list, i64 count) {
     list_ = list;
     block_end_ = block_begin_ + count;
@@ -165,8 +162,8 @@ class GatherByCpu {
     publish(first_move_);
   }
 
-  // Helps until they are. IndexError if the block is the whole call; pairs of others, which have
-  // changed since they were checked, are padding by now.
+  // Does parts until all pairs are checked. IndexError if the block is the whole call. Otherwise
+  // pairs were checked before; those that have become invalid since are padding.
   void finish_copy() {
     for (Backoff backoff; num_checked_.load() < first_move_ - first_check_;) {
       help() ? backoff.reset() : backoff.wait();
@@ -175,7 +172,7 @@ class GatherByCpu {
     if (any_outside_ && is_all) args_.check_pairs();
   }
 
-  // Does one part that no thread has taken, if there is one.
+  // Does a part that no thread has taken, if there is one.
   bool help() {
     const i64 number = parts_.try_take();
     if (number >= 0) do_part(number);
@@ -192,7 +189,7 @@ class GatherByCpu {
 
   void move_part(i64 part) {
     const i64 number = part / shape_.num_parts() % kNumChunks;
-    InWork& work = in_work_[number];
+    ChunkWork& work = chunk_work_[number];
     const i64 begin = part % shape_.num_parts() * shape_.part_rows;
     const i64 end = std::min(work.count, begin + shape_.part_rows);
     args_.pairs.with_index(
@@ -200,12 +197,12 @@ class GatherByCpu {
     work.num_left.fetch_sub(1);
   }
 
-  // Rows [begin, end) of a chunk, whose pairs may be unchecked as yet.
+  // Gathers rows [begin, end) of a chunk. Pairs may be unchecked: invalid ones are skipped.
   template <class IndexAt>
-  void stage_rows(const IndexAt index_at, i64 number, const InWork& work, i64 begin, i64 end) {
+  void stage_rows(const IndexAt index_at, i64 number, const ChunkWork& work, i64 begin, i64 end) {
     char* const base = chunks_[number].host;
     char* const rows = base + shape_.rows_at(work.count);
-    const PairList placed{base, shape_.index_bytes};
+    const PairList chunk_pairs{base, shape_.index_bytes};
     const PairList slots{base + shape_.slot_rows_at(work.count), shape_.index_bytes};
     const PairCopyParams& p = args_.params;
     const i64 row_bytes = args_.row_bytes;
@@ -220,39 +217,40 @@ class GatherByCpu {
       }
       const Pair pair(index_at, first + i);
       const bool inside = pair.is_inside(p);
-      placed.set(i, inside ? i : -1, pair.dst_row);
+      chunk_pairs.set(i, inside ? i : -1, pair.dst_row);
       if (shape_.has_slot_map) slots.set_item(i, pair.src_row);
       if (inside) stream_row(rows + i * row_bytes, source(pair), row_bytes);
     }
     end_stream();
   }
 
-  // Gives the next chunk to the threads, if they run out of work and one is free.
-  bool hand_out() {
-    if (front_ == back_ || num_handed_ - num_sent_ == kNumChunks) return false;
-    i64 in_hand = 0;
-    for (const InWork& work : in_work_) in_hand += work.num_left != 0;
-    if (in_hand >= kChunksInHand) return false;
-    const i64 number = num_handed_ % kNumChunks;
+  // Publishes the next chunk if it is free and threads need work.
+  bool publish_chunk() {
+    if (front_ == back_ || chunks_published_ - chunks_sent_ == kNumChunks) return false;
+    i64 num_open = 0;
+    for (const ChunkWork& work : chunk_work_) num_open += work.num_left != 0;
+    if (num_open >= kMaxOpenChunks) return false;
+    const i64 number = chunks_published_ % kNumChunks;
     if (!is_done(chunks_[number].done)) return false;
-    // The first chunks are small: the link waits for them. Beside SMs, which keep it busy, all are,
-    // and the last ones smaller still, so that both ways end at about the same time.
-    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - num_handed_);
+    // The first chunks are small, as the link waits for them. Beside SMs, which keep it busy,
+    // chunks have at most 4 parts per thread, the last ones 2: threads and SMs should end together.
+    i64 most = shape_.chunk_rows >> std::max<i64>(0, 2 - chunks_published_);
     if (with_sms_) {
-      const i64 at_once = num_threads_ * shape_.part_rows;
-      most = std::min(most, std::max(2 * at_once, std::min(4 * at_once, (back_ - front_) / 4)));
+      const i64 round_rows = num_threads_ * shape_.part_rows;
+      most =
+          std::min(most, std::max(2 * round_rows, std::min(4 * round_rows, (back_ - front_) / 4)));
     }
     const i64 count = std::min(std::max(most, shape_.part_rows), back_ - front_);
     back_ -= count;
-    InWork& given = in_work_[number];
-    given.first = back_;
-    given.count = count;
-    given.num_left = shape_.num_parts();
-    publish(first_move_ + ++num_handed_ * shape_.num_parts());
+    ChunkWork& chunk_work = chunk_work_[number];
+    chunk_work.first = back_;
+    chunk_work.count = count;
+    chunk_work.num_left = shape_.num_parts();
+    publish(first_move_ + ++chunks_published_ * shape_.num_parts());
     return true;
   }
 
-  // Copies the rows of a chunk's device memory to the GPU's tensor, by the chunk's pairs.
+  // Copies a chunk's rows from device memory to `dst`.
   void copy_on_device(const Chunk& chunk, i64 count) {
     PairCall call = args_;
     call.set_source(chunk.device + shape_.rows_at(count), args_.row_bytes, count);
@@ -264,11 +262,11 @@ class GatherByCpu {
     launch_pair_copy(places, call, kernels_, call.params, 0);
   }
 
-  // Sends the oldest chunk on its way, if it is full.
+  // Sends the oldest chunk if all its parts are done.
   bool send() {
-    if (num_sent_ == num_handed_) return false;
-    const i64 number = num_sent_ % kNumChunks;
-    const InWork& work = in_work_[number];
+    if (chunks_sent_ == chunks_published_) return false;
+    const i64 number = chunks_sent_ % kNumChunks;
+    const ChunkWork& work = chunk_work_[number];
     if (work.num_left.load() != 0) return false;
     const Chunk& chunk = chunks_[number];
     copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
@@ -277,17 +275,17 @@ class GatherByCpu {
     copy_on_device(chunk, work.count);
     record(chunk.done, staging_.places);
     rows_sent_ += work.count;
-    ++num_sent_;
+    ++chunks_sent_;
     return true;
   }
 
-  // -- parts of the SMs
+  // -- by SMs
 
-  // Launches the next part of the rows that SMs fetch, once they have fetched the last.
+  // Launches the next fetch by SMs, if the last one is done.
   bool feed_sms() {
     if (!with_sms_ || front_ == back_ || !sms_are_free()) return false;
     const i64 left = back_ - front_;
-    const i64 count = static_cast<i64>(kAtOnce * share_of_sms() * double(left));
+    const i64 count = static_cast<i64>(kFetchShare * share_of_sms() * double(left));
     if (count < (num_fetches_ > 0 ? kMinRowsOfSms : 1)) return false;
     fetch(count);
     return true;
@@ -302,8 +300,8 @@ class GatherByCpu {
       copy_to_device(copied, list, pairs_.bytes(count), scope_.stream());
       list = copied;
     }
-    // Later ones are read where they are: their copy would wait for whole chunks in the copy
-    // engine, which costs 15 threads 2 to 6 %.
+    // SMs read later lists in host memory: their copy would wait in the copy engine for whole
+    // chunks, which costs 2 to 6 % with 15 threads.
     call.params.pairs = list;
     call.params.num_pairs = count;
     call.index_bytes = pairs_.index_bytes;
@@ -320,7 +318,7 @@ class GatherByCpu {
     return !sms_are_busy_;
   }
 
-  // As measured in this call, or in the last one.
+  // As measured in this block, or at its start in the previous block or call.
   double share_of_sms() const {
     if (rows_of_sms_ > 0 && rows_sent_ > 0) {
       return double(rows_of_sms_) / double(rows_of_sms_ + rows_sent_);
@@ -328,13 +326,13 @@ class GatherByCpu {
     return staging_.sms_share;
   }
 
-  void learn_share(i64 count) {
+  void update_share(i64 count) {
     if (num_fetches_ == 0 || rows_sent_ == 0) return;
     double share = double(rows_of_sms_) / double(count);
     if (!sms_are_free()) {
-      share *= 0.9;  // it was too large
+      share *= 0.9;  // too large: SMs end last
     } else if (num_fetches_ == 1) {
-      share *= 1.05 / kAtOnce;  // it was too small: nothing was left for a second fetch
+      share *= 1.05 / kFetchShare;  // too small: too few rows were left for a second fetch
     }
     staging_.sms_share = std::clamp(share, 0.05, 0.95);
   }
@@ -351,27 +349,27 @@ class GatherByCpu {
   const Lists lists_;
   const bool with_sms_;
   Parts parts_;
-  Workers* workers_ = nullptr;       // of run()
+  Workers* workers_ = nullptr;       // a local of run()
   std::atomic<i64> num_checked_{0};  // parts
   std::atomic<bool> any_outside_{false};
 
-  // Of the block; the first five are written before its parts are published.
+  // Of the block. The first five are written before its parts are published: threads read them.
   i64 block_begin_ = 0;  // the number of its first pair
   i64 block_end_ = 0;
   i64 first_check_ = 0;
   i64 first_move_ = 0;
   PairList list_{};
   PairList pairs_{};
-  std::array<InWork, kNumChunks> in_work_{};
-  // SMs take pairs from its front, the CPU from its back.
+  std::array<ChunkWork, kNumChunks> chunk_work_{};
+  // SMs take pairs from the front, CPU threads from the back.
   tvm::ffi::Tensor on_device_;
   i64 front_ = 0;
   i64 back_ = 0;
   i64 num_fetches_ = 0;
   i64 rows_of_sms_ = 0;
   i64 rows_sent_ = 0;
-  i64 num_handed_ = 0;  // chunks
-  i64 num_sent_ = 0;
+  i64 chunks_published_ = 0;
+  i64 chunks_sent_ = 0;
   bool sms_are_busy_ = false;
 };
 
@@ -398,11 +396,11 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
 
 void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
                    const Lists& lists, bool with_sms, i64 num_threads) {
-  // Kernels may have to be compiled, in Python: find them before taking locks.
+  // Finding kernels may compile them in Python, so no lock may be held.
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
   if (with_sms) find_pair_kernels(scope, call, table, lists, true);
-  call.set_source(nullptr, args.row_bytes, 0);  // chunks and their rows lie on lines
+  call.set_source(nullptr, args.row_bytes, 0);  // the rows of a chunk begin on a line
   const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, false));
   GatherByCpu(scope, args, table, kernels, lists, with_sms, num_threads).run();
 }

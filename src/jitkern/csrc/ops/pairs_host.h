@@ -1,5 +1,5 @@
-// What the ops between host and device memory share: the order of the host's memory, checks, the
-// CPU implementation, launches.
+// What the ops between host and device memory share: sorting by host address, checks, the CPU
+// implementation, launches.
 #pragma once
 
 #include <limits>
@@ -11,44 +11,44 @@
 
 namespace jitkern {
 
-// -- order of the host's memory -------------------------------------------------------------------
+// -- sorting by host address ---------------------------------------------------------------------
 
 // What a call moves over the link.
 struct HostTraffic {
   int ordinal;  // of the GPU, -1: none
   i64 num_rows;
   i64 row_bytes;
-  i64 span_bytes;  // of the host's rows, first to last; 0 (none, or expanded): no order
+  i64 span_bytes;  // of all host rows; 0 (no rows, or expanded ones): not sorted
 };
 
-// Whether the order pays: for many short rows of more memory than the link's translation reaches.
+// Whether sorting pays: for many short rows, if the link's address translation misses.
 bool is_worth_ordering(const HostTraffic& traffic);
 
-// Whether a call moves its rows in the order of the host's memory: "host" yes, "given" no, "auto"
-// or None if it pays.
+// Whether a call sorts its rows: "host" yes, "given" no, "auto" or None if it pays. Never if
+// span_bytes is 0.
 bool order_arg(const char* op, AnyView order, const HostTraffic& traffic);
 
-// Bytes that a sorted call has in flight by default, at least `unsorted`, those of another call.
+// Bytes in flight of a sorted call by default; `unsorted`, the minimum, are those of other calls.
 i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted);
 
-// Entry points of a module that sorts: see load_sort() in ops/pairs.py.
+// Entry points of a sort module: see load_sort() in ops/pairs.py.
 enum SortEntry : int { kListEntry, kScanEntry, kPlaceEntry };
 KernelTable sort_kernels(const char* name, std::vector<const char*> names);
 
-// The regions of a span of host memory, without memory of their own.
+// The regions of a span of host memory. Pointers are null.
 Regions cut_regions(i64 span_bytes, u32 num_kinds = 1);
 
-// The least power of two of at least 2 * num_pairs: places of a table of source rows.
+// The entries of a hash table of source rows: a power of two, at least 2 * num_pairs.
 i64 table_size_for(i64 num_pairs);
 
-// Launches a kernel with a thread for each row.
+// Launches one thread per row.
 template <class Params>
 void launch_list(const LaunchScope& scope, const Kernel& kernel, i64 num_rows,
                  const Params& params) {
   scope.launch(kernel, ceil_div(num_rows, kernel.num_threads), params);
 }
 
-// Numbers the rows of each region, sums up the regions, places the rows.
+// Sorts as described at Regions.
 template <class Params>
 void launch_sort(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                  const Params& params) {
@@ -57,16 +57,15 @@ void launch_sort(const LaunchScope& scope, const LoadedKernels& kernels, i64 num
   launch_list(scope, kernels.entries[kPlaceEntry], num_rows, params);
 }
 
-// Scratch memory of a call, in pieces of whole 16 bytes.
+// Scratch memory of a call, in 16-byte aligned pieces.
 class Scratch {
  public:
-  // Points `pointer` to the next piece once there is memory; leaves it alone for 0 bytes.
+  // allocate_on() will set `pointer`, unless `bytes` is 0.
   template <class T>
   void add(T*& pointer, i64 bytes) {
     if (bytes > 0) pieces_.emplace_back(reinterpret_cast<void**>(&pointer), bytes_);
     bytes_ += ceil_div(bytes, 16) * 16;
   }
-  // Of the pieces so far.
   i64 bytes() const { return bytes_; }
   // From torch's caching allocator.
   tvm::ffi::Tensor allocate_on(DLDevice device) const {
@@ -82,7 +81,7 @@ class Scratch {
 
 // -- pairs ---------------------------------------------------------------------------------------
 
-// A pair, read once.
+// A copy of a pair, as another thread may write the list.
 struct Pair {
   i64 src_row;
   i64 dst_row;
@@ -96,14 +95,14 @@ struct Pair {
   bool is_inside(const PairCopyParams& p) const {
     return is_below(src_row, p.num_src_rows) && is_below(dst_row, p.num_dst_rows);
   }
-  // IndexError if this pair, number i and no padding, is out of range.
+  // IndexError if this pair, number i, is out of range. It must not be padding.
   void require_inside(const char* op, i64 i, i64 num_src_rows, i64 num_dst_rows) const {
     if (src_row >= num_src_rows) raise_index_error(op, "pairs[..., 0]", i, src_row, num_src_rows);
     if (dst_row >= num_dst_rows) raise_index_error(op, "pairs[..., 1]", i, dst_row, num_dst_rows);
   }
 };
 
-// Pairs of the narrowest type that holds the numbers of their rows.
+// A list of pairs, or of single rows, as int32 or int64.
 struct PairList {
   void* data;
   int index_bytes;
@@ -127,20 +126,20 @@ struct PairList {
   }
 };
 
-// SMs that keep the link busy where vectors are narrow.
+// The most SMs of a large call by default. Narrow vectors need them all to fill the link.
 constexpr i64 kMaxSms = 8;
-// SMs of a call that may run beside a model. Of 656-byte rows 2 SMs move 20 GB/s at 1.06 of a
-// decode step, 4 move 28 at 1.10 (H200, batch 1).
+// The same if a model may run beside the call (method "auto", swap_rows). With 656-byte rows 2 SMs
+// move 20 GB/s while a decode step takes 1.06 of its time, 4 SMs 28 at 1.10 (H200, batch 1).
 constexpr i64 kMaxSmsBeside = 2;
 
-// Of an op's index arguments.
+// The fault sites of `pairs`.
 struct PairSites {
   explicit PairSites(const char* op)
       : src(fault_site(op, "pairs[..., 0]")), dst(fault_site(op, "pairs[..., 1]")) {}
   const FaultSite src, dst;
 };
 
-// A copy between host and device memory.
+// A copy by pairs.
 struct PairCall {
   PairCopyParams params{};
   HostSide host_side = kHostSource;
@@ -148,41 +147,40 @@ struct PairCall {
   i64 span_bytes = 0;  // see HostTraffic
   int index_bytes = 8;
   DLDevice device{};
-  std::optional<i64> num_sms;  // as the caller says
+  std::optional<i64> num_sms;  // the caller's choice
   i64 max_sms = kMaxSms;       // of a large call without `num_sms`
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
   HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
-  // Rows come from there, or go there, instead.
   void set_source(const char* rows, i64 stride_bytes, i64 count);
   void set_target(char* rows, i64 stride_bytes, i64 count);
 };
 
-// The arguments of an op on pairs.
+// The checked arguments of an op on pairs.
 struct PairArgs : PairCall {
-  // Checks everything but slot_map. TypeError or ValueError naming `op` and the argument.
+  // TypeError or ValueError if an argument is wrong. Does not read the pairs.
   PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src, AnyView dst,
            AnyView pairs, AnyView num_sms);
 
-  // Checks `slot_map` (None or [num_src_rows], int32 or int64) and puts it into `params`.
+  // Checks `slot_map`, None or [num_src_rows], and adds it to `params`.
   void take_slot_map(AnyView slot_map);
 
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
   bool empty() const { return bytes() == 0; }
 
-  // On CPU tensors: IndexError for the first pair that is out of range.
+  // IndexError for the first pair that is out of range. `pairs` must be on the CPU.
   void check_pairs() const;
 
-  // On CPU tensors: raises IndexError before anything is written, else copies.
+  // These take CPU tensors. run_on_cpu() raises IndexError before anything is written.
   void run_on_cpu() const;
-  // Copies every `step`-th pair from number `first` on.
+  // Copies pairs first, first + step, ...
   void copy_on_cpu(i64 first = 0, i64 step = 1) const;
-  // Writes every copied pair to the slot map, if there is one. On CPU tensors.
+  // Does nothing without a slot map.
   void update_slot_map() const;
 
-  // Replaces the host side's address by the GPU's. ValueError if that memory is not pinned.
+  // Replaces the host rows' address by the GPU's. ValueError if they are not pinned.
   void map_host_rows();
 
   Rows src;
@@ -191,83 +189,83 @@ struct PairArgs : PairCall {
   std::optional<Indices> slot_map;
 };
 
-// How the pairs of a large call are sorted before its copy.
+// How the pairs of a call are sorted before the copy: see ListParams.
 struct Lists {
-  bool search;          // each source row is brought once, repeats are copied in device memory
-  bool reuse_resident;  // so are rows that the slot map knows
-  bool ordered;         // rows are brought in the order of the host's memory
+  bool search;          // each source row crosses the link once, repeats are copied on the GPU
+  bool reuse_resident;  // rows that slot_map has are copied on the GPU too; needs `search`
+  bool ordered;         // rows are sorted by host address
   FaultSite slot_map_site{};
 };
 
-// The kernels of `op`: a PairCopy first.
+// The kernels of `op`; the first entry is a PairCopy.
 KernelTable pair_kernels(const char* op);
 
-// Whether a call is so short that it may be spread over the GPU.
+// Whether a call is so short (40 us) that it may use the whole GPU; never with num_sms.
 bool is_small_call(const PairCall& call);
 
-// Whether every host row starts on a line, or lies inside one. `host_bits`: address and stride.
+// Whether every host row starts on a line or lies inside one. `host_bits`: address | stride.
 bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
-// The specialisation for mapped rows; `more_bits`: of further addresses that rows are written to.
+// The template arguments of the copy. `more_bits`: further destination addresses, or-ed.
 Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 
-// In flight in a large call by default. An SM has 128 KiB of 656-byte rows: 2 SMs saturate an idle
-// bus, but beside a GEMM they move 33 GB/s and 3 SMs 47.
+// In flight in an unsorted large call, unless max_sms is lower. An SM has 128 KiB of 656-byte rows
+// in flight. 2 SMs saturate an idle link, but beside a GEMM they move 33 GB/s, and 3 SMs 47.
 constexpr i64 kBytesInFlight = 320 << 10;
 
-// SMs that have so many bytes in flight, at most kMaxSms.
+// The number of SMs for so many bytes in flight, at most kMaxSms.
 i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight);
 
-// How many blocks a copy of so many rows is launched on; spec[4] says whether the call is large.
+// The number of blocks of a copy. `num_sms` limits large calls only.
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                     i64 num_sms);
 
-// Launches the first of `kernels`: a small call over the whole GPU, a large one on as many blocks
-// as the caller says, or as have `bytes_in_flight`. `params`: the call's, or another list of its
-// pairs.
+// Launches the copy: a small one on the whole GPU, a large one on num_sms blocks, by default enough
+// for `bytes_in_flight` and at most max_sms. `params`: the call's, perhaps with another list.
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
-// Loads the kernels of a call, with `in_parts` also those of parts of it; before it launches
-// anything.
+// Loads the kernels of a call, if `in_parts` also those for parts of it. Call it before any launch,
+// as it may compile.
 const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
                                        KernelTable& table, const Lists& lists,
                                        bool in_parts = false);
 
-// Launches a call: one copy of its pairs, or by its lists.
+// Launches a call: one copy, or a sort and the copies of its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
                   const Lists& lists);
 
-// How rows move: over the link by SMs, by the CPU's cores through pinned chunks, or part of them
-// each way at once. kAuto: the fastest.
+// How rows cross the link: read or written by SMs, gathered by CPU threads into pinned chunks, or
+// both at once for a part each. kAuto: the fastest, with at most kMaxSmsBeside SMs.
 enum class Method : int { kAuto, kSms, kCpu, kBoth };
 
-struct Way {
+struct MethodArgs {
   Method method = Method::kAuto;
-  i64 num_threads = 0;  // of the CPU, the caller's included; 0: as many as torch
+  i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
 };
 
-// TypeError or ValueError if an argument is wrong, or the call cannot go that way.
-Way way_arg(AnyView method, AnyView num_threads, const PairArgs& args, bool reuse_resident = false);
+// TypeError or ValueError if an argument is wrong or the method does not fit the call.
+MethodArgs check_method(AnyView method, AnyView num_threads, const PairArgs& args,
+                        bool reuse_resident = false);
 
-// Runs a call on a GPU: launches it, or has the CPU take part.
+// Runs a call on a GPU by the method that was asked for.
 void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
-               const Way& way);
+               const MethodArgs& requested);
 
-// -- pairs in host memory, by the CPU's threads ---------------------------------------------------
+// -- pairs in host memory ------------------------------------------------------------------------
 
-// The bytes of an index that holds the call's row numbers.
+// Bytes of the narrowest index that holds the call's row numbers.
 int narrow_index_bytes(const PairArgs& args);
 
-// Checks pairs [begin, end), and copies them to `list` if it has memory, which begins with pair
-// `list_begin`; pairs out of range become padding. Whether there are any of these.
+// Copies pairs [begin, end) to `list`, which begins with pair `list_begin`, if it has memory. Pairs
+// out of range become padding there. Returns whether there are any.
 bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end);
 
-// Copies all pairs of a gather; the host's memory is mapped if SMs take part. Raises IndexError
-// before anything is queued; if `args.pairs` changes meanwhile, no other memory is touched. Returns
-// once the CPU has read its host rows and the rest is queued on the scope's stream.
+// Runs a gather through chunks, and `with_sms` by SMs too, which needs mapped host rows. IndexError
+// before anything is queued; pairs that go out of range later are skipped. Returns once the CPU has
+// read its host rows and the rest is queued on the scope's stream.
 void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
                    const Lists& lists, bool with_sms, i64 num_threads);
 
