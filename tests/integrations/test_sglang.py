@@ -21,7 +21,7 @@ from torch import Tensor
 
 import jitkern
 from jitkern.errors import UnsupportedError
-from jitkern.integrations import say_once
+from jitkern.integrations import plug_into_sglang, say_once
 from jitkern.integrations import sglang as plug_in
 
 # sglang 0.5.23, sglang-kernel 0.4.10: parameters; host layouts to try, to the GPU > or from it <.
@@ -297,16 +297,26 @@ def test_the_plug_in_registers_each_function_if_it_is_named(
     named: str, registered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", named)
-    plug_in.plugin()
+    plug_into_sglang()
     names = PARAMETERS if "jitkern" in named else ()
     assert registered == {name: (plug_in.HOOKS[name], "around") for name in names}
+
+
+def test_entry_points_are_there() -> None:
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    named = dict(
+        re.findall(r'entry-points\."(.+)"\]\njitkern = "jitkern.integrations:(\w+)"', text)
+    )
+    expected = {"vllm.general_plugins": "plug_into_vllm", "sglang.srt.plugins": "plug_into_sglang"}
+    assert named == expected
+    assert all(callable(getattr(jitkern.integrations, name)) for name in named.values())
 
 
 def test_other_versions_are_refused(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "jitkern")
     monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.24")
     with pytest.raises(UnsupportedError, match=r"sglang 0\.5\.24, expected 0\.5\.23"):
-        plug_in.plugin()
+        plug_into_sglang()
     assert not registered
 
 

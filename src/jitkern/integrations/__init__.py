@@ -8,7 +8,9 @@ engine's own code, which is logged once.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from importlib import import_module
 
 from jitkern.env import process_environment, settings
 from jitkern.errors import UnsupportedError
@@ -19,16 +21,8 @@ log: logging.Logger = logging.getLogger("jitkern")
 def require_version(engine: str, found: str, tried: tuple[str, ...]) -> None:
     """Raise UnsupportedError unless this version of an engine was tried, or any is to be taken."""
     if found not in tried and not settings().any_engine:
-        expected = " or ".join(tried)
-        raise UnsupportedError(
-            f"jitkern.integrations.{engine}: {engine} {found}, expected {expected}; "
-            "JITKERN_ANY_ENGINE=1 takes any version"
-        )
-
-
-def is_named(variable: str) -> bool:
-    """Tell whether an engine's list of plug-ins names jitkern: installing it is not enough."""
-    return "jitkern" in process_environment().get(variable, "").replace(",", " ").split()
+        text = f"jitkern.integrations.{engine}: {engine} {found}, expected {' or '.join(tried)}"
+        raise UnsupportedError(f"{text}; JITKERN_ANY_ENGINE=1 takes any version")
 
 
 @cache
@@ -37,9 +31,13 @@ def say_once(text: str) -> None:
     log.info("%s", text)
 
 
-def plug_into_vllm() -> None:
-    """Import the plug-in for vLLM if VLLM_PLUGINS names jitkern: vLLM calls this entry point."""
-    if is_named("VLLM_PLUGINS"):
-        from jitkern.integrations import vllm
+def _plug_into(engine: str) -> None:
+    """Import the plug-in and call it if the engine's variable names jitkern among its plug-ins."""
+    names = process_environment().get(f"{engine.upper()}_PLUGINS", "")
+    if "jitkern" in names.replace(",", " ").split():
+        import_module(f"jitkern.integrations.{engine}").plugin()
 
-        vllm.plugin()
+
+plug_into_vllm: Callable[[], None] = partial(_plug_into, "vllm")
+plug_into_sglang: Callable[[], None] = partial(_plug_into, "sglang")
+"""Entry points of the engines, which call them in each process."""

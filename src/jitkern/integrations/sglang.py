@@ -15,7 +15,7 @@ import torch
 
 from jitkern import BlockBuffers, copy_blocks
 from jitkern.env import process_environment
-from jitkern.integrations import is_named, log, require_version, say_once
+from jitkern.integrations import log, require_version, say_once
 from jitkern.offload import PinnedPool
 
 TRIED = ("0.5.23",)
@@ -145,12 +145,11 @@ HOOKS = {x + y: partial(_around, x + y) for x, names in NAMES.items() for y in n
 
 
 def plugin() -> None:
-    """Wrap the engine's functions if ``SGLANG_PLUGINS`` names jitkern. The engine calls it."""
-    if is_named("SGLANG_PLUGINS"):
-        import sglang
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    """Wrap the engine's functions."""
+    import sglang
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        require_version("sglang", sglang.__version__, TRIED)
-        for target, hook in HOOKS.items():
-            HookRegistry.register(target, hook, HookType.AROUND)
-        log.info("jitkern wraps SGLang's %s", ", ".join(HOOKS))
+    require_version("sglang", sglang.__version__, TRIED)
+    for target, hook in HOOKS.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    log.info("jitkern wraps SGLang's %s", ", ".join(HOOKS))
