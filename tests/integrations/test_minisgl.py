@@ -16,6 +16,7 @@ from needs import needs_cxx
 from torch import Tensor
 
 import jitkern
+from jitkern import integrations
 from jitkern.errors import UnsupportedError
 from jitkern.integrations import minisgl
 
@@ -68,6 +69,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(minisgl, "ranks", made)
     monkeypatch.setattr(minisgl, "_open", [])
+    monkeypatch.setattr(integrations, "_said", set())
     return SimpleNamespace(
         kernel=kernel, runner=GraphRunner(), embedding=VocabParallelEmbedding, log=done
     )
@@ -76,13 +78,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_the_kernels_are_jitkerns_and_it_is_logged_once(
     engine: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "jitkern"):
+    with caplog.at_level(logging.INFO, "minisgl.jitkern"):
         minisgl.enable()
     assert engine.kernel.store_cache is jitkern.store_cache
     assert engine.kernel.indexing is jitkern.indexing
     assert engine.kernel.fast_compare_key is jitkern.fast_compare_key
     (record,) = caplog.records
-    assert "replaces minisgl.kernel's store_cache(k_cache" in record.getMessage()
+    assert "replaces store_cache(k_cache" in record.getMessage()
     assert record.getMessage().endswith("; ranks use nccl")
 
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import jitkern
+from jitkern import integrations
 from jitkern.errors import UnsupportedError
-from jitkern.integrations import plug_into_sglang, say_once
+from jitkern.integrations import plug_into_sglang
 from jitkern.integrations import sglang as plug_in
 
 # sglang 0.5.23, sglang-kernel 0.4.10: parameters; host layouts to try, to the GPU > or from it <.
@@ -206,7 +207,7 @@ def test_a_table_has_as_many_rows_as_fit(
 ) -> None:
     fake = SimpleNamespace(from_trusted_addresses=lambda *args, **_: args[2])
     monkeypatch.setattr(plug_in, "BlockBuffers", fake)
-    found: Any = plug_in._list.__wrapped__(tuple(starts), size, stride, 0, -1)
+    found: Any = plug_in._rows.__wrapped__(tuple(starts), size, stride, 0, -1)
     assert found == rows
 
 
@@ -231,8 +232,8 @@ def test_what_is_not_taken_goes_to_the_engine_and_is_said_once(caplog: Any) -> N
     """Rows that are not contiguous."""
     indices, target, calls = torch.arange(4), HICACHE + "one_layer_mla", list[Any]()
     args = (torch.zeros(8, 4), indices, torch.zeros(4, 8).T, indices)
-    say_once.cache_clear()
-    with caplog.at_level("INFO", "jitkern"):
+    integrations._said.clear()
+    with caplog.at_level("INFO", "sglang.jitkern"):
         for _ in range(2):
             assert plug_in.HOOKS[target](original_of(target, calls), *args) == "the engine's"
     assert calls == [(args, {})] * 2
@@ -309,7 +310,7 @@ def test_entry_points_are_there() -> None:
     )
     expected = {"vllm.general_plugins": "plug_into_vllm", "sglang.srt.plugins": "plug_into_sglang"}
     assert named == expected
-    assert all(callable(getattr(jitkern.integrations, name)) for name in named.values())
+    assert all(callable(getattr(integrations, name)) for name in named.values())
 
 
 def test_other_versions_are_refused(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,21 @@
 """Plug-ins for serving engines, one module each. An engine imports its own; jitkern imports none.
 
 A plug-in replaces functions and classes of the engine by name, so it refuses versions that it was
-not tried with, unless ``JITKERN_ANY_ENGINE=1``. A layout that jitkern does not take goes to the
-engine's own code, which is logged once.
+not tried with, unless ``JITKERN_ANY_ENGINE=1``. What jitkern does not take goes to the engine's own
+code. That is logged once, below the engine's logger, since vLLM gives a handler to no other.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 
 from jitkern.env import process_environment, settings
 from jitkern.errors import UnsupportedError
 
-log: logging.Logger = logging.getLogger("jitkern")
+_said: set[tuple[str, str]] = set()
 
 
 def require_version(engine: str, found: str, tried: tuple[str, ...]) -> None:
@@ -25,14 +25,15 @@ def require_version(engine: str, found: str, tried: tuple[str, ...]) -> None:
         raise UnsupportedError(f"{text}; JITKERN_ANY_ENGINE=1 takes any version")
 
 
-@cache
-def say_once(text: str) -> None:
-    """Log a line, at level INFO, the first time that it comes."""
-    log.info("%s", text)
+def say_once(engine: str, what: str, why: object = "") -> None:
+    """Log ``what`` and ``why`` the first time that ``what`` comes, at level INFO."""
+    if (engine, what) not in _said:
+        _said.add((engine, what))
+        logging.getLogger(f"{engine}.jitkern").info("%s%s", what, why)
 
 
 def _plug_into(engine: str) -> None:
-    """Import the plug-in and call it if the engine's variable names jitkern among its plug-ins."""
+    """Entry point: enable the plug-in if the engine's list of plug-ins names jitkern."""
     names = process_environment().get(f"{engine.upper()}_PLUGINS", "")
     if "jitkern" in names.replace(",", " ").split():
         import_module(f"jitkern.integrations.{engine}").plugin()
@@ -40,4 +41,3 @@ def _plug_into(engine: str) -> None:
 
 plug_into_vllm: Callable[[], None] = partial(_plug_into, "vllm")
 plug_into_sglang: Callable[[], None] = partial(_plug_into, "sglang")
-"""Entry points of the engines, which call them in each process."""

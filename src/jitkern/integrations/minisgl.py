@@ -14,7 +14,7 @@ from torch import Tensor
 import jitkern
 from jitkern import comm as ranks
 from jitkern.comm.args import choice_arg
-from jitkern.integrations import log, require_version
+from jitkern.integrations import require_version, say_once
 
 # The engine's functions by their parameters: all of its commits are version 0.1.0.
 TRIED = (
@@ -46,7 +46,7 @@ def enable(comm: Literal["nccl", "peer"] = "nccl") -> None:
         setattr(kernel, function.__name__, function)
     kernel.init_pynccl = partial(_init_pynccl, comm == "peer")
     GraphRunner.destroy_cuda_graphs = partialmethod(_end, GraphRunner.destroy_cuda_graphs)
-    log.info("jitkern replaces minisgl.kernel's %s; ranks use %s", ", ".join(TRIED), comm)
+    say_once("minisgl", f"jitkern replaces {', '.join(TRIED)}; ranks use {comm}")
 
 
 def _init_pynccl(is_peer: bool, *, tp_cpu_group: Any, **options: Any) -> Any:
@@ -71,8 +71,7 @@ def _embed(self: Any, x: Tensor) -> Tensor:
     if not hasattr(self, "_split"):  # the first call comes once the weights are loaded
         from jitkern.nn import TPEmbedding
 
-        rows, dim = self.weight.shape
-        table = self.weight.new_empty(self.tp_size * rows, dim)
+        table = self.weight.new_empty(self.tp_size * len(self.weight), self.weight.shape[1])
         _open[-1].all_gather(table, self.weight)
         table = table[: self.num_embeddings]
         how: dict[str, Any] = {"comm": _open[-1], "group": _open[0], "method": "peer"}

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import vllm
+
+from jitkern.integrations import require_version, say_once
+
+TRIED = ("0.33.0",)
+require_version("vllm", vllm.__version__, TRIED)  # before names that other versions lack
+
 import numpy as np
 import torch
-import vllm
 from torch import Tensor
 from vllm import _custom_ops as engine_ops
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
@@ -19,16 +25,13 @@ from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from jitkern import BlockBuffers, LayerSignals, copy_blocks, merge_state
-from jitkern.integrations import require_version, say_once
 
-TRIED = ("0.33.0",)
-require_version("vllm", vllm.__version__, TRIED)
 STORE_METHOD, LOAD_METHOD = "auto", "sm"  # the model runs beside stores; requests wait for loads
 _engine_merge = engine_ops.merge_attn_states
 
 
 class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[misc]
-    """Copies each group of a job by one call: vLLM queues it, and calls `_take` and `_copy`."""
+    """Copies each group of a job in one launch. vLLM calls `_add`, then `_copy`."""
 
     by_layer = False  # whether layers wait for new jobs, instead of the host
 
@@ -37,14 +40,14 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         self.groups: list[tuple[BlockBuffers, BlockBuffers, LayerSignals]] = []
         self.awaited: dict[int, LayerSignals] = {}  # of groups with copies that layers wait for
         self.stream: Any = current_platform.Stream()  # of all jobs, as signals are of one stream
-        self._taken: list[tuple[int, slice]] = []
+        self._added: list[tuple[int, slice]] = []
         try:
             if self._canonical_copy_plans is not None or not host_memory_is_pinned:
                 raise ValueError("the canonical layout, or pageable host memory")
             self.groups = [self._group(refs) for refs in self.layer_refs_per_group]
-            self._fill_group_ops, self._swap_blocks_batch = self._take, self._copy
+            self._fill_group_ops, self._swap_blocks_batch = self._add, self._copy
         except (TypeError, ValueError) as error:
-            say_once(f"vLLM copies blocks of its KV cache itself: {error}")
+            say_once("vllm", "jitkern leaves copies of the KV cache to vLLM: ", error)
 
     def _group(self, refs: list[Any]) -> tuple[BlockBuffers, BlockBuffers, LayerSignals]:
         src = self._list(self.src_tensors, self.src_blocks_per_chunk, refs)
@@ -64,13 +67,13 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         strides, make = [p.stride(0) for p in pages], BlockBuffers.from_trusted_addresses
         return make(addresses, sizes, len(pages[0]), "cpu", block_strides=strides)
 
-    def _take(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:
-        """Write down a group's blocks; a block of either side is a part of a chunk."""
+    def _add(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:
+        """Write down the blocks of a group; a block is part of a chunk, on the CPU's side."""
         part = slice(op_idx, op_idx + group_size)
         for side, parts in ("src", self.src_blocks_per_chunk), ("dst", self.dst_blocks_per_chunk):
             ids = (job[f"group_{side}"][:, None] * parts + np.arange(parts)).ravel()
             job[f"all_{side}"][part] = ids[job[f"{side}_skip_count"] :][:group_size]
-        self._taken.append((group, part))
+        self._added.append((group, part))
         self._stream_pool[:] = [self.stream]  # vLLM takes the job's stream from there
         sizes = (ref.page_size_bytes for ref in self.layer_refs_per_group[group])
         return part.stop, group_size * sum(sizes)
@@ -79,8 +82,8 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         # On the GPU: blocks of 64 KiB on the CPU would go to the copy engine, 4 ms of host time.
         ids = [one.to(self.stream.device, non_blocking=True) for one in (src_ids, dst_ids)]
         options: Any = {"method": STORE_METHOD if self.gpu_to_cpu else LOAD_METHOD}
-        taken, self._taken = self._taken, []
-        for group, part in taken:
+        added, self._added = self._added, []
+        for group, part in added:
             src, dst, signals = self.groups[group]
             if self.by_layer:
                 options["signals"] = self.awaited[group] = signals
@@ -120,9 +123,9 @@ class JitkernOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         names = [config.kv_cache_groups[i].layer_names for i in get_offloading_group_ids(config)]
         self._places = {name: (i, n) for i, one in enumerate(names) for n, name in enumerate(one)}
         self._unseen = set(self._places)  # layers that no step has seen waiting, such as Mamba's
+        if not isinstance(spec := self.connector_worker.spec, JitkernOffloadingSpec):
+            raise ValueError(f"spec_name: {type(spec).__name__}, expected JitkernOffloadingSpec")
         self._loads = self.connector_worker.worker._expedited_load_handler
-        if not isinstance(self._loads, _Handler):
-            raise ValueError("spec_name: expected JitkernOffloadingSpec, as the connector's own")
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._loads.by_layer = bool(self._loads.groups)
@@ -158,12 +161,12 @@ def merge_attn_states(
     try:
         options: Any = {"scale": output_scale, "prefill_tokens_with_context": count}
         merge_state(*partials, output=output, lse=lse, lse_layout="heads_tokens", **options)
-    except (TypeError, ValueError):
-        say_once("vLLM merges some attention states itself: types or layouts that jitkern lacks")
+    except (TypeError, ValueError) as error:
+        say_once("vllm", "jitkern leaves some calls of merge_attn_states to vLLM: ", error)
         _engine_merge(output, *partials, output_lse, count, output_scale)
 
 
 def plugin() -> None:
     """Replace the function, which vLLM imports where it calls it."""
     engine_ops.merge_attn_states = merge_attn_states
-    say_once("jitkern replaces merge_attn_states of vLLM")
+    say_once("vllm", "jitkern replaces merge_attn_states")
