@@ -103,8 +103,8 @@ def _row_bytes(call: dict[str, Any]) -> int:
     size = call.get("element_size") or max(strides, default=0)
     if pools:
         size = (call.get("element_dim") or pools[0].size(-1)) * pools[0].element_size()
-    # Its TMA kernel loads packed rows at 45 to 50 GB/s and stores them at 52, ours at 40 to 48 and
-    # 46 to 50. Rows of 656 B from a page-first pool: 25, ours 39 (H100).
+    # Its TMA kernel loads packed rows at 45 to 50 GB/s and stores them at 52, ours at 40 to 49 and
+    # 45 to 51. Rows of 656 B from a page-first pool: 23 to 26, ours 39 (H100, H200).
     if size % 128 == 0 or (strides <= {size} and all(one.is_contiguous() for one in pools)):
         quota, page = call.get("block_quota") or hicache.TMA_BLOCK_QUOTA, call.get("page_size")
         if hicache.use_hicache_tma_kernel(element_size=size, block_quota=quota, page_size=page):
