@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,20 +28,20 @@ TIMEOUT_S = 400
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 21
 SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
+HOST_ROUNDS = 201
 HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
 
 
-Calls = Mapping[str, tuple[str, Callable[[], object]]]
-"""Role and call of each, by its name."""
-
-
 @dataclass(frozen=True)
-class Sum:
-    """One implementation: it sums a tensor over the ranks, in place or into what it returns."""
+class Call:
+    """One implementation; if it sums, `tensor` is summed in place, or the sum is returned."""
 
     role: str
-    tensor: torch.Tensor
-    call: Callable[[], object]
+    run: Callable[[], object]
+    tensor: Any = None
+
+
+Calls = Mapping[str, Call]
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Ranks:
                 dist.all_reduce(word)
 
         replays = {}
-        for name, (_, call) in calls.items():
-            call()
-            call()
+        for name, call in calls.items():
+            call.run()
+            call.run()
             self.barrier()
-            replays[name] = (cuda_replay if self.on_gpu else cpu_replay)([call] * count)
+            replays[name] = (cuda_replay if self.on_gpu else cpu_replay)([call.run] * count)
         timings = time_replays(replays, device=self.device.type, rounds=ROUNDS, before=line_up)
-        rows = [Row(self.op, case, name, role, **fields) for name, (role, _) in calls.items()]
+        rows = [Row(self.op, case, name, call.role, **fields) for name, call in calls.items()]
         for row in rows:
             row.bytes_moved = None if row.role == "floor" else row.bytes_moved
             fill(row, timings[row.impl])
@@ -110,9 +110,7 @@ class Ranks:
         size = f"{num_bytes // MIB} MB" if num_bytes >= MIB else f"{num_bytes // KIB} KB"
         return f"all_reduce, {size} bf16, {self.where}"
 
-    def sum_rows(
-        self, num_bytes: int, sums: Mapping[str, Sum], in_a_row: str = ""
-    ) -> Iterator[Row]:
+    def sum_rows(self, num_bytes: int, sums: Calls, in_a_row: str = "") -> Iterator[Row]:
         """Yield what sums of so many bytes take, those that are wrong as errors.
 
         After each runs a small kernel, as in a model, whose time is in: two of NCCL's kernels in a
@@ -125,26 +123,26 @@ class Ranks:
             call()
             spacer.zero_()
 
-        calls: dict[str, tuple[str, Callable[[], object]]] = {}
+        calls: dict[str, Call] = {}
         for name, one in sums.items():
             if wrong := self.first_text(self._wrong(one)):
                 yield Row(self.op, case, name, one.role, params=params, error=wrong)
             else:
-                calls[name] = (one.role, partial(spaced, one.call))
+                calls[name] = replace(one, run=partial(spaced, one.run))
         if in_a_row:
-            calls[in_a_row] = ("ours", sums["jitkern"].call)
-            calls["the small kernel behind each call"] = ("floor", spacer.zero_)
+            calls[in_a_row] = sums["jitkern"]
+            calls["the small kernel behind each call"] = Call("floor", spacer.zero_)
         moved = 2 * (self.size - 1) * num_bytes // self.size  # bus bandwidth
         count = self.calls_for(num_bytes)
         yield from self.timed(case, calls, count, params=params, bytes_moved=moved)
 
-    def _wrong(self, one: Sum) -> str:
+    def _wrong(self, one: Call) -> str:
         """Return what is wrong with a sum on this rank; its tensor is zeros afterwards."""
         one.tensor.fill_(self.rank + 1)
         self.barrier()
         wrong = ""
         try:
-            returned = one.call()
+            returned = one.run()
             total = returned if isinstance(returned, torch.Tensor) else one.tensor
             if not bool((total == sum(range(1, self.size + 1))).all()):
                 wrong = f"rank {self.rank}: a wrong sum of {total.numel()} items; not timed"
@@ -155,16 +153,17 @@ class Ranks:
         self.barrier()
         return wrong
 
-    def host_rows(self, case: str, calls: Calls, rounds: int) -> Iterator[Row]:
-        """Yield what each call costs the host, all ranks calling at once."""
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(rounds + 1):
-            for name, (_, call) in calls.items():
+    def host_rows(self, num_bytes: int, sums: Calls) -> Iterator[Row]:
+        """Yield what a call of ours and of PyTorch costs the host, all ranks calling at once."""
+        samples: dict[str, list[float]] = {"jitkern": [], "torch.distributed": []}
+        for _ in range(HOST_ROUNDS):
+            for name, found in samples.items():
                 self.barrier()
-                samples[name].append(host_ms(call, HOST_CALLS))
-        for name, (role, _) in calls.items():
-            row = Row(self.op, f"{case}, host time", name, role, params={"ranks": self.size})
-            fill(row, Timing(tuple(samples[name][1:])))
+                found.append(host_ms(sums[name].run, HOST_CALLS))
+        for name, found in samples.items():
+            case = f"{self.sum_case(num_bytes)}, host time"
+            row = Row(self.op, case, name, sums[name].role, params={"ranks": self.size})
+            fill(row, Timing(tuple(found[1:])))
             yield row
 
     def embedding_rows(self, comm: Any, tokens: Sequence[int], **how: Any) -> Iterator[Row]:
@@ -191,9 +190,9 @@ class Ranks:
             ids = torch.randint(vocab, (many,), device=self.device)
             if not torch.equal(usual(ids), ours(ids)):
                 raise RuntimeError("TPEmbedding differs from mask, F.embedding, all_reduce")
-            calls: Calls = {
-                "jitkern": ("ours", partial(ours, ids)),
-                "mask, F.embedding, all_reduce": ("peer", partial(usual, ids)),
+            calls = {
+                "jitkern": Call("ours", partial(ours, ids)),
+                "mask, F.embedding, all_reduce": Call("peer", partial(usual, ids)),
             }
             case = f"TPEmbedding, {many:,} tokens of {hidden:,} bf16, {self.where}"
             params = {"ranks": self.size, "tokens": many}
@@ -251,7 +250,7 @@ def _main(rank: int, op: str, size: int, module: str, kind: str, quick: bool, fo
     )
     group = dist.new_group(backend="gloo") if on_gpu else dist.group.WORLD
     ranks = Ranks(op, rank, size, device, group)
-    for row in import_module(module).measure_ranks(ranks, quick):
+    for row in import_module(module).measure_ranks(ranks, quick or not on_gpu):
         if rank == 0:
             with Path(folder, "rows").open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")

@@ -13,6 +13,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +26,7 @@ import jitkern
 from bench import peers
 from bench.peers import host_pool
 from jitkern.bench.case import Context, Row, error_text
+from jitkern.bench.timing import cuda_replay
 
 NEEDS_GPU = True
 
@@ -105,57 +108,58 @@ class Way:
     role: str = "ours"
 
 
-class Copies:
-    """Keeps a way's calls queued, from where a `with` begins until it ends."""
+@contextmanager
+def queued(way: Way) -> Iterator[list[list[torch.cuda.Event]]]:
+    """Keep a way's calls queued; give the events after each of them, by stream."""
+    ended: list[list[torch.cuda.Event]] = [[] for _ in way.calls]
+    stop = threading.Event()
 
-    def __init__(self, way: Way) -> None:
-        self.way = way
-        self.ended: list[list[torch.cuda.Event]] = [[] for _ in way.calls]
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=pair)
-            for pair in zip(way.calls, self.ended, strict=True)
-        ]
-
-    def _run(self, call: Call, ended: list[torch.cuda.Event]) -> None:
+    def run(call: Call, events: list[torch.cuda.Event]) -> None:
         with torch.cuda.stream(torch.cuda.Stream(priority=0)):
-            while not self._stop.is_set():
+            while not stop.is_set():
                 call()
-                ended.append(torch.cuda.Event(enable_timing=True))
-                ended[-1].record()
-                if len(ended) > QUEUED:
-                    ended[-1 - QUEUED].synchronize()
+                events.append(torch.cuda.Event(enable_timing=True))
+                events[-1].record()
+                if len(events) > QUEUED:
+                    events[-1 - QUEUED].synchronize()
 
-    def __enter__(self) -> Copies:
-        for thread in self._threads:
-            thread.start()
-        while any(len(ended) <= 2 * QUEUED for ended in self.ended):
-            if not all(thread.is_alive() for thread in self._threads):
-                self.__exit__()
-                raise RuntimeError(f"{self.way.name}: a call failed, see its thread's error")
-            time.sleep(0.001)
-        return self
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(run, *pair) for pair in zip(way.calls, ended, strict=True)]
+        try:
+            while any(len(events) <= 2 * QUEUED for events in ended):
+                for one in running:
+                    if one.done():
+                        one.result()  # raises what its call did
+                time.sleep(0.001)
+            yield ended
+        finally:
+            stop.set()
+    torch.cuda.synchronize()
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        torch.cuda.synchronize()
 
-    def gb_s(self, begin: torch.cuda.Event | None = None, ms: float = math.inf) -> float:
-        """Return the rate of the calls that ended within `ms` of an event; by default of all."""
-        total = 0.0
-        for ended in self.ended:
-            at = [(begin or ended[QUEUED]).elapsed_time(event) for event in ended[QUEUED:]]
-            inside = [t for t in at if 0 <= t <= ms]
-            if len(inside) > 1:
-                total += (len(inside) - 1) * self.way.num_bytes / (inside[-1] - inside[0]) / 1e6
-        return total
+def gb_s(
+    way: Way,
+    ended: list[list[torch.cuda.Event]],
+    begin: torch.cuda.Event | None = None,
+    ms: float = math.inf,
+) -> float:
+    """Return the rate of the calls that ended within `ms` of an event; by default of all."""
+    total = 0.0
+    for events in ended:
+        at = [(begin or events[QUEUED]).elapsed_time(event) for event in events[QUEUED:]]
+        inside = [t for t in at if 0 <= t <= ms]
+        if len(inside) > 1:
+            total += (len(inside) - 1) * way.num_bytes / (inside[-1] - inside[0]) / 1e6
+    return total
 
 
 def run(ctx: Context) -> Iterator[Row]:
     ways = [Way("nothing", 0, [], "floor"), *movers(ctx.quick)]
-    alone = {way.name: alone_gb_s(way) for way in ways if way.calls}
+    alone = {}
+    for way in ways[1:]:
+        with queued(way) as ended:
+            time.sleep(0.1)
+        alone[way.name] = gb_s(way, ended)
     weights = make_weights()
     for batch in BATCHES[1:2] if ctx.quick else BATCHES:
         decode = Decode(*weights, batch)
@@ -165,12 +169,12 @@ def run(ctx: Context) -> Iterator[Row]:
             ctx.say(f"beside: batch {batch}, {way.name}")
             row = Row("beside", f"decode step, batch {batch}", way.name, way.role)
             try:
-                with Copies(way) as copies:
+                with queued(way) as ended:
                     times, begin = decode.step_ms(count)
                 step, p99 = statistics.median(times), sorted(times)[int(0.99 * len(times))]
                 base = base if way.calls else (step, p99)
                 row.median_us = step * 1e3
-                row.gb_s = copies.gb_s(begin, sum(times)) or None
+                row.gb_s = gb_s(way, ended, begin, sum(times)) or None
                 row.params = {
                     "batch": batch,
                     "slowdown": step / base[0],
@@ -184,13 +188,6 @@ def run(ctx: Context) -> Iterator[Row]:
             yield row
         del decode
         torch.cuda.empty_cache()
-
-
-def alone_gb_s(way: Way) -> float:
-    """Return the rate of calls that nothing runs beside."""
-    with Copies(way) as copies:
-        time.sleep(0.1)
-    return copies.gb_s()
 
 
 def movers(quick: bool = False) -> Iterator[Way]:
@@ -249,13 +246,10 @@ def _copy_blocks(
 
 def _captured(call: Call) -> Call:
     """Return what replays graphs of the call, each of other blocks."""
-    graphs = [torch.cuda.CUDAGraph() for _ in range(SETS)]
     call()
-    for graph in graphs:
-        with torch.cuda.graph(graph):
-            call()
+    graphs = [cuda_replay([call]) for _ in range(SETS)]
     turn = itertools.cycle(graphs)
-    return lambda call=call: next(turn).replay()  # a graph does not keep the pairs that it reads
+    return lambda call=call: next(turn).run()  # a graph does not keep the pairs that it reads
 
 
 def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
@@ -268,16 +262,13 @@ def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
         (*torch.randperm(len(host))[: 2 * ROWS].view(2, -1), torch.randperm(len(gpu))[:ROWS])
         for _ in range(SETS)
     ]
-    for op, tensors, directions in (
-        (jitkern.h2d_gather, (host, gpu), 1),
-        (jitkern.d2h_scatter, (gpu, host), 1),
-        (jitkern.swap_rows, (host, gpu), 2),
+    triples = [torch.stack([fetch, slot, back], 1) for fetch, back, slot in sets]
+    for op, sides, columns in (
+        (jitkern.h2d_gather, (host, gpu), slice(0, 2)),
+        (jitkern.d2h_scatter, (gpu, host), slice(1, 3)),
+        (jitkern.swap_rows, (host, gpu), slice(0, 3)),
     ):
-        numbers = []
-        for fetched, written, slots in sets:
-            columns = {"h2d_gather": [fetched, slots], "d2h_scatter": [slots, written]}
-            columns["swap_rows"] = [fetched, slots, written]
-            numbers.append(torch.stack(columns[op.__name__], 1).cuda())
-        turn = itertools.cycle(numbers)
-        call = partial(lambda op, tensors, turn: op(*tensors, next(turn)), op, tensors, turn)
-        yield Way(op.__name__, directions * ROWS * ROW_BYTES, [call])
+        turn = itertools.cycle([numbers[:, columns].contiguous().cuda() for numbers in triples])
+        # A pair moves one row, a triple two.
+        call = partial(lambda op, sides, turn: op(*sides, next(turn)), op, sides, turn)
+        yield Way(op.__name__, ROWS * ROW_BYTES * (columns.stop - columns.start - 1), [call])

@@ -5,20 +5,19 @@ A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from bench.ranks import KIB, MIB, Ranks, Sum
-from bench.ranks import run as run_ranks
-from jitkern.bench.case import Context, Row
+from bench import ranks as processes
+from bench.ranks import KIB, MIB, Call, Ranks
+from jitkern.bench.case import Row
 
 BYTES = (8 * KIB, 128 * KIB, MIB, 16 * MIB, 256 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 
-
-def run(ctx: Context) -> Iterator[Row]:
-    yield from run_ranks("comm", __name__, ctx)
+run = partial(processes.run, "comm", __name__)
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
@@ -28,13 +27,12 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     if ranks.on_gpu:
         how = {"tp_rank": ranks.rank, "tp_size": ranks.size, "tp_cpu_group": ranks.cpu_group}
         ours = init_pynccl(**how, max_size_bytes=2 * sum(BYTES))
-    quick = quick or not ranks.on_gpu
 
-    def sums(num_bytes: int) -> dict[str, Sum]:
+    def sums(num_bytes: int) -> dict[str, Call]:
         x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
         found = {
-            "jitkern": Sum("ours", x, lambda: ours.all_reduce(x)),
-            "torch.distributed": Sum("peer", x, lambda: dist.all_reduce(x)),
+            "jitkern": Call("ours", lambda: ours.all_reduce(x), x),
+            "torch.distributed": Call("peer", lambda: dist.all_reduce(x), x),
         }
         if not ranks.on_gpu:
             return found
@@ -46,15 +44,13 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             x.copy_(staging)
 
         return found | {
-            "jitkern, registered buffer": Sum("ours", buffer, lambda: ours.all_reduce(buffer)),
-            "copied to a buffer and back, as mini-sglang": Sum("peer", x, staged),
+            "jitkern, registered buffer": Call("ours", lambda: ours.all_reduce(buffer), buffer),
+            "copied to a buffer and back, as mini-sglang": Call("peer", staged, x),
         }
 
     for num_bytes in QUICK_BYTES if quick else BYTES:
         yield from ranks.sum_rows(num_bytes, sums(num_bytes))
     with torch.inference_mode():
-        small = list(sums(8 * KIB).items())[:2]
-        on_host = {name: (one.role, one.call) for name, one in small}
-        yield from ranks.host_rows(ranks.sum_case(8 * KIB), on_host, 201)
+        yield from ranks.host_rows(8 * KIB, sums(8 * KIB))
         tokens = (1, 1024) if quick else (1, 16, 64, 256, 1024, 16_384)
         yield from ranks.embedding_rows(ours, tokens)

@@ -7,9 +7,8 @@ warp per block (sglang).
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,9 @@ import jitkern
 from bench import peers
 from bench.cases.common import memcpy, ours, peer
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl, Row, error_row
-from jitkern.bench.measure import measure
+from jitkern.bench.case import Case, Context, Impl, Row, error_text
+from jitkern.bench.measure import fill, measure
+from jitkern.bench.timing import cpu_replay, cuda_replay, time_replays
 
 NEEDS_GPU = True
 
@@ -46,7 +46,6 @@ class Buffers:
     dst: list[torch.Tensor]
     pairs: torch.Tensor
     signals: jitkern.LayerSignals
-    addresses: list[torch.Tensor] = field(init=False)  # of sources, of targets, sizes: pinned int64
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -58,8 +57,8 @@ class Buffers:
             torch.cat([one.data_ptr() + self.pairs[:, column] * one.stride(0) for one in side])
             for side, column in sides
         ]
-        sizes = torch.full_like(found[0], self.src[0].shape[1])
-        self.addresses = [one.pin_memory() for one in (*found, sizes)]
+        found.append(torch.full_like(found[0], self.src[0].shape[1]))
+        self.addresses = [one.pin_memory() for one in found]  # sources, targets, sizes: int64
         self.tables = [
             torch.tensor([one.data_ptr() for one in side], device="cuda") for side, _ in sides
         ]
@@ -78,11 +77,9 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def _host_buffers(memory: torch.Tensor, piece: int, count: int, page_first: bool) -> Any:
-    blocks = memory.numel() // (piece * count)
-    used = memory[: blocks * piece * count]
-    if page_first:
-        return used.view(blocks, count, piece).unbind(1)
-    return used.view(count, blocks, piece).unbind(0)
+    used = memory[: memory.numel() // (piece * count) * piece * count]
+    shape = (-1, count, piece) if page_first else (count, -1, piece)
+    return used.view(shape).unbind(1 if page_first else 0)
 
 
 def _case(
@@ -91,8 +88,8 @@ def _case(
     host = _host_buffers(memory, piece, count, page_first=count == 32)
     cache = torch.randint(0, 256, (count, 2 * blocks, piece), dtype=torch.uint8, device="cuda")
     to_gpu = direction == "h2d"
-    sides = (host, cache.unbind(0)) if to_gpu else (cache.unbind(0), host)
-    src, dst = ([*side] for side in sides)
+    sides = [*host], [*cache]
+    src, dst = sides if to_gpu else sides[::-1]
     moved = blocks * count * piece
 
     def make(_: int) -> Buffers:
@@ -118,15 +115,11 @@ def _case(
     impls.append(peer("Triton over addresses, as vLLM", _triton, graph=False))
     if host[0].is_contiguous():
         impls.append(Impl("sglang's transfer kernel", "peer", _sglang))
-    impls.append(
-        memcpy(lambda b: cache, lambda b: memory, moved)
-        if to_gpu
-        else memcpy(lambda b: memory, lambda b: cache, moved)
-    )
-    name = f"{direction}, {blocks} blocks x {count} buffers x {piece >> 10} KiB of {gib:g} GiB"
+    to, source = (cache, memory) if to_gpu else (memory, cache)
+    impls.append(memcpy(lambda _: to, lambda _: source, moved))
     return Case(
         op="lists",
-        name=name,
+        name=f"{direction}, {blocks} blocks x {count} buffers x {piece >> 10} KiB of {gib:g} GiB",
         impls=impls,
         params={"piece_bytes": piece, "buffers": count, "pool_gib": gib},
         bytes_moved=moved,
@@ -211,19 +204,21 @@ def _prefix_hit(ctx: Context, rows: int) -> Iterator[Row]:
         for layer in range(LAYERS):
             body(layer)
 
-    def signalled(**how: Any) -> Callable[[], object]:
-        return partial(beside, partial(_ours, b, signalled=True, **how), signals.wait)
-
     def all_first() -> None:
-        _ours(b, method="sm")
+        copy()
         compute()
 
+    copy, auto = partial(_ours, b, method="sm"), partial(_ours, b)
+    with_signals, auto_with_signals = (partial(one, signalled=True) for one in (copy, auto))
     steps = {
         "compute alone": ("ceiling", compute),
-        "copy alone": ("ceiling", partial(_ours, b, method="sm")),
-        'copy alone, method="auto"': ("ceiling", partial(_ours, b)),
-        "jitkern, one launch with signals": ("ours", signalled(method="sm")),
-        'jitkern, one launch with signals, method="auto"': ("ours", signalled()),
+        "copy alone": ("ceiling", copy),
+        'copy alone, method="auto"': ("ceiling", auto),
+        "jitkern, one launch with signals": ("ours", partial(beside, with_signals, signals.wait)),
+        'jitkern, one launch with signals, method="auto"': (
+            "ours",
+            partial(beside, auto_with_signals, signals.wait),
+        ),
         "a launch per buffer, an event per layer": (
             "peer",
             partial(beside, by_layer, lambda layer: events[layer].wait()),
@@ -235,30 +230,15 @@ def _prefix_hit(ctx: Context, rows: int) -> Iterator[Row]:
         for name, (role, step) in steps.items():
             row = Row("lists", case, name, role, bytes_moved=0)
             try:
-                row.median_us = _step_us(step, how == "graph", ctx.rounds)
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    step()
+                    replay = (cuda_replay if how == "graph" else cpu_replay)([step])
+                    # The GPU sleeps until the host is ahead of it.
+                    sleep = partial(torch.cuda._sleep, 2_000_000)
+                    timed = time_replays(
+                        {name: replay}, device="cuda", rounds=ctx.rounds, before=sleep
+                    )
+                fill(row, timed[name])
             except Exception as error:
-                row = error_row("lists", case, name, role, error)
+                row.error = error_text(error)
             yield row
-
-
-def _step_us(step: Callable[[], object], in_graph: bool, rounds: int) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-        torch.cuda.synchronize()
-        replay: Callable[[], object] = step
-        if in_graph:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                step()
-            replay = graph.replay
-        times = []
-        for _ in range(rounds):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # the host is ahead of the GPU
-            begin.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(times)

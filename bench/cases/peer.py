@@ -14,20 +14,17 @@ import torch
 import torch.distributed as dist
 
 import jitkern
+from bench import ranks as processes
 from bench.peers import host_pool
-from bench.ranks import KIB, MIB, Ranks, Sum
-from bench.ranks import run as run_ranks
-from jitkern.bench.case import Context, Row, error_text
+from bench.ranks import KIB, MIB, Call, Ranks
+from jitkern.bench.case import Row, error_text
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)
 ROW_BYTES = 656
-OURS, NCCL = "jitkern", "torch.distributed"
-EACH, ALONE = "each rank by itself, all at once", "one rank, by itself and alone"
+ALONE = "one rank, by itself and alone"
 
-
-def run(ctx: Context) -> Iterator[Row]:
-    yield from run_ranks("peer", __name__, ctx)
+run = partial(processes.run, "peer", __name__)
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
@@ -36,7 +33,6 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     inner: Any = TorchCommunicator()
     if ranks.on_gpu:
         inner = init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
-    quick = quick or not ranks.on_gpu
     with torch.inference_mode():
         # Also where NCCL would take over: what is measured is where that should be.
         ours = PeerCommunicator(inner, ranks.cpu_group, max_bytes=BYTES[-1])
@@ -45,38 +41,32 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             sums = _sums(ranks, ours, num_bytes)
             if symmetric is not None:
                 sums |= symmetric(num_bytes // 2)
-            yield from ranks.sum_rows(num_bytes, sums, f"{OURS}, one behind the other")
-        sums = _sums(ranks, ours, 8 * KIB)
-        on_host = {name: (sums[name].role, sums[name].call) for name in (OURS, NCCL)}
-        yield from ranks.host_rows(ranks.sum_case(8 * KIB), on_host, 101)
+            yield from ranks.sum_rows(num_bytes, sums, "jitkern, one behind the other")
+        yield from ranks.host_rows(8 * KIB, _sums(ranks, ours, 8 * KIB))
         tokens = (1, 1024) if quick else (1, 1024, 16_384)
-        how = {"method": "peer", "group": ranks.cpu_group}
-        yield from ranks.embedding_rows(inner, tokens, **how)
+        yield from ranks.embedding_rows(inner, tokens, method="peer", group=ranks.cpu_group)
         yield from _moved_rows(ranks, ours, quick)
 
 
 # -- sums ------------------------------------------------------------------------------------------
 
 
-def _sums(ranks: Ranks, ours: Any, num_bytes: int) -> dict[str, Sum]:
+def _sums(ranks: Ranks, ours: Any, num_bytes: int) -> dict[str, Call]:
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
-
-    def by(algorithm: str) -> Sum:
-        return Sum("ours", x, lambda: ours.reducer.all_reduce(x, algorithm=algorithm))
-
+    by = partial(ours.reducer.all_reduce, x)
     return {
-        OURS: Sum("ours", x, lambda: ours.all_reduce(x)),
-        f"{OURS}, one shot": by("one_shot"),
-        f"{OURS}, two shots": by("two_shot"),
-        NCCL: Sum("peer", x, lambda: dist.all_reduce(x)),
+        "jitkern": Call("ours", lambda: ours.all_reduce(x), x),
+        "jitkern, one shot": Call("ours", partial(by, algorithm="one_shot"), x),
+        "jitkern, two shots": Call("ours", partial(by, algorithm="two_shot"), x),
+        "torch.distributed": Call("peer", lambda: dist.all_reduce(x), x),
     }
 
 
-def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
+def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Call]]:
     """Return PyTorch's own sums, of memory of its own, by the number of items."""
     import torch.distributed._symmetric_memory as symmetric
 
-    group, ops, error = dist.group.WORLD.group_name, torch.ops.symm_mem, ""
+    group, error = dist.group.WORLD.group_name, ""
     how = {"dtype": torch.bfloat16, "device": ranks.device}
     try:
         memory = symmetric.empty(BYTES[-1] // 2, **how)
@@ -85,18 +75,19 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Sum]]:
         memory, error = torch.zeros(BYTES[-1] // 2, **how), error_text(failed)
     error = ranks.first_text(error)
 
-    def sums(count: int) -> dict[str, Sum]:
-        def by(op: str) -> Sum:
-            def call() -> object:
-                if error:
-                    raise RuntimeError(error)
-                return getattr(ops, op)(memory[:count], "sum", group)
+    def reduce(op: str, x: torch.Tensor) -> object:
+        if error:
+            raise RuntimeError(error)
+        return getattr(torch.ops.symm_mem, op)(x, "sum", group)
 
-            return Sum("peer", memory[:count], call)
-
+    def sums(count: int) -> dict[str, Call]:
+        x = memory[:count]
+        one, two = (
+            partial(reduce, op, x) for op in ("one_shot_all_reduce", "two_shot_all_reduce_")
+        )
         return {
-            "torch symmetric memory, one shot": by("one_shot_all_reduce"),
-            "torch symmetric memory, two shots": by("two_shot_all_reduce_"),
+            "torch symmetric memory, one shot": Call("peer", one, x),
+            "torch symmetric memory, two shots": Call("peer", two, x),
         }
 
     return sums
@@ -114,7 +105,7 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
     where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
     # Rank 0 says: what Linux has free differs from one moment to the next.
     if note := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
-        yield Row("peer", f"peer_gather, {where}", OURS, "ours", note=note)
+        yield Row("peer", f"peer_gather, {where}", "jitkern", "ours", note=note)
         return
     memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
     caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
@@ -152,8 +143,12 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
     each_back = partial(jitkern.d2h_scatter, own, source, back)
     nothing = torch.zeros(1, device=ranks.device).zero_
     alone, alone_back = (each, each_back) if ranks.rank == 0 else (nothing, nothing)
-    gathers = {OURS: ("ours", gather), EACH: ("peer", each), ALONE: ("peer", alone)}
-    scatters = {OURS: ("ours", scatter), ALONE: ("peer", alone_back)}
+    gathers = {
+        "jitkern": Call("ours", gather),
+        "each rank by itself, all at once": Call("peer", each),
+        ALONE: Call("peer", alone),
+    }
+    scatters = {"jitkern": Call("ours", scatter), ALONE: Call("peer", alone_back)}
     # The bytes are those of the rows, once, whoever brings them.
     fields = {"params": {"ranks": ranks.size, "gib": gib}, "bytes_moved": count * ROW_BYTES}
     for op, calls in (("peer_gather", gathers), ("peer_scatter", scatters)):
