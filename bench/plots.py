@@ -1,6 +1,7 @@
 """The plots of the docs, of what a result has rows for: ``python -m bench.plots RESULT FOLDER``."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ _LIBRARIES = {
     "triton": "#5b8def",
     "vLLM": "#d4a72c",
     "FlashInfer": "#b07be0",
-    "torch.compile": "#f0883e",
     "torch": "#e5534b",
     "": "#b5835a",  # kernels for nvcc, as mini-sglang and others write them
 }
@@ -71,19 +71,20 @@ _SUMMARY = {
 class Lines:
     """Panels of one benchmark, a line an implementation, over a number in the rows' params."""
 
+    op: str
     title: str
-    panel: Callable[[RowData, Mapping[str, Any]], str]
+    panel: Callable[[RowData, Mapping[str, Any]], object]
     """The title of the panel that a row, with these params, stands in; empty for none."""
     x: str
     x_label: str
-    y_label: str = "% of the copy engine"
+    y_label: str = "% of the bandwidth of a copy"
     y: str = "percent_of_ceiling"
-    ceiling: str = "copy engine, in one piece"
+    ceiling: str = "a copy of as many bytes"
     base: int = 2
 
-    def draw(self, op: str, rows: Sequence[RowData], machine: str, path: Path) -> list[Path]:
+    def draw(self, rows: Sequence[RowData], machine: str, path: Path) -> list[Path]:
         """Draw the panels that have more than one point on their lines."""
-        panels: dict[str, list[RowData]] = {}
+        panels: dict[Any, list[RowData]] = {}
         for row in rows:
             if row[self.y] and (title := self.panel(row, row["params"])):
                 panels.setdefault(title, []).append(row)
@@ -100,7 +101,7 @@ class Lines:
         for axes in grid.flat[len(drawn) :]:
             axes.remove()
         for axes, (title, here) in zip(grid.flat, drawn.items(), strict=False):
-            self._lines(axes, here)
+            legend |= self._lines(axes, here)
             speed = max((r[self.y] for r in here if r["role"] == "ceiling"), default=100)
             axes.axhline(speed, color=GREY, linestyle="--", linewidth=1)
             at = {"xy": (0.02, speed), "xycoords": ("axes fraction", "data")}
@@ -108,74 +109,64 @@ class Lines:
             axes.set(title=title, xlabel=self.x_label)
             axes.tick_params(labelsize=8)
             axes.set_xscale("log", base=self.base)
-            axes.xaxis.set_major_formatter(self._tick)
-            handles, labels = axes.get_legend_handles_labels()
-            legend |= dict(zip(labels, handles, strict=True))
+            axes.xaxis.set_major_formatter("{x:,g}")
         for axes in grid[:, 0]:
             axes.set_ylabel(self.y_label)
         top = max(row[self.y] for here in drawn.values() for row in here)
         grid.flat[0].set_ylim(0, min(1.1 * top, 180))
-        figure.suptitle(f"{op}, {self.title}, {machine}", fontsize=10)
+        figure.suptitle(f"{self.op}, {self.title}, {machine}", fontsize=10)
         figure.legend(legend.values(), legend.keys(), loc="lower center", ncols=3)
         return save(figure, path, bottom=0.14 * 4.4 / size[1])
 
-    def _tick(self, value: float, _: int) -> str:
-        if self.x.endswith("bytes") and value >= 1024:
-            return f"{value / 1024:g} KiB"
-        return f"{value:,.0f}" if value >= 1 else f"{value:g}"
-
-    def _lines(self, axes: Any, rows: Sequence[RowData]) -> None:
-        """Draw a line for each name, those of one library told apart by their dashes."""
+    def _lines(self, axes: Any, rows: Sequence[RowData]) -> dict[str, Any]:
+        """Draw a line for each name, those of one library told apart by dashes; return them."""
         points: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
             if row["role"] in ("ours", "peer"):
                 points.setdefault(row["impl"], []).append((row["params"][self.x], row[self.y]))
-        of_library: dict[str, int] = {}
+        drawn, of_library = {}, Counter[str]()
         for name, line in points.items():
             if len(line) > 1:
-                color = color_of(name)
-                number = of_library[color] = of_library.get(color, -1) + 1
-                style = {"color": color, "linestyle": _LINES[number % len(_LINES)]}
+                library = max((one for one in _LIBRARIES if name.startswith(one)), key=len)
+                style = {"linestyle": _LINES[of_library[library] % len(_LINES)], "marker": "o"}
                 style |= {"linewidth": 2.2 if name == "jitkern" else 1.3, "markersize": 3}
-                label = _PLAIN.get(name, name)
-                axes.plot(*zip(*sorted(line), strict=True), label=label, marker="o", **style)
+                at = zip(*sorted(line), strict=True)
+                (made,) = axes.plot(*at, color=_LIBRARIES[library], **style)
+                drawn[_PLAIN.get(name, name)] = made
+                of_library[library] += 1
+        return drawn
 
 
-_COPY = {"y_label": "% of the bandwidth of a copy", "ceiling": "a copy of as many bytes"}
-
-
-def _panel_of_rows(row: RowData, p: Mapping[str, Any]) -> str:
+def _of_rows(row: RowData, p: Mapping[str, Any]) -> str:
     is_other = p.get("vocab_range") or "v_row_bytes" in p or "one cache" in row["case"]
     return "" if is_other else f"{p['row_bytes']} B a row"
 
 
-def _panel_of_sizes(row: RowData, p: Mapping[str, Any]) -> str:
+def _of_sizes(row: RowData, p: Mapping[str, Any]) -> str:
     is_large = p["sources"] == "distinct" and row["bytes_moved"] > 1e8
     return "distinct rows" if is_large else ""
 
 
-def _panel_of_pools(row: RowData, p: Mapping[str, Any]) -> str:
+def _of_pools(row: RowData, p: Mapping[str, Any]) -> str:
     is_other = "Zipf" in row["case"] or row["impl"].startswith("jitkern, by")
     return p["kind"] if (p["rows"], p["row_bytes"]) == (262_144, 656) and not is_other else ""
 
 
-def _panel_of_merge(row: RowData, p: Mapping[str, Any]) -> str:
+def _of_merge(row: RowData, p: Mapping[str, Any]) -> str:
     return f"{p['partials']} partials" if row["case"].endswith("x 32 x 128 bf16") else ""
 
 
-_OF_ROWS = Lines("cold buffers, random rows", _panel_of_rows, "rows", "rows", **_COPY, base=10)
-_SIZES = Lines("as many bytes in rows of each size", _panel_of_sizes, "row_bytes", "bytes of a row")
-_GB_S = {"y_label": "GB/s that arrive", "y": "gb_s"}
-_POOLS = Lines(
-    "262,144 random rows of 656 B", _panel_of_pools, "pool_gib", "GiB of the pool", **_GB_S
-)
-_MERGE = Lines("32 heads x 128, bf16, cold buffers", _panel_of_merge, "tokens", "tokens", **_COPY)
-PLOTS: dict[str, tuple[str, Lines]] = {
-    "store_bandwidth": ("store", _OF_ROWS),
-    "index_bandwidth": ("index", _OF_ROWS),
-    "h2d_row_sizes": ("h2d_gather", _SIZES),
-    "pools": ("pools", _POOLS),
-    "merge": ("merge", _MERGE),
+_OF_ROWS = ("cold buffers, random rows", _of_rows, "rows", "rows")
+_SIZES = ("as many bytes in rows of each size", _of_sizes, "row_bytes", "bytes of a row")
+_POOLS = ("262,144 random rows of 656 B", _of_pools, "pool_gib", "GiB of the pool")
+_MERGE = ("32 heads x 128, bf16, cold buffers", _of_merge, "tokens", "tokens")
+_ENGINE = "copy engine, in one piece"
+PLOTS = {
+    "store_bandwidth": Lines("store", *_OF_ROWS, base=10),
+    "index_bandwidth": Lines("index", *_OF_ROWS, base=10),
+    "h2d_row_sizes": Lines("h2d_gather", *_SIZES, "% of the copy engine", ceiling=_ENGINE),
+    "pools": Lines("pools", *_POOLS, "GB/s that arrive", "gb_s", _ENGINE),
+    "merge": Lines("merge", *_MERGE),
 }
 
 
@@ -185,8 +176,8 @@ def draw(data: report.Payload, folder: Path) -> list[Path]:
     machine = data["machine"]["name"]
     rows = {op: entry["rows"] for op, entry in data["benchmarks"].items()}
     made = _summary(rows, machine, folder / "summary.png")
-    for name, (op, plot) in PLOTS.items():
-        made += plot.draw(op, rows.get(op, []), machine, folder / f"{name}.png")
+    for name, plot in PLOTS.items():
+        made += plot.draw(rows.get(plot.op, []), machine, folder / f"{name}.png")
     if "beside" in rows:
         made += _beside(rows["beside"], machine, folder / "beside.png")
     return made
@@ -242,10 +233,6 @@ def _summary(rows: dict[str, list[RowData]], machine: str, path: Path) -> list[P
     axes.set_xlabel("speed of jitkern / the fastest other of the same run, which is named")
     axes.set_title(f"{machine}, cold buffers, random rows")
     return save(figure, path)
-
-
-def color_of(name: str) -> str:
-    return _LIBRARIES[max((one for one in _LIBRARIES if name.startswith(one)), key=len)]
 
 
 def save(figure: Any, path: Path, bottom: float = 0.0) -> list[Path]:

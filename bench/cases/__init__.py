@@ -12,7 +12,7 @@ from jitkern.ops._ops import OPS
 
 MORE = ("lists", "ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
 NAMES = (*(op.stem for op in OPS), *MORE, "first_call")
-GUARDED = (*(op.stem for op in OPS), "launch")
+GUARDED = (*(op.stem for op in OPS), "host_overhead")
 
 
 def module(name: str) -> Any:

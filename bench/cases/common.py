@@ -29,7 +29,7 @@ def empty_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> tor
 def random_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> torch.Tensor:
     """Return random finite bfloat16 [rows, row_bytes / 2].
 
-    Finite, because torch.compile passes bfloat16 through float32 and that changes a NaN's bits.
+    Finite, because code that passes bfloat16 through float32 changes a NaN's bits.
     """
     words = empty_rows(rows, row_bytes, device, pin).view(torch.int16)
     return words.random_().bitwise_and_(~0x4000).view(torch.bfloat16)  # no top exponent bit

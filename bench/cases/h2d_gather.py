@@ -12,7 +12,7 @@ import torch
 import jitkern
 from bench import peers
 from bench.cases import pairs
-from bench.cases.common import empty_kernel, empty_rows, ours, peer
+from bench.cases.common import empty_kernel, ours, peer
 from bench.cases.pairs import ROW_BYTES, ROWS, SLOTS, contiguous, copy_engine, kernel
 from jitkern.bench.case import Case, Context, Impl, Row
 from jitkern.bench.measure import measure
@@ -46,15 +46,9 @@ def _ours(**options: Any) -> Impl:
 
 
 def _impls(ctx: Context) -> list[Impl]:
-    staging = empty_rows(ROWS, ROW_BYTES, "cpu", pin=True)
-
     def triton(b: Any) -> None:
         words = b.src.view(torch.int32), b.dst.view(torch.int32)
         peers.triton().pairs(*words, b.pairs, 132)
-
-    def on_cpu(b: Any) -> None:
-        torch.index_select(b.src, 0, b.pairs64[:, 0].cpu(), out=staging)
-        b.dst.index_copy_(0, b.pairs64[:, 1], staging.to("cuda", non_blocking=True))
 
     return [
         *(_ours(), _ours(dedup=False), _ours(num_sms=2, dedup=False)),
@@ -64,7 +58,6 @@ def _impls(ctx: Context) -> list[Impl]:
         copy_engine(),
         contiguous(),
         peer("triton", triton),
-        peer("torch: gather on the CPU, copy", on_cpu, graph=False),
     ]
 
 
