@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += done
         if done:
             console.print(table(op, done))
+        else:
+            ctx.say(f"{op}: skipped, without a GPU or the memory that it needs")
     failed = [row for row in rows if row.error]
     ours = [row for row in failed if row.role == "ours"]
     counts = f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
@@ -70,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(ctx: Context, op: str) -> list[Row]:
     module = cases.module(op)
     if ctx.device != "cuda" and getattr(module, "NEEDS_GPU", False):
-        ctx.say(f"{op}: needs a GPU, skipped")
         return []
     rows: list[Row] = []
     gc.collect()

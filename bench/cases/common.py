@@ -112,13 +112,21 @@ def beside(
 # -- the guard's cases -----------------------------------------------------------------------------
 
 
-def host_copy_case(ctx: Context, moved: int, run: Run, copy: Run, **fields: Any) -> Case:
+def host_copy_case(
+    ctx: Context, moved: int, run: Run, copy: Run | None = None, **fields: Any
+) -> Case:
     """Return the guard's case of an op that moves bytes over the link; on the CPU, in memory.
 
-    `copy` moves as many in one piece; `fields` are the other fields of the case.
+    `copy` moves as many in one piece, by default from `src` to `dst` of the working set. `fields`
+    are the other fields of the case.
     """
+
+    def in_one_piece(b: Any) -> None:
+        count = moved // b.dst.itemsize
+        b.dst.view(-1)[:count].copy_(b.src.view(-1)[:count], non_blocking=True)
+
     return Case(
-        impls=[ours(run), ceiling(COPY, copy)],
+        impls=[ours(run), ceiling(COPY, copy or in_one_piece)],
         bytes_moved=moved if ctx.device == "cuda" else 2 * moved,  # read and written
         calls=3 if moved > 50_000_000 else 20,
         touched_bytes=moved,

@@ -23,39 +23,48 @@ NEEDS_GPU = True
 SIZES = ((65_536, 4 << 10), (4096, 64 << 10), (256, 1 << 20), (32, 4096))
 # The same of the guard: in a cache, and in memory or over the link.
 GUARD_SIZES = ((32, 4096), (128, 131_072))
+RESULTS: dict[str, Any] = {
+    "outputs": lambda b: (b.dst_rows.contiguous(),),
+    "reference": lambda b: (b.src_rows.to(b.dst.device),),
+}
 
 
 def run(ctx: Context) -> Iterator[Row]:
     for kind in ("h2d", "d2h"):
         for rows, row_bytes in SIZES:
-            yield from measure(ctx, _case(ctx, kind, rows, row_bytes))
+            shared, moved = _buffers(ctx, kind, rows, row_bytes), rows * row_bytes
+            impls = [
+                common.ours(_ours),
+                Impl("cuMemcpy2DAsync through FFI", "floor", _bare),
+                common.peer("torch copy_, pinned", _by_torch, graph=False),
+                common.memcpy(lambda b: b.dst, lambda b: b.src, moved),
+            ]
+            case = Case(
+                op="memcpy_2d",
+                name=f"{kind}, {rows} rows of {row_bytes} B",
+                bytes_moved=moved,
+                make=lambda _, shared=shared: shared,
+                prepare=lambda b: b.dst_rows.fill_(0),
+                impls=impls,
+                calls=3 if moved > 50_000_000 else 20,
+                **RESULTS,
+            )
+            yield from measure(ctx, case)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
     kind = "h2d" if ctx.device == "cuda" else "h2h"
     for rows, row_bytes in GUARD_SIZES:
-
-        def copy(b: Any) -> None:
-            b.dst.view(-1).copy_(b.src.view(-1)[: b.dst.numel()], non_blocking=True)
-
-        yield common.host_copy_case(
-            ctx,
-            rows * row_bytes,
-            _ours,
-            copy,
-            op="memcpy_2d",
-            name=f"{rows} rows of {row_bytes} B",
-            make=lambda _, rows=rows, row_bytes=row_bytes: _buffers(ctx, kind, rows, row_bytes),
-            outputs=lambda b: (b.dst,),
-            reference=lambda b: (b.src_rows.to(b.dst.device),),
-        )
+        fields = {"op": "memcpy_2d", "name": f"{rows} rows of {row_bytes} B", **RESULTS}
+        make = partial(_buffers, ctx, kind, rows, row_bytes)
+        yield common.host_copy_case(ctx, rows * row_bytes, _ours, make=make, **fields)
     b = _buffers(ctx, kind, 1, 4096)
     for name, height in (("call, checks only", 0), ("call, 1 row", 1)):
         call = partial(jitkern.memcpy_2d_async, b.dst, b.src, *b.shape[:3], height, kind)
         yield common.call_case("memcpy_2d", name, call, (b.dst, b.src))
 
 
-def _buffers(ctx: Context, kind: str, rows: int, row_bytes: int) -> SimpleNamespace:
+def _buffers(ctx: Context, kind: str, rows: int, row_bytes: int, _: int = 0) -> SimpleNamespace:
     """Return every other row of host memory, pinned if there is a GPU, and packed ones on it."""
     host = torch.randint(0, 256, (rows, 2, row_bytes), dtype=torch.uint8)
     host = host.pin_memory() if ctx.device == "cuda" else host
@@ -70,28 +79,8 @@ def _buffers(ctx: Context, kind: str, rows: int, row_bytes: int) -> SimpleNamesp
     )
 
 
-def _case(ctx: Context, kind: str, rows: int, row_bytes: int) -> Case:
-    shared, moved = _buffers(ctx, kind, rows, row_bytes), rows * row_bytes
-
-    def by_torch(b: Any) -> None:
-        b.dst_rows.copy_(b.src_rows, non_blocking=True)
-
-    return Case(
-        op="memcpy_2d",
-        name=f"{kind}, {rows} rows of {row_bytes} B",
-        bytes_moved=moved,
-        make=lambda _: shared,
-        outputs=lambda b: (b.dst_rows.contiguous(),),
-        reference=lambda b: (b.src_rows.to(b.dst.device),),
-        prepare=lambda b: b.dst_rows.fill_(0),
-        impls=[
-            common.ours(_ours),
-            Impl("cuMemcpy2DAsync through FFI", "floor", _bare),
-            common.peer("torch copy_, pinned", by_torch, graph=False),
-            common.memcpy(lambda b: b.dst, lambda b: b.src, moved),
-        ],
-        calls=3 if moved > 50_000_000 else 20,
-    )
+def _by_torch(b: Any) -> None:
+    b.dst_rows.copy_(b.src_rows, non_blocking=True)
 
 
 def _ours(b: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rows between host and device memory by pairs: the job, its check, peers and ceilings.
+"""Rows and blocks between host and device memory by pairs: the job, its check, and peers.
 
 The sizes are those of a sparse attention: batch 128, top-k 2048, 300,000 slots on both sides, rows
 of 656 bytes.
@@ -21,31 +21,45 @@ SLOTS, ROW_BYTES, ROWS = 300_000, 656, 128 * 2048
 LINK_SIZES = ((128, 656), (262_144, 656))
 
 
-def job(src: torch.Tensor, dst: torch.Tensor, rows: int, repeats: bool = False) -> dict[str, Any]:
+def job(
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    count: int,
+    repeats: bool = False,
+    src_dim: int = 0,
+    dst_dim: int = 0,
+) -> dict[str, Any]:
     """Return the fields of a case that say which rows go where, and how that is checked.
 
-    Sources are distinct, or drawn at random; destinations are distinct.
+    `src_dim` and `dst_dim` are where rows are counted. Sources are distinct, or drawn at random;
+    destinations are distinct.
     """
     device = "cuda" if src.is_cuda or dst.is_cuda else "cpu"
+    lengths = src.shape[src_dim], dst.shape[dst_dim]
 
     def make(_: int) -> SimpleNamespace:
-        columns = [host_pool.distinct(len(side), rows, device) for side in (src, dst)]
+        columns = [host_pool.distinct(length, count, device) for length in lengths]
         if repeats:
-            columns[0] = torch.randint(0, len(src), (rows,), device=device)
+            columns[0] = torch.randint(0, lengths[0], (count,), device=device)
         pairs64 = torch.stack(columns, 1)
-        is_small = max(len(src), len(dst)) < 1 << 31
-        pairs = pairs64.to(torch.int32) if is_small else pairs64
-        return SimpleNamespace(src=src, dst=dst, pairs=pairs, pairs64=pairs64)
+        return SimpleNamespace(
+            src=src,
+            dst=dst,
+            pairs=pairs64.to(torch.int32) if max(lengths) < 1 << 31 else pairs64,
+            pairs64=pairs64,
+            pairs_cpu=pairs64.cpu(),
+        )
 
-    def column(b: Any, at: int, side: torch.Tensor) -> torch.Tensor:
-        return b.pairs64[:, at].to(side.device)
+    def rows_of(side: torch.Tensor, dim: int, numbers: torch.Tensor) -> torch.Tensor:
+        rows = side.index_select(dim, numbers.to(side.device)).to(dst.device)
+        return rows.movedim(dim, 0).contiguous()
 
     # Copies of the rows that are written: a pool is too large for another.
     return {
         "make": make,
-        "outputs": lambda b: (dst[column(b, 1, dst)],),
-        "prepare": lambda b: dst.index_fill_(0, column(b, 1, dst), 0),
-        "reference": lambda b: (src[column(b, 0, src)].to(dst.device),),
+        "outputs": lambda b: (rows_of(dst, dst_dim, b.pairs64[:, 1]),),
+        "prepare": lambda b: dst.index_fill_(dst_dim, b.pairs64[:, 1].to(dst.device), 0),
+        "reference": lambda b: (rows_of(src, src_dim, b.pairs64[:, 0]),),
     }
 
 
@@ -76,7 +90,6 @@ def guard_cases(
             ctx,
             rows * row_bytes,
             lambda b: function(b.src, b.dst, b.pairs),
-            lambda b, rows=rows: b.dst[:rows].copy_(b.src[:rows], non_blocking=True),
             op=op,
             name=f"{rows} rows of {row_bytes} B",
             **job(*sides, rows),
@@ -109,19 +122,15 @@ def kernel(name: str, num_sms: int = 0) -> Impl:
 
 
 def copy_engine() -> Impl:
-    return common.ceiling(
-        common.MEMCPY, lambda b: peers.host().copy_bytes(b.dst, b.src, _bytes_of(b))
-    )
+    def run(b: Any) -> None:
+        peers.host().copy_bytes(b.dst, b.src, len(b.pairs) * b.src[0].nbytes)
+
+    return common.ceiling(common.MEMCPY, run)
 
 
 def contiguous() -> Impl:
-
     def run(b: Any) -> None:
-        peers.link().copy_contiguous(b.src, b.dst, _bytes_of(b), 132)
+        peers.link().copy_contiguous(b.src, b.dst, len(b.pairs) * b.src[0].nbytes, 132)
 
     name = "zero-copy kernel, contiguous, 132 SMs"
     return Impl(name, "sm ceiling", lambda: run, check=False)
-
-
-def _bytes_of(b: Any) -> int:
-    return len(b.pairs) * b.src[0].nbytes

@@ -37,13 +37,9 @@ CALLS: tuple[tuple[str, int, int, tuple[float, ...]], ...] = (
 
 def run(ctx: Context) -> Iterator[Row]:
     fit = host_pool.sizes(4 if ctx.quick else 96)
-    if not fit:
-        ctx.say("pools: no memory for a pool, skipped")
-        return
-    pool = host_pool.allocated(fit[-1])
     for kind, rows, row_bytes, wanted in CALLS:
         for gib in (gib for gib in wanted if gib in fit):
-            host = host_pool.rows_of(pool, gib, row_bytes)
+            host = host_pool.rows_of(host_pool.allocated(fit[-1]), gib, row_bytes)
             device = random_rows(DEVICE_ROWS, row_bytes, "cuda").view(torch.uint8)
             sides = (host, device) if kind == "gather" else (device, host)
             name = f"{kind} of {rows} rows of {row_bytes} B, pool of {gib:g} GiB"

@@ -25,12 +25,9 @@ POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the 
 
 def run(ctx: Context) -> Iterator[Row]:
     fit = host_pool.sizes(4 if ctx.quick else 96)  # as for `pools`, which takes the same one
-    if not fit or fit[-1] < POOLS_GIB[0]:
-        ctx.say("swap: no memory for a pool, skipped")
-        return
-    pool = host_pool.allocated(fit[-1])
     gpu = torch.randint(0, 256, (SLOTS, ROW_BYTES), dtype=torch.uint8, device="cuda")
-    for gib in (gib for gib in POOLS_GIB if gib <= fit[-1]):
+    for gib in (gib for gib in POOLS_GIB if gib <= max(fit, default=0)):
+        host = host_pool.rows_of(host_pool.allocated(fit[-1]), gib, ROW_BYTES)
         for rows in (ROWS,) if ctx.quick or gib > POOLS_GIB[0] else (1, 128, 2048, ROWS):
             case = Case(
                 op="swap",
@@ -38,7 +35,7 @@ def run(ctx: Context) -> Iterator[Row]:
                 bytes_moved=2 * rows * ROW_BYTES,
                 impls=_impls(rows, gib),
                 calls=3 if rows > 100_000 else 20,
-                **_job(ctx, host_pool.rows_of(pool, gib, ROW_BYTES), gpu, rows),
+                **_job(ctx, host, gpu, rows),
             )
             yield from measure(ctx, case)
 
