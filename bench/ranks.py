@@ -28,7 +28,7 @@ TIMEOUT_S = 400
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 21
 SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
-HOST_ROUNDS = 201
+HOST_ROUNDS = 101
 HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
 
 
