@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ctx.say(f"{op}: skipped, without a GPU or the memory that it needs")
     failed = [row for row in rows if row.error]
     ours = [row for row in failed if row.role == "ours"]
-    counts = f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of them jitkern's"
-    console.print(counts)
+    console.print(f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of jitkern's")
     if args.json or not args.quick:
         path = args.json or RESULTS / f"{report.kind_of(machine)}.json"
         write(path, report.payload(machine, rows, quick=args.quick))
