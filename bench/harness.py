@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from bench import cases, peers
 from jitkern.bench import Context, Row, report
 from jitkern.bench.case import error_row
+from jitkern.cli import ui
 
 RESULTS = Path(__file__).with_name("results")
-STYLES = {"ours": "bold green", "ceiling": "cyan", "sm ceiling": "cyan", "floor": "cyan"}
+COLUMNS = ("", ">us", ">IQR %", ">GB/s", ">x peer", ">% ceiling", ">host us", "note")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,37 +32,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     args = parser.parse_args(argv)
 
-    progress = Console(stderr=True, markup=False, highlight=False)
-    width = None if sys.stdout.isatty() else 150  # a log file has no width of its own
-    console = Console(markup=False, highlight=False, width=width)
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        progress.print("bench: --device cuda: PyTorch sees no CUDA device")
+        say("bench: --device cuda: PyTorch sees no CUDA device")
         return 2
-    ops = args.op or cases.NAMES
     started = time.perf_counter()
-    ctx = Context(device, args.quick, lambda text: progress.print(f"  {text}", style="dim"))
+    ctx = Context(device, args.quick, lambda text: say(f"  {text}"))
     machine = report.machine(device)
     versions = {"Python": machine["python"], **machine["versions"]}
-    console.print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
+    print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
     torch.manual_seed(0)
     peers.prebuild(device)
     rows: list[Row] = []
-    for op in ops:
+    for op in args.op or cases.NAMES:
         done = _run(ctx, op)
         rows += done
         if done:
-            console.print(table(op, done))
+            print(table(op, done), flush=True)
         else:
             ctx.say(f"{op}: skipped, without a GPU or the memory that it needs")
     failed = [row for row in rows if row.error]
     ours = [row for row in failed if row.role == "ours"]
-    console.print(f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of jitkern's")
+    print(f"{len(rows)} rows, {len(failed)} without a figure, {len(ours)} of jitkern's")
     if args.json or not args.quick:
         path = args.json or RESULTS / f"{report.kind_of(machine)}.json"
         write(path, report.payload(machine, rows, quick=args.quick))
-        progress.print(f"wrote {path}")
-    progress.print(f"{time.perf_counter() - started:.0f} s")
+        say(f"wrote {path}")
+    say(f"{time.perf_counter() - started:.0f} s")
     return 1 if ours else 0
 
 
@@ -107,20 +104,15 @@ def write(path: Path, data: report.Payload) -> None:
     report.save(path, data)
 
 
-def table(op: str, rows: Sequence[Row]) -> Table:
+def table(op: str, rows: Sequence[Row]) -> str:
     """Return the table of one benchmark; a blank cell is something that was not measured."""
-    made = Table(title=op, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    made.add_column("case / implementation", no_wrap=True)
-    for column in ("us", "IQR %", "GB/s", "x peer", "% ceiling", "host us"):
-        made.add_column(column, justify="right", no_wrap=True)
-    made.add_column("note")
+    lines: list[list[str]] = []
     for case in dict.fromkeys(row.case for row in rows):
-        made.add_row(case, style="bold")
+        lines.append([case, *[""] * (len(COLUMNS) - 1)])
         for row in [row for row in rows if row.case == case]:
             spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
             figures = (row.median_us, spread, row.gb_s, row.ratio_to_best_peer)
             figures += (row.percent_of_ceiling, row.host_us)
             cells = ["" if figure is None else f"{figure:,.2f}" for figure in figures]
-            style = "red" if row.error else STYLES.get(row.role, "")
-            made.add_row(f"  {row.impl}", *cells, row.error or row.note, style=style)
-    return made
+            lines.append([f"  {row.impl}", *cells, row.error or row.note])
+    return f"\n{op}\n{ui.table(COLUMNS, lines)}"

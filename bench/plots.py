@@ -171,7 +171,6 @@ PLOTS = {
 
 
 def draw(data: report.Payload, folder: Path) -> list[Path]:
-    """Draw what the data has rows for; return the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = data["machine"]["name"]
     rows = {op: entry["rows"] for op, entry in data["benchmarks"].items()}

@@ -76,7 +76,6 @@ BESIDE = {
 
 
 def _table(paragraph: str) -> list[str]:
-    """Return the table of a paragraph of TABLES_TEXT as lines of Markdown."""
     head, case_line, impl_line = paragraph.splitlines()
     _, file, op, case_name, figure, corner = (*head.split(" | "), "")[:6]
     cases, impls = _shown(case_line.removeprefix("rows: ")), _shown(impl_line)
@@ -152,7 +151,6 @@ MADE["beside"] = beside
 
 
 def made(text: str) -> str:
-    """Return a page with its tables made anew."""
     return _MARKED.sub(lambda m: "\n".join([m[1].rstrip("\n"), *MADE[m[2]](), m[3]]), text)
 
 

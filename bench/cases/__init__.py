@@ -16,10 +16,8 @@ GUARDED = (*(op.stem for op in OPS), "host_overhead")
 
 
 def module(name: str) -> Any:
-    """Return the module of one benchmark."""
     return import_module(f"bench.cases.{name}")
 
 
 def guarded() -> list[Path]:
-    """Return the files of cases that the CI guard measures."""
     return [Path(__file__).with_name(f"{name}.py") for name in GUARDED]

@@ -88,7 +88,6 @@ class Decode:
 
 
 def make_weights() -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-    """Return those of all layers, and of the head."""
 
     def weight(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / rows**0.5

@@ -36,7 +36,6 @@ def random_rows(rows: int, row_bytes: int, device: str, pin: bool = False) -> to
 
 
 def sizes(ctx: Context) -> Sequence[tuple[int, int]]:
-    """Return (rows, bytes of a row) of the copies that the guard times on this device."""
     return CUDA_SIZES if ctx.device == "cuda" else CPU_SIZES
 
 
@@ -87,7 +86,6 @@ def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tens
 
 @cache
 def copy_module() -> DeviceModule:
-    """Return the kernel of :func:`copy_impl`, for blocks of ``COPY_THREADS``."""
     return jitkern.load_jit(
         "copy",
         device_files=["jitkern:perf/copy.cu"],

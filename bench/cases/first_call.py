@@ -69,7 +69,6 @@ def run(ctx: Context) -> Iterator[Row]:
 
 
 def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
-    """Return the milliseconds of each case, measured in a new process."""
     dropped = ("JITKERN_RECORD", "JITKERN_FREEZE", "PYTHONDONTWRITEBYTECODE")
     environment = {
         **{name: value for name, value in os.environ.items() if name not in dropped},

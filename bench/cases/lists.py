@@ -40,8 +40,6 @@ PREFIX_ROWS = (512, 2048, 4096)  # of a product: less than the copy takes, about
 
 @dataclass
 class Buffers:
-    """Lists on both sides, pairs on both devices, and the addresses of all pieces."""
-
     src: list[torch.Tensor]
     dst: list[torch.Tensor]
     pairs: torch.Tensor

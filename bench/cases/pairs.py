@@ -72,7 +72,6 @@ def case_of(
     params: dict[str, Any] | None = None,
     repeats: bool = False,
 ) -> Case:
-    """Return the case of rows that go from the first of `sides` to the second."""
     moved = rows * sides[0][0].nbytes  # what arrives, each row once
     calls = 3 if moved > 50_000_000 else 20
     fields = job(*sides, rows, repeats)

@@ -15,7 +15,7 @@ import torch
 from jitkern.bench.case import Case, Context, Impl, Row, Run
 from jitkern.bench.measure import measure
 from jitkern.bench.timing import cuda_timer
-from jitkern.offload import OverlapMonitor, SlotPipeline
+from jitkern.offload import SlotPipeline
 
 NEEDS_GPU = True
 BLOCKS, BLOCK_BYTES = 64, 4 << 20
@@ -42,10 +42,7 @@ def run(ctx: Context) -> Iterator[Row]:
         "both engines at once, no bodies": ("ceiling", partial(_both_engines, blocks)),
     }
     yield from _measured(ctx, "update, both directions", impls, 2)
-    host = [
-        Impl("jitkern", "ours", _empty_loads),
-        Impl("jitkern, monitored", "ours", lambda: _empty_loads(OverlapMonitor(min_ratio=0))),
-    ]
+    host = [Impl("jitkern", "ours", _empty_loads)]
     yield from measure(ctx, Case("pipeline", f"host, {BLOCKS} iterations", host, clock="host"))
 
 
@@ -82,8 +79,8 @@ def _copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     dst.copy_(src, non_blocking=True)
 
 
-def _pipeline(depth: int = BEST_DEPTH, **how: Any) -> SlotPipeline:
-    return SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8, **how)
+def _pipeline(depth: int = BEST_DEPTH) -> SlotPipeline:
+    return SlotPipeline(num_slots=depth, slot_shape=[BLOCK_BYTES], dtype=torch.uint8)
 
 
 def _load(blocks: Blocks, body: Body, depth: int) -> Run:
@@ -102,9 +99,9 @@ def _load(blocks: Blocks, body: Body, depth: int) -> Run:
     return go
 
 
-def _empty_loads(monitor: OverlapMonitor | None = None) -> Run:
+def _empty_loads() -> Run:
     """Return loads without copies and bodies: what iterations cost the host."""
-    pipeline, blocks = _pipeline(monitor=monitor), range(BLOCKS)
+    pipeline, blocks = _pipeline(), range(BLOCKS)
 
     def go(_: object) -> None:
         for _ in pipeline.load(blocks, copy=lambda tensor, block: None):

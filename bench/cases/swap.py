@@ -61,7 +61,6 @@ def cases(ctx: Context) -> Iterator[Case]:
 
 
 def _job(ctx: Context, host: torch.Tensor, gpu: torch.Tensor, rows: int) -> dict[str, Any]:
-    """Return the fields of a case that say what is swapped and how that is checked."""
     staging = torch.empty(rows, gpu.shape[1], dtype=torch.uint8, device=ctx.device)
     new = torch.randint_like(staging, 0, 256)
 

@@ -57,13 +57,11 @@ def allocated(gib: float) -> torch.Tensor:
 
 
 def rows_of(pool: torch.Tensor, gib: float, row_bytes: int) -> torch.Tensor:
-    """Return the first `gib` GiB of a pool as rows of bytes."""
     count = int(gib * GIB) // row_bytes
     return pool[: count * row_bytes].view(count, row_bytes)
 
 
 def distinct(rows: int, count: int, device: str) -> torch.Tensor:
-    """Return the numbers of random rows, each once."""
     if rows < 1 << 28:
         return torch.randperm(rows, device=device)[:count]
     found = torch.randint(0, rows, (count + count // 64,), device=device).unique()
