@@ -19,7 +19,7 @@ import jitkern
 from bench import peers
 from bench.cases.common import memcpy, ours, peer
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl, Row, error_text
+from jitkern.bench.case import Case, Context, Row, error_text
 from jitkern.bench.measure import fill, measure
 from jitkern.bench.timing import cpu_replay, cuda_replay, time_replays
 
@@ -112,7 +112,7 @@ def _case(
         impls.append(peer("cuMemcpyBatchAsync", _batch, graph=False))
     impls.append(peer("Triton over addresses, as vLLM", _triton, graph=False))
     if host[0].is_contiguous():
-        impls.append(Impl("sglang's transfer kernel", "peer", _sglang))
+        impls.append(peer("sglang's transfer kernel", _sglang))
     to, source = (cache, memory) if to_gpu else (memory, cache)
     impls.append(memcpy(lambda _: to, lambda _: source, moved))
     return Case(
@@ -152,9 +152,8 @@ def _triton(b: Buffers) -> None:
     peers.triton().swap(*b.addresses)
 
 
-def _sglang() -> Callable[[Any], object]:
-    transfer = peers.sglang_transfer()
-    return lambda b: transfer(*b.tables, *b.columns, b.src[0].shape[1])
+def _sglang(b: Buffers) -> None:
+    peers.sglang_transfer()(*b.tables, *b.columns, b.src[0].shape[1])
 
 
 # -- a prefix hit ----------------------------------------------------------------------------------
