@@ -15,15 +15,7 @@ import torch
 
 import jitkern
 from bench import peers
-from bench.cases.common import (
-    call_case,
-    copy_module,
-    empty_rows,
-    no_op,
-    ours,
-    peer,
-    random_rows,
-)
+from bench.cases.common import call_case, copy_module, empty_rows, no_op, ours, peer, random_rows
 from jitkern.arch import Arch
 from jitkern.bench.case import Case, Context, Impl, Row, error_text
 from jitkern.bench.measure import fill, measure
