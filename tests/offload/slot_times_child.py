@@ -202,6 +202,6 @@ def check_no_memory_for_more() -> None:
 
 
 if __name__ == "__main__":
-    slot_order.set_up(None)
+    slot_order.set_up()
     driver.fake_now(ctypes.c_double(1e30))
     report_checks(globals(), lambda: now(1e30))
