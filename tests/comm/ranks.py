@@ -189,7 +189,7 @@ def build(folder: Path) -> dict[str, str]:
         if not folder.exists():
             made = folder.with_suffix(".made")
             made.mkdir()
-            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
+            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc"])
             compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
             made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"

@@ -54,8 +54,10 @@ def current(device: torch.device) -> object:
     return torch.cuda.current_stream() if device.type == "cuda" else None
 
 
-def check_is_ready(pipeline: SlotPipeline, device: torch.device, before: object) -> None:
+def check_is_ready(pipeline: SlotPipeline) -> None:
     """The caller's stream is back, no slot is missing, the next run works."""
+    device = pipeline.device
+    before = torch.cuda.default_stream() if device.type == "cuda" else None
     assert current(device) == before
     assert len(pipeline._free) == pipeline.depth
     blocks = host_blocks(9, device)

@@ -109,17 +109,14 @@ def test_means_of_a_window() -> None:
     monitor = OverlapMonitor(window=4)
     given = Given(monitor)
     given.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
-    given.add([(4.0, 4.0, 2.0)] * 1)
+    given.add([(4.0, 4.0, 2.0)])
     found = monitor.snapshot()
-    assert isinstance(found, OverlapSnapshot)
     assert (found.iterations, found.window) == (9, 4)
     assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 1.0)
     assert found.ratio == 1.5
     assert found.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
     assert found.gb_s == pytest.approx((1 << 20) / 2e6)
     assert found.bytes_moved == 9 << 20
-    given.add([(1.0, 1.0, 0.0)] * 100)  # more than are harvested at once
-    assert monitor.snapshot().iterations == 109
 
 
 def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,23 +173,23 @@ def test_asked_by_other_threads_while_it_runs() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
     over = threading.Event()
-    seen: list[int] = []
 
-    def ask() -> None:
+    def ask() -> int:
+        most = 0
         while not over.is_set():
-            seen.append(monitor.snapshot().iterations)
+            most = max(most, monitor.snapshot().iterations)
+        return most
 
     with ThreadPoolExecutor(2) as threads:
         asking = [threads.submit(ask) for _ in range(2)]
         for _ in range(200):
             list(pipeline.load(range(50), copy=lambda tensor, block: None))
         over.set()
-    assert [one.result() for one in asking] == [None, None]
     found = monitor.snapshot()
     assert found.iterations == 10_000
     # Those are dropped for which no thread came round to ask.
     assert found.timed > 0 and found.timed + found.dropped == 64 + 32 * 38 + 16
-    assert 0 < max(seen) <= found.iterations
+    assert 0 < max(one.result() for one in asking) <= 10_000
 
 
 def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
@@ -213,18 +210,15 @@ def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
 
 def test_the_timeline() -> None:
     """Each stall begins with the end of the body before it, and is over when its own one begins."""
-    monitor = OverlapMonitor(name="weights")
-    pipeline = pipeline_of(torch.device("cpu"), 1, monitor=monitor)
+    given = Given(monitor := OverlapMonitor())
     assert not any(monitor.timeline().values())
-    list(pipeline.load(range(200), copy=lambda tensor, block: time.sleep(1e-4)))
-    spans, timed = monitor.timeline(), monitor.snapshot().timed
-    bodies = spans["compute"]
-    assert len(spans["load"]) == len(bodies) == timed == 64
-    assert len(spans["stall"]) == timed - 1 and spans["store"] == []
-    for number, (begin, ms) in enumerate(spans["stall"], 1):
-        before_ms = sum(bodies[number - 1])
-        assert begin + ms <= bodies[number][0] + 1e-6
-        assert begin == pytest.approx(before_ms, abs=1e-6)
+    given.add([(3.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 2.0, 0.0)])
+    assert monitor.timeline() == {
+        "load": [(-1.0, 1.0), (2.0, 2.0), (6.0, 2.0)],
+        "compute": [(0.0, 3.0), (4.0, 4.0), (8.0, 2.0)],
+        "store": [],
+        "stall": [(3.0, 1.0)],
+    }
 
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -54,7 +54,7 @@ STAGING = Program(
     "staging",
     ("host/[!u]*.cc", "ops/pairs*.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
     ("staging.cc",),
-    {"libcuda.so.1": ("fake_gpu.cc", "fake_kernel.cc")},
+    {"libcuda.so.1": ("fake_gpu.cc",)},
     instead=("host/cpu_copy.cc", "plain_copy.cc"),
 )
 

@@ -344,20 +344,6 @@ void no_memory() {
   failing_calls({"both", true}, fake::kAllocation, 16, 600'000);
 }
 
-void captured() {
-  const CUstream stream = fake::make_stream(0);
-  for (const Taken& way : kFew) {
-    Tables tables(shape_of(way, 656, 1000), stream);
-    const i64 queued = fake::num_queued();
-    fake::set_capturing(true);
-    const std::string error = tables.try_run(way.method, 3);
-    fake::set_capturing(false);
-    require(error.find("ValueError") == 0 && error.find(": pairs: ") != std::string::npos, error);
-    require(fake::num_queued() == queued, "something was queued");
-    tables.check_untouched(way.method);
-  }
-}
-
 i64 clock_ms(clockid_t clock) {
   timespec now{};
   clock_gettime(clock, &now);
@@ -432,11 +418,11 @@ struct Case {
   void (*run)();
 };
 #define CASE(name) {#name, name}
-const Case kCases[] = {CASE(ways),         CASE(chunks),         CASE(overwritten), CASE(in_a_row),
-                       CASE(in_order),     CASE(uploads),        CASE(first_use),   CASE(at_once),
-                       CASE(rewritten),    CASE(rewritten_late), CASE(apart),       CASE(failing),
-                       CASE(out_of_range), CASE(no_memory),      CASE(captured),    CASE(asleep),
-                       CASE(one_fault)};
+const Case kCases[] = {
+    CASE(ways),         CASE(chunks),         CASE(overwritten), CASE(in_a_row),
+    CASE(in_order),     CASE(uploads),        CASE(first_use),   CASE(at_once),
+    CASE(rewritten),    CASE(rewritten_late), CASE(apart),       CASE(failing),
+    CASE(out_of_range), CASE(no_memory),      CASE(asleep),      CASE(one_fault)};
 
 }  // namespace
 
