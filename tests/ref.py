@@ -5,9 +5,11 @@ And what tests of all ops ask of their arguments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -107,3 +109,14 @@ def replaced(arguments: dict[str, Any], change: Callable[[str, Tensor], Any]) ->
         return change(name, value) if torch.is_tensor(value) else value
 
     return {name: new(name, value) for name, value in arguments.items()}
+
+
+def refusals(call: Any, good: dict[str, Any], *cases: tuple[dict[str, Any], type[Exception], str]):
+    """Return a test: with these instead of good arguments the call raises this error."""
+
+    @pytest.mark.parametrize(("wrong", "kind", "text"), cases, ids=[text for *_, text in cases])
+    def test(wrong: dict[str, Any], kind: type[Exception], text: str) -> None:
+        with pytest.raises(kind, match=f"^{call.__name__}: {re.escape(text)}"):
+            call(**{**good, **wrong})
+
+    return test

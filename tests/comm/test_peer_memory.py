@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import LATE_S, Pool, all_do, all_tell
+from ref import refusals
 from rows_ranks import memories
 from torch.distributed import HashStore
 
@@ -78,7 +79,9 @@ def test_wrong_calls(
         call(pair[0])
 
 
-NEW: list[tuple[dict[str, Any], type[Exception], str]] = [
+test_wrong_arguments = refusals(
+    PeerMemory,
+    {"num_bytes": 64, "group": HashStore(), "rank": 0, "size": 1, "device": "cpu"},
     ({"num_bytes": 0}, ValueError, "num_bytes: 0, expected 1 to 70368744177664"),
     ({"num_bytes": True}, TypeError, "num_bytes: bool, expected an int"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
@@ -86,14 +89,7 @@ NEW: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
     ({"group": None, "rank": None}, CommError, "group: torch.distributed is not initialised; call"),
     ({"group": 1}, TypeError, "group: int, expected a ProcessGroup, a Store or None"),
-]
-
-
-@pytest.mark.parametrize(("given", "kind", "text"), NEW, ids=[text for _, _, text in NEW])
-def test_wrong_arguments(given: dict[str, Any], kind: type[Exception], text: str) -> None:
-    usual = {"num_bytes": 64, "group": HashStore(), "rank": 0, "size": 1, "device": "cpu"}
-    with pytest.raises(kind, match=f"^PeerMemory: {re.escape(text)}"):
-        PeerMemory(**{**usual, **given})
+)
 
 
 def mappings() -> int:

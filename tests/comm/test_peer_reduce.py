@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from needs import needs_cxx
 from offload.rings import race
+from ref import refusals
 from rows_ranks import Ranks, any_call
 from torch._subclasses import FakeTensorMode
 
@@ -189,22 +189,16 @@ def test_wrong_calls_send_nothing(code: str) -> None:
     assert torch.equal(alone.memory, before)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"size": 9}, "size: 9, expected 2 to 8"),
-        ({"rank": 2}, "rank: 2, expected 0 to 1"),
-        ({"addresses": [16]}, "addresses: [16], expected 2 multiples of 16 bytes"),
-        ({"addresses": [16, 24]}, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
-        ({"workspace_bytes": 1024}, "workspace_bytes: 1024, expected at least 9216 for 2 ranks"),
-        ({"deadline_s": 0}, "deadline_s: 0, expected above 0"),
-    ],
+test_wrong_reducers = refusals(
+    PeerReducer,
+    {"addresses": [16, 32], "rank": 0, "size": 2, "workspace_bytes": 1 << 20, "device": "cpu"},
+    ({"size": 9}, ValueError, "size: 9, expected 2 to 8"),
+    ({"rank": 2}, ValueError, "rank: 2, expected 0 to 1"),
+    ({"addresses": [16]}, ValueError, "addresses: [16], expected 2 multiples of 16 bytes"),
+    ({"addresses": [16, 24]}, ValueError, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
+    ({"workspace_bytes": 1024}, ValueError, "workspace_bytes: 1024, expected at least 9216 for 2"),
+    ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
 )
-def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"addresses": [16, 32], "rank": 0, "size": 2, "device": "cpu"}
-    given["workspace_bytes"] = 1 << 20
-    with pytest.raises(ValueError, match=re.escape(text)):
-        PeerReducer(**{**given, **change})
 
 
 def test_sizes_of_workspaces() -> None:

@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from pipelines import bring, host_blocks, pipeline_of, sync, take
+from ref import refusals
 from torch import Tensor
 
 from jitkern.offload import OverlapMonitor, OverlapSnapshot
@@ -221,19 +221,15 @@ def test_the_timeline() -> None:
     }
 
 
-MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+test_mistakes = refusals(
+    OverlapMonitor,
+    {},
     ({"window": 0}, ValueError, "window: 0, expected at least 1"),
     ({"window": 2.5}, TypeError, "window: float, expected an int"),
     ({"min_ratio": -1}, ValueError, "min_ratio: -1, expected 0 or more"),
     ({"min_ratio": math.nan}, ValueError, "min_ratio: nan, expected 0 or more"),
     ({"min_ratio": "2"}, TypeError, "min_ratio: str, expected a number"),
-]
-
-
-@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
-def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=f"^OverlapMonitor: {re.escape(text)}$"):
-        OverlapMonitor(**how)
+)
 
 
 WORDS = 1 << 18  # of int32: 1 MiB a slot

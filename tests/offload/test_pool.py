@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ref import refusals
 from rings import is_mapped
 
 import jitkern
@@ -68,7 +69,9 @@ def test_says_what_it_is() -> None:
     assert "64 MiB, closed" in repr(pool)
 
 
-MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
+test_mistakes = refusals(
+    PinnedPool,
+    {},
     ({"size": 0}, ValueError, "size: 0, expected at least 1"),
     ({"size": [4, 0], "dtype": torch.int8}, ValueError, "size: [4, 0], expected sizes of at lea"),
     ({"size": [4]}, TypeError, "dtype: None, expected a torch.dtype for a shape"),
@@ -76,13 +79,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
     ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),
-]
-
-
-@pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
-def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=f"^PinnedPool: {re.escape(text)}"):
-        PinnedPool(**how)
+)
 
 
 class Noted:
