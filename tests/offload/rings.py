@@ -136,6 +136,27 @@ def ref_unpack(src: torch.Tensor, dst: torch.Tensor, descriptors: torch.Tensor) 
             dst[to : to + length] = src[at : at + length]
 
 
+class Sides:
+    """A source and a destination, in the middle of others' bytes; and what should be there."""
+
+    def __init__(self, device: object, num_bytes: int, *, src_at: int = 0, dst_at: int = 0) -> None:
+        source = torch.randint(256, (num_bytes + src_at,), dtype=torch.uint8)
+        self._wanted_whole = torch.randint(256, (num_bytes + dst_at + 512,), dtype=torch.uint8)
+        self._src_on_cpu, self.src = source[src_at:], source.to(device)[src_at:]
+        self._whole = self._wanted_whole.to(device, copy=True)
+        inner = slice(256 + dst_at, 256 + dst_at + num_bytes)
+        self.dst, self._wanted = self._whole[inner], self._wanted_whole[inner]
+
+    def expect(self, descriptors: torch.Tensor) -> None:
+        ref_unpack(self._src_on_cpu, self._wanted, descriptors)
+
+    def are_right(self) -> bool:
+        if self._whole.is_cuda:
+            torch.cuda.synchronize()
+            jitkern.check()
+        return torch.equal(self._whole.cpu(), self._wanted_whole)
+
+
 def random_rows(
     generator: torch.Generator, columns: int, count: int, num_bytes: int = 4096
 ) -> torch.Tensor:
