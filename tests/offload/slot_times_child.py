@@ -1,4 +1,4 @@
-"""Times of a SlotPipeline on the clocks of fake_driver.c; see ../test_fake_driver.py."""
+"""Times and order of a SlotPipeline on fake_driver.c; see ../test_fake_driver.py."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
     for slot in getattr(pipeline, kind)(blocks, **how):
         work(times[slot.block][1])
     return time_of(machine.current) - begin
+
+
+def check_random_runs_are_in_order_and_no_wait_can_be_left_out() -> None:
+    assert not (found := slot_order.problems(1000)), found[:5]
 
 
 def iterations(times: Times) -> list[Iteration]:
