@@ -62,7 +62,6 @@ def is_possible(dtype: torch.dtype, op: str, size: int) -> bool:
 
 
 def moved() -> Iterator[tuple[int, torch.dtype, tuple[int, ...]]]:
-    """All dtypes, and the shapes of one."""
     for seed, dtype in enumerate(MOVED):
         for shape in SHAPES if dtype == torch.float32 else A_SHAPE:
             yield seed, dtype, shape
@@ -207,7 +206,6 @@ def empty(comm: Communicator, device: torch.device) -> None:
 
 
 def large(comm: Communicator, device: torch.device) -> None:
-    """Beyond what any transport sends at once."""
     x = torch.full((1 << 21,), float(comm.rank + 1), device=device)
     comm.all_reduce(x)
     assert (x == sum(range(1, comm.size + 1))).all()

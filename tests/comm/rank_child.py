@@ -86,7 +86,6 @@ def body(name: str, repeat_s: float = 0.0) -> None:
 
 
 def fork(code: str) -> str:
-    """What a forked child says to this, or the signal that ends it."""
     said, say = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,13 +128,11 @@ def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
 
 
 def meet(rank: int, size: int, **config: Any) -> None:
-    """A rendezvous by itself, over the store."""
     global comm
     comm = rendezvous.Rendezvous("init", group, rank, size, **{"timeout_s": 30, **config})
 
 
 def diagnosed(**how: Any) -> list[Any]:
-    """Who is missing in a call, and what is said of it."""
     error = comm.diagnose("all_reduce", 7, **how)
     return [str(error), error.missing]
 
@@ -212,7 +209,6 @@ def lives() -> bool:
 
 
 def calls(count: int) -> None:
-    """Reduce ones in place, without a look at the result."""
     x = ones(4096)
     for _ in range(count):
         comm.all_reduce(x)
@@ -232,7 +228,6 @@ def taken(tensor: torch.Tensor) -> Any:
 
 
 def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture work in a graph; return what replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -376,7 +371,6 @@ def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torc
 
 
 def share(rank: int, size: int, path: str, num_bytes: int = 4096, **how: Any) -> None:
-    """Make a peer memory, by the store of a file."""
     global peers
     peers = None
     how.setdefault("timeout_s", 30)
@@ -426,7 +420,6 @@ def words(pool: PinnedPool) -> torch.Tensor:
 
 
 def instead_of(step: str, then: Callable[[], object]) -> None:
-    """Do something else at a step of pinned memory."""
     setattr(PinnedMemory, step, lambda *_, **__: then())
 
 

@@ -42,8 +42,6 @@ VMM_FAKE = pytest.param("vmm-fake", marks=needs_fake_gpu)
 
 
 class Rank:
-    """A process that is a rank, or will be."""
-
     def __init__(self, server: str) -> None:
         self._end = socket.socket(socket.AF_UNIX)
         self._end.connect(server)
@@ -79,7 +77,6 @@ class Rank:
         return self.value()
 
     def refuses(self, code: str) -> str:
-        """Return the text of the error."""
         self.tell(code)
         text: str = self.error()["error"]
         return text
@@ -115,8 +112,6 @@ def errors(ranks: list[Rank], within_s: float = PROMPT_S) -> list[dict[str, Any]
 
 
 class Pool:
-    """What makes the ranks of a kind, and those of a test."""
-
     def __init__(self, kind: str, folder: Path, env: Mapping[str, str], num_gpus: int) -> None:
         self.kind, self.num_gpus = kind, num_gpus
         self.ranks: list[Rank] = []
@@ -138,7 +133,6 @@ class Pool:
         return False
 
     def path(self) -> str:
-        """Return that of a new file, for ranks to meet."""
         return str(self._folder / f"store-{next(self._numbers)}")
 
     def start(self, count: int) -> list[Rank]:
@@ -147,13 +141,11 @@ class Pool:
         return made
 
     def join(self, count: int) -> list[Rank]:
-        """Return processes that have a group, and no communicator yet."""
         ranks = self.start(count)
         all_do(ranks, f"join({self.path()!r}, {{rank}}, {count})")
         return ranks
 
     def make(self, count: int, args: str = "") -> list[Rank]:
-        """Return ranks that have a communicator."""
         ranks = self.join(count)
         all_do(ranks, f"make{'_nccl' if self.kind.startswith('nccl') else ''}({args})")
         return ranks
@@ -163,7 +155,6 @@ class Pool:
         all_tell(ranks, f"share({{rank}}, {len(ranks)}, {self.path()!r}, {args})")
 
     def share(self, ranks: int | list[Rank], args: str = "") -> list[Rank]:
-        """Return ranks that have a peer memory."""
         ranks = self.start(ranks) if isinstance(ranks, int) else ranks
         self.tell_share(ranks, args)
         for rank in ranks:
@@ -216,8 +207,6 @@ MADE: dict[str, Pool] = {}
 def pools(
     tmp_path_factory: pytest.TempPathFactory, session_cache: Path
 ) -> Iterator[Callable[[str], Pool]]:
-    """Return what makes ranks of a kind."""
-
     def pool(kind: str) -> Pool:
         host.module()  # built once, and not by each rank
         if kind not in MADE:
@@ -245,8 +234,6 @@ def ranks_end() -> Iterator[None]:
 
 
 def processes_of(*kinds: Any, scope: Any = "function") -> Any:
-    """Return a fixture: processes of one kind after the other."""
-
     @pytest.fixture(params=kinds, scope=scope)
     def pool(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
         return pools(request.param)
@@ -256,7 +243,6 @@ def processes_of(*kinds: Any, scope: Any = "function") -> Any:
 
 @pytest.fixture(scope="session")
 def pool(pools: Callable[[str], Pool]) -> Pool:
-    """Processes on the CPU."""
     return pools("cpu")
 
 

@@ -134,7 +134,6 @@ def test_ranks_that_want_something_else(hosts: Pool) -> None:
 
 
 def of(size: int) -> Any:
-    """A communicator of so many."""
     return Mock(rank=0, size=size)
 
 

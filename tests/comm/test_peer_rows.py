@@ -54,7 +54,6 @@ def test_any_rows(device: torch.device, seed: int, size: int) -> None:
 
 @pytest.mark.parametrize("distinct", [1, 7, 40_000])
 def test_a_large_gather(device: torch.device, distinct: int) -> None:
-    """Of few rows again and again, and of many, in a table of neighbours."""
     count, num_host_rows = 40_000, 50_000
     generator = torch.Generator().manual_seed(distinct)
     hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
@@ -147,7 +146,6 @@ def test_memory_of_ranks_at_any_address(device: torch.device) -> None:
 
 
 def test_a_rank_that_does_not_come(device: torch.device) -> None:
-    """Nothing is written, and every later call says so."""
     ranks, case = Ranks(3, device, deadline_s=1.0), any_case(random.Random(1), repeats=True)
     pool, caches = case.pool(device), case.caches(3, device)
     pairs = case.pairs.to(device)
@@ -166,7 +164,6 @@ def test_a_rank_that_does_not_come(device: torch.device) -> None:
 
 @pytest.mark.cuda
 def test_in_a_graph() -> None:
-    """Replays take what is in pairs and pool by then."""
     device = torch.device("cuda")
     ranks, case = Ranks(2, device), Case(656, 900, 500, 656, torch.empty(0, 2))
     pool, caches = case.pool(device), case.caches(2, device)

@@ -270,7 +270,6 @@ def test_only_the_rows_of_a_rank_are_read(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_other_dtypes_and_devices(way: Way, tmp_path: Path, dtype: torch.dtype) -> None:
-    """And a tensor that is mapped from a file."""
     torch.save({"embed": torch.randn(FULL).to(dtype)}, tmp_path / "weights.pt")
     table = torch.load(tmp_path / "weights.pt", mmap=True)["embed"]
     ranks = way.ranks(2, VOCAB, HIDDEN, num_added=ADDED)

@@ -162,7 +162,6 @@ copy_blocks = module.copy_blocks
 
 
 def slots_on_gpu(tensor: torch.Tensor) -> Any:
-    """Return the slots as the GPU's memory that they stand for."""
     begin = DEVICE.data_ptr()
     return on_gpu(tensor) if begin <= tensor.data_ptr() < begin + len(DEVICE) else tensor
 
@@ -176,7 +175,6 @@ def part(memory: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def engine_of(parts: int, is_block_first: bool) -> OffloadEngine:
-    """Return one whose caches are in that memory."""
     made, tail = OffloadEngine.__new__(OffloadEngine), (TOKENS, TOKEN_BYTES)
     shape = (BLOCKS, parts, LAYERS) if is_block_first else (parts, LAYERS, BLOCKS)
     made.num_layers, made.num_cpu_blocks, made.num_slots = LAYERS, BLOCKS, SLOTS
@@ -266,8 +264,6 @@ class Event:
 
 
 class OwnStream(Stream):
-    """Of a handle that the driver gave."""
-
     def __init__(self, handle: int, device: torch.device) -> None:
         self.cuda_stream = handle
 
@@ -300,7 +296,6 @@ def check_not_registered_is_raised_and_nothing_is_left() -> None:
 
 
 def sides() -> tuple[Any, Any, torch.Tensor]:
-    """A source and a destination on the GPU, and pinned memory."""
     src, dst, host = torch.zeros(3, 1 << 20, dtype=torch.uint8)
     return on_gpu(src), on_gpu(dst), pinned(host)
 

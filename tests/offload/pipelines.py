@@ -42,7 +42,6 @@ def sync(device: torch.device) -> None:
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Have PyTorch raise an error where it synchronises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -82,7 +82,6 @@ def ring_word(generation: int, count: int) -> int:
 def compiled(
     *sources: Path, target: Path, flags: Sequence[str], folders: Sequence[Path] = PUBLIC
 ) -> Path:
-    """A library or a program of sources that include headers of these folders, or public ones."""
     command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
     command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -93,7 +92,6 @@ def compiled(
 def race(
     *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of these sources under ThreadSanitizer."""
     flags = ("-O1", "-g1", "-fsanitize=thread")
     program = str(compiled(*sources, target=target, flags=flags, folders=folders))
     env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
@@ -101,7 +99,6 @@ def race(
 
 
 def message(ticket: int) -> torch.Tensor:
-    """What the example's producer sends."""
     at = torch.arange(MESSAGE_BYTES)
     return (ticket * 31 + at * 7 + at // 256).to(torch.uint8)
 

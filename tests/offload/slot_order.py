@@ -58,8 +58,6 @@ class FakeTensor:
 
 
 class FakeStreams(Streams):
-    """Those of a GPU, with numbers for streams."""
-
     def __init__(self, device: torch.device, is_timed: bool, all_timed: bool) -> None:
         self.all = [LOADS, COMPUTES, STORES]
         self.compute = COMPUTES
@@ -93,7 +91,6 @@ class FakeStreams(Streams):
 
 
 def disorder(trace: str) -> list[str]:
-    """Say what is not before what it has to be before."""
     clocks: dict[Lane, Counter[Lane]] = {}
     events: dict[int, Counter[Lane]] = {}
     uses: dict[int, list[Use]] = {}
@@ -230,7 +227,6 @@ def kinds_of_waits(trace: str) -> list[tuple[str, tuple[str, str]]]:
 
 
 def set_up() -> None:
-    """Have SlotPipeline run on the fake."""
     pipeline_module.Streams = FakeStreams  # type: ignore[misc]
     pipeline_module.device_arg = lambda *_: torch.device("cuda", 0)
 

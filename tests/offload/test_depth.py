@@ -55,7 +55,6 @@ def controlled() -> Simulated:
 
 
 def run(simulated: Simulated, load: Load, count: int, seed: int = 0, ahead: int = 0) -> float:
-    """Return the ms that so many iterations take after others."""
     rng = random.Random(seed)
     begin = simulated.ms
     for number in range(ahead + count):
@@ -118,7 +117,6 @@ def test_it_settles(name: str, seed: int) -> None:
 
 
 def test_a_change_of_load() -> None:
-    """From one that needs no slots to one that does, and back."""
     simulated, few, many = controlled(), LOADS["compute-bound"], LOADS["bursts of 8"]
     run(simulated, few, 200)
     assert simulated.depths[-1] == LEAST

@@ -152,7 +152,6 @@ def test_memory_of_the_caller(model: Model, layer: int | None) -> None:
 def test_all_slots(
     model: Model, first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In steps of three blocks: the last one is shorter."""
     engine = model.engine
     step_bytes = 3 * engine.gpu_cache.nbytes // SLOTS + 1
     monkeypatch.setattr("jitkern.offload.engine._STEP_BYTES", step_bytes)
@@ -205,7 +204,6 @@ def test_methods_and_sizes(device: torch.device, item: int, method: str) -> None
 
 
 def test_a_pool_of_the_caller(device: torch.device) -> None:
-    """Two engines and a tensor of one pool, which stays open."""
     sizes = [2 * LAYERS * BLOCKS * TOKENS * 16 * 2, LAYERS * BLOCKS * TOKENS * 24 * 2]
     with PinnedPool(sum(sizes) + 512) as pool:
         first, second = engine_of(device, pool=pool), engine_of(device, "mla", pool=pool)

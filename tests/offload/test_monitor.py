@@ -30,8 +30,6 @@ Row = tuple[float, float, float]
 
 
 class Given:
-    """A pipeline of which only times are known."""
-
     slot_bytes = 1 << 20
     depth = 3
 
@@ -51,7 +49,6 @@ class Given:
         return b"".join(rows)
 
     def queue(self, rows: Iterable[Row]) -> None:
-        """Let iterations be over, whose times nobody has read yet."""
         for compute, transfer, stall in rows:
             begin, self.end = self.end + stall, self.end + stall + compute
             self.monitor._iterations += 1
@@ -60,7 +57,6 @@ class Given:
             self.rows.append(_ROW.pack(*times, 0, self.monitor._iterations, 0))
 
     def add(self, rows: Iterable[Row]) -> None:
-        """As a pipeline does at the end of these iterations."""
         self.queue(rows)
         self.monitor._poll()
         self.monitor._look()
@@ -193,7 +189,6 @@ def test_asked_by_other_threads_while_it_runs() -> None:
 
 
 def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
-    """Its memory is not kept by a cycle."""
     cpu = torch.device("cpu")
     pipeline = pipeline_of(cpu, monitor=OverlapMonitor(), max_slots=4)
     gc.collect()

@@ -120,7 +120,6 @@ class WrongError(Exception):
 
 
 def copies_until(number: int, copy: Any) -> Any:
-    """A copy that raises at its call `number`."""
     calls = itertools.count()
 
     def wrong(tensor: Tensor, block: Tensor) -> None:
@@ -165,7 +164,6 @@ def test_an_iterator_that_is_kept_is_ended_by_with(pipeline: SlotPipeline) -> No
 
 @pytest.mark.parametrize("at", [0, 2, 5, 9])
 def test_blocks_and_copies_that_raise(pipeline: SlotPipeline, at: int) -> None:
-    """After the bodies of the blocks that came before."""
     blocks = host_blocks(10, pipeline.device)
 
     def until_it_raises() -> Iterator[Tensor]:

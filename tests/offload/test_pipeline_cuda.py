@@ -23,7 +23,6 @@ def pipeline(depth: int, device: str = "cuda", **how: Any) -> SlotPipeline:
 
 
 def pinned(count: int) -> list[Tensor]:
-    """Blocks that hold their number."""
     return [torch.full([WORDS], n, dtype=torch.int32, pin_memory=True) for n in range(count)]
 
 
@@ -42,7 +41,6 @@ def slow(copy: Any) -> Any:
 @pytest.mark.parametrize("depth", [1, 2, 8])
 @pytest.mark.parametrize("slow_side", ["copies", "bodies", "both"])
 def test_slow_sides(depth: int, slow_side: str) -> None:
-    """Each block is what it should be in its body, and afterwards on the host."""
     p = pipeline(depth)
     blocks = pinned(24)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -175,7 +173,6 @@ def test_a_capture_inside_a_session_is_refused() -> None:
 
 
 def test_slots_come_and_go_in_a_run() -> None:
-    """Slots come and go between iterations; contents stay right."""
     p = pipeline(2, max_slots=8)
     blocks = pinned(16)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -200,7 +197,6 @@ def test_slots_come_and_go_in_a_run() -> None:
 
 @pytest.mark.multigpu
 def test_on_another_gpu() -> None:
-    """The current device and the streams of both are as they were."""
     p = pipeline(2, device="cuda:1")
     blocks = pinned(5)
     assert torch.cuda.current_device() == 0

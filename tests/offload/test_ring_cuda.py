@@ -99,7 +99,6 @@ def refused_if_busy(call: Callable[[], None]) -> bool:
 
 
 def test_two_streams_at_once() -> None:
-    """What is refused takes nothing; behind it the ring goes on in turn."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     sides = Sides("cuda", 3 * 100_000)
     with DescriptorRing(3, 64) as ring:

@@ -57,7 +57,6 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("how", "kind", "text"), MISTAKES, ids=lambda value: str(value)[:30])
 def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None:
-    """Nothing was taken."""
     src, dst = bytes_0_to(32), torch.zeros(32, dtype=torch.uint8)
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((1, 1, 1)))
@@ -140,7 +139,6 @@ class Watcher(TorchDispatchMode):
 
 
 def test_what_would_see_nothing_of_it() -> None:
-    """A mode, a tracer: refused, and nothing is taken."""
     src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 8)))
@@ -170,7 +168,6 @@ def test_tensors_that_cannot_be_read(name: str) -> None:
 
 
 def test_many_threads_consume() -> None:
-    """At once: each push goes to one of them."""
     rounds, num_threads, num_slots = 2000, 4, 7
     src = torch.ones(1, dtype=torch.uint8)
     found = torch.zeros(num_threads, rounds, dtype=torch.uint8)

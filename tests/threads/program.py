@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +37,21 @@ ASAN = (
 
 @dataclass(frozen=True)
 class Program:
-    """Sources below ``csrc`` and of this directory; libraries that it finds loaded."""
+    """``name``.cc and sources below ``csrc``, with a library of one source that it finds loaded."""
 
     name: str
     csrc: Sequence[str]
-    own: Sequence[str]
-    libraries: Mapping[str, Sequence[str]]
-    # Under ThreadSanitizer: instead of this source of csrc, this one of its own.
-    instead: tuple[str, str] | None = None
+    library: str
+    source: str
+    # Under ThreadSanitizer: instead of this source of csrc, this one of this directory.
+    instead: tuple[str, str] = ("", "")
 
 
-CPU_OPS = Program(
-    "ops", ("host/[!u]*.cc", "ops/*.cc"), ("ops.cc",), {"libtorch_cpu.so": ("team.cc",)}
-)
+CPU_OPS = Program("ops", ("host/[!u]*.cc", "ops/*.cc"), "libtorch_cpu.so", "team.cc")
 STAGING = Program(
     "staging",
     ("host/[!u]*.cc", "ops/pairs*.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
-    ("staging.cc",),
-    {"libcuda.so.1": ("fake_gpu.cc",)},
+    *("libcuda.so.1", "fake_gpu.cc"),
     instead=("host/cpu_copy.cc", "plain_copy.cc"),
 )
 
@@ -94,7 +91,6 @@ class Builder:
             return self._build(program)
 
     def run(self, program: Program, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Return what the program said; its exit status is 0 if it found nothing wrong."""
         return subprocess.run(
             [str(self.build(program)), *args],
             env={**os.environ, **OPTIONS, **env},
@@ -106,29 +102,24 @@ class Builder:
         )
 
     def _build(self, program: Program) -> Path:
+        own, replacement = program.instead
         sources = {path for pattern in program.csrc for path in self.csrc.glob(pattern)}
-        own = {HERE / name for name in program.own}
-        if program.instead is not None and "-fsanitize=thread" in self.flags:
-            sources.remove(self.csrc / program.instead[0])
-            own.add(HERE / program.instead[1])
-        libraries = {
-            name: [HERE / source for source in names] for name, names in program.libraries.items()
-        }
-        files = sorted({*sources, *own, *(path for paths in libraries.values() for path in paths)})
+        sources.add(HERE / f"{program.name}.cc")
+        if own and "-fsanitize=thread" in self.flags:
+            sources.remove(self.csrc / own)
+            sources.add(HERE / replacement)
+        files = [*sorted(sources), HERE / program.source]
         self._compile_header()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(files, pool.map(self._object, files), strict=True))
-        folder = self.store / _digest(program.name, *(path.name for path in objects.values()))
-        target = folder / program.name  # linked last
-        if target.exists():
+            *objects, of_library = map(str, pool.map(self._object, files))
+        folder = self.store / _digest(program.name, *objects, of_library)
+        target, library = folder / program.name, str(folder / program.library)
+        if target.exists():  # linked last
             return target
         folder.mkdir(exist_ok=True)
-        for name, paths in libraries.items():
-            options = ["-shared", f"-Wl,-soname,{name}", "-o", str(folder / name)]
-            self._run(*options, *(str(objects[path]) for path in paths))
+        self._run("-shared", f"-Wl,-soname,{program.library}", of_library, "-o", library)
         self._run(
-            *(str(objects[path]) for path in sorted({*sources, *own})),
-            *("-Wl,--no-as-needed", *(str(folder / name) for name in libraries)),
+            *(*objects, "-Wl,--no-as-needed", library),
             *(f"-L{self.library}", f"-Wl,-rpath,{self.library}", "-Wl,-rpath,$ORIGIN"),
             *("-ltvm_ffi", "-ldl", "-pthread", "-o", str(target)),
         )
