@@ -26,7 +26,6 @@ from jitkern import unpack
 from jitkern.jit.device import DeviceModule
 from jitkern.offload import DescriptorRing, OffloadEngine, PinnedPool, memory, ring, ring_server
 from jitkern.offload import engine as module
-from jitkern.offload.memory import PinnedMemory
 
 
 def on_gpu(tensor: torch.Tensor) -> Any:
@@ -39,22 +38,6 @@ MIB = 1 << 20
 SIZE = 8 * MIB
 REGISTERED = f"register {SIZE}, flags 3, on 0\n"
 FREED = f"synchronize 0\nunregister {SIZE}\n"
-
-
-def give_next(begin: int, num_bytes: int) -> None:
-    """Have the kernel give out this address, where nothing is mapped, for the next such mapping.
-
-    It takes the highest place that is large enough, at its upper end.
-    """
-    libc, private = ctypes.CDLL(None), 0x4022  # private, anonymous, nothing reserved
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long)
-    with open("/proc/self/maps") as lines:
-        above = min(a for line in lines if (a := int(line.split("-")[0], 16)) > begin)
-    assert libc.mmap(begin, above - begin, 0, private | 0x10, -1, 0) == begin  # at this place
-    while libc.mmap(None, num_bytes, 0, private, -1, 0) > begin:
-        pass
-    libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes))
 
 
 def check_registered_once_and_freed_with_its_last_tensor() -> None:
@@ -130,14 +113,14 @@ def check_a_forked_child_leaves_it_alone() -> None:
             raises(RuntimeError, "PinnedPool.tensor: a forked child .*", pool.tensor)
             raises(RuntimeError, "PinnedPool.handle: a forked child .*", lambda: pool.handle)
             pool.close()
-            # It wants 2 MiB more for a while. Odd, or the kernel would seek a place for huge pages;
-            # so Linux 6.18 gives it the address of the parent's.
-            give_next(address, SIZE - 4096)
-            other = PinnedMemory(SIZE - 2 * MIB - 4096).tensor
+            # Memory of the child's own where its parent has the pool: anonymous, at this address.
+            mmap = ctypes.CDLL(None).mmap
+            mmap.restype = ctypes.c_void_p
+            mmap.argtypes = (*2 * [ctypes.c_void_p], *3 * [ctypes.c_int], ctypes.c_long)
+            assert mmap(address, SIZE, 0, 0x100022, -1, 0) == address
             del tensor, pool
             gc.collect()
-            assert log() == "" and is_mapped(other.data_ptr()), "the child's memory was freed"
-            other[:10] = 1  # few: torch's threads do not survive a fork
+            assert log() == "" and is_mapped(address), "the child's memory was freed"
             PinnedPool(SIZE)
             assert log() == REGISTERED + FREED
             status = 0

@@ -83,6 +83,12 @@ test_mistakes = refusals(
     ({"size": 4.5}, TypeError, "size: float, expected an int"),
     ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
+    ({"size": 8, "share": Share(3, 0, 1)}, ValueError, "share: name: 3, expected 1 to 200 letters"),
+    ({"size": 8, "share": Share("a/b", 0, 1)}, ValueError, "share: name: 'a/b', expected 1 to"),
+    ({"size": 8, "share": Share("a", None, 1)}, TypeError, "share 'a': rank: None, expected an"),
+    ({"size": 8, "share": Share("a", 3, 2)}, ValueError, "share 'a': rank: 3, expected 0 to 1"),
+    ({"size": 8, "share": Share("a", 0, 0)}, ValueError, "share 'a': size: 0, expected at least 1"),
+    ({"size": 8, "share": Share("a", 0, 1, 0)}, ValueError, "share 'a': timeout_s: 0, expected ab"),
     ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),
 )
 
@@ -314,20 +320,3 @@ def test_a_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / f"jitkern-{os.geteuid()}").chmod(0o777)
     with pytest.raises(ShareError, match=r"mode 777, expected a folder of uid \d+ alone, mode 700"):
         PinnedPool(NUM_BYTES, share=Share("test-folder", 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("args", "kind", "text"),
-    [
-        ((3, 0, 1), ValueError, "name: 3, expected 1 to 200 letters"),
-        (("a/b", 0, 1), ValueError, "name: 'a/b', expected 1 to 200 letters"),
-        (("a", None, 1), TypeError, "rank: None, expected an int"),
-        (("a", 3, 2), ValueError, "rank: 3, expected 0 to 1"),
-        (("a", 0, 0), ValueError, "size: 0, expected at least 1"),
-        (("a", 0, 1, 0), ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
-    ],
-)
-def test_wrong_shares(args: tuple[Any, ...], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught:
-        PinnedPool(NUM_BYTES, share=Share(*args))
-    assert str(caught.value).startswith("PinnedPool: share") and text in str(caught.value)
