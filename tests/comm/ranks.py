@@ -8,20 +8,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
-from children import wait_until
 from fake_gpu import build_driver, environment, needs_fake_gpu
 from filelock import FileLock
 from needs import needs_cxx
@@ -42,23 +38,22 @@ VMM_FAKE = pytest.param("vmm-fake", marks=needs_fake_gpu)
 
 
 class Rank:
-    def __init__(self, server: str) -> None:
-        self._end = socket.socket(socket.AF_UNIX)
-        self._end.connect(server)
+    def __init__(self, parent: socket.socket, env: Mapping[str, str]) -> None:
+        self._end, its = socket.socketpair()
+        with its:
+            code = "import rank_child; rank_child.be_a_rank()"
+            self._child = forks.start(code, env=env, streams=(its, 1, 2), parent=parent)
         self._lines = self._end.makefile("r")
-        self.pid = int(self._read(PROMPT_S))
-        self.status: int | None = None
-
-    def _read(self, within_s: float) -> Any:
-        self._end.settimeout(within_s)
-        return json.loads(self._lines.readline())
+        self.pid, self.wait = self._child.pid, self._child.wait
 
     def tell(self, code: str) -> None:
         self._end.sendall(json.dumps(code).encode() + b"\n")
 
     def answer(self, within_s: float = PROMPT_S) -> dict[str, Any]:
-        answer = self._read(within_s)
-        assert isinstance(answer, dict), f"the process has ended: {answer}"
+        self._end.settimeout(within_s)
+        line = self._lines.readline()
+        assert line, f"the process has ended: {self.wait(within_s)}"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def value(self, within_s: float = PROMPT_S) -> Any:
@@ -81,19 +76,11 @@ class Rank:
         text: str = self.error()["error"]
         return text
 
-    def wait(self, within_s: float = 30.0) -> int:
-        """Return how it has ended, as of subprocess."""
-        while self.status is None:
-            told = self._read(within_s)
-            self.status = told if isinstance(told, int) else None
-        return self.status
-
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.status is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-            if number == signal.SIGKILL:
-                self.wait()
+        if number == signal.SIGKILL:
+            self._child.end()
+        else:
+            os.kill(self.pid, number)
 
 
 def all_tell(ranks: list[Rank], code: str) -> None:
@@ -116,27 +103,20 @@ class Pool:
         self.kind, self.num_gpus = kind, num_gpus
         self.ranks: list[Rank] = []
         self._folder, self._numbers = folder, itertools.count()
-        # Not in pytest's folder, whose path may be longer than that of a socket.
-        self._at = f"{tempfile.mkdtemp(prefix='jitkern-')}/ranks"
-        child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
+        modules = "nccl_child, rank_child" if kind == "nccl-fake" else "rank_child"
         # tvm_ffi asks whether there is a GPU: CUDA's answer would leave none to those forked.
-        fixed = {"PYTHONPATH": python_path(TESTS), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        env = {**os.environ, **fixed, **env}
-        self._server = forks.start(child, self._at, env=env)
-        wait_until(self._listens, timeout_s=240)
-
-    def _listens(self) -> bool:
-        assert self._server.poll() is None, "the process that makes ranks has ended"
-        with socket.socket(socket.AF_UNIX) as end, suppress(OSError):
-            end.connect(self._at)
-            return True
-        return False
+        fixed = {"PYTHONPATH": python_path(TESTS, HERE), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self._env = {**os.environ, **env, **fixed}
+        self._orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            code = f"import {modules}; rank_child.main()"
+            forks.start(code, env=self._env, streams=(its, 1, 2))
 
     def path(self) -> str:
         return str(self._folder / f"store-{next(self._numbers)}")
 
     def start(self, count: int) -> list[Rank]:
-        made = [Rank(self._at) for _ in range(count)]
+        made = [Rank(self._orders, self._env) for _ in range(count)]
         self.ranks += made
         return made
 
@@ -169,8 +149,7 @@ class Pool:
 
     def close(self) -> None:
         self.end()
-        self._server.end()
-        shutil.rmtree(Path(self._at).parent)
+        self._orders.close()  # with which their parent ends
 
 
 def build(folder: Path) -> dict[str, str]:

@@ -274,7 +274,7 @@ def test_all_raise_where_one_does_not_come(pool: Pool, becomes: str, step: str, 
     start = f"ShareError: PinnedPool: share '{NAME}': "
     for number, rank in enumerate(ranks):
         if number == who and becomes == "killed":
-            assert rank.wait() == -signal.SIGKILL
+            assert rank.wait(30) == -signal.SIGKILL
             continue
         said = rank.error()["error"]
         assert said.startswith(start), said
