@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,9 @@ from filelock import FileLock
 from needs import needs_cxx
 from paths import TESTS, python_path
 from shared_gpu import IS_SHARED, num_gpus
+from threads.program import compiled
 
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.host import module as host
 
 HERE = Path(__file__).resolve().parent
@@ -154,29 +155,24 @@ class Pool:
 
 def build(folder: Path) -> dict[str, str]:
     """Make the libcuda and the libnccl, once for all workers; return what finds them."""
+    from tvm_ffi import libinfo
+
     cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             made = folder.with_suffix(".made")
             made.mkdir()
-            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc"])
-            compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
+            own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+            for library, sources in (
+                (cuda, [THREADS / "fake_gpu.cc"]),
+                (nccl, [HERE / "fake_nccl.cc", made / cuda.name]),
+            ):
+                flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
+                folders = [*include_dirs(CSRC), THREADS, HERE, *own]
+                compiled(*sources, target=made / library.name, flags=flags, folders=folders)
             made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl), "FAKE_NCCL": "1"}
-
-
-def compile_library(target: Path, sources: list[Path]) -> None:
-    from tvm_ffi import libinfo
-
-    from jitkern.compilers.sources import CSRC, include_dirs
-
-    own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-    folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
-    command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
-    command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
-    subprocess.run(command, check=True)
 
 
 MADE: dict[str, Pool] = {}

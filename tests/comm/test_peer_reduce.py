@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
-from offload.rings import race
 from ref import refusals
 from rows_ranks import Ranks, any_call
+from threads.program import race
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer

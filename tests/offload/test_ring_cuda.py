@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rings import Sides, random_rows, ref_unpack, rows
+from ref import ref_unpack
+from rings import Sides, random_rows, rows
 from torch import Tensor
 
 import jitkern

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from needs import needs_cxx
-from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, race, take_next
+from rings import EXAMPLE, MESSAGE_BYTES, message, take_next
+from threads.program import compiled, race
 
 from jitkern import unpack
 from jitkern.offload import DescriptorRing

@@ -50,6 +50,10 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_slots": None}, TypeError, "num_slots: None, expected an int"),
     ({"count": torch.tensor(1)}, ValueError, "count: given, expected None: a push of a ring has"),
     ({"dst": 3}, TypeError, "dst: int, expected a tensor"),
+    ({"dst": torch.zeros(8).to_sparse()}, ValueError, "dst: layout sparse_coo, expected str"),
+    ({"src": torch.zeros(8).to_sparse()}, ValueError, "src: layout sparse_coo, expected str"),
+    ({"dst": torch.zeros(8, device="meta")}, ValueError, "dst: device meta, expected cpu or cuda"),
+    ({"src": torch.zeros(8, device="meta")}, ValueError, "src: device meta, expected cpu or cuda"),
     ({"src": torch.zeros(4, 4).t()}, ValueError, "src: not contiguous (stride 4 in"),
     ({"dst": torch.zeros(4, 4)[:, 1:]}, ValueError, "dst: not contiguous (stride 4 in"),
 ]
@@ -153,18 +157,6 @@ def test_what_would_see_nothing_of_it() -> None:
         with pytest.raises(RuntimeError, match=text):
             torch.jit.trace(step, (dst,))
         assert not dst.any() and not ring.done(0)
-
-
-@pytest.mark.parametrize("name", ["dst", "src"])
-def test_tensors_that_cannot_be_read(name: str) -> None:
-    given: dict[str, Any] = {"dst": torch.zeros(8), "src": torch.ones(8)}
-    with DescriptorRing(2, 5, device="cpu") as ring:
-        ring.push(rows((0, 0, 8)))
-        with pytest.raises(ValueError, match=f"^unpack: {name}: layout sparse_coo, expected str"):
-            unpack(**{**given, name: given[name].to_sparse()}, descriptors=ring)
-        with pytest.raises(ValueError, match=f"^unpack: {name}: device meta, expected cpu or cuda"):
-            unpack(**{**given, name: given[name].to("meta")}, descriptors=ring)
-        assert not ring.done(0)
 
 
 def test_many_threads_consume() -> None:

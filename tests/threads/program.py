@@ -20,6 +20,7 @@ from pathlib import Path
 from jitkern.compilers.sources import CSRC, include_dirs
 
 HERE = Path(__file__).resolve().parent
+PUBLIC = (CSRC / "include",)
 FOUND = 97  # exit status of a sanitizer that found something
 # Sanitizers wait a second at the end of a process with threads, and have no use for leaks here.
 OPTIONS = {
@@ -58,6 +59,30 @@ STAGING = Program(
 
 def cxx() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+
+
+def compiled(
+    *sources: Path,
+    target: Path,
+    flags: Sequence[str],
+    folders: Sequence[Path] = PUBLIC,
+) -> Path:
+    """A library or a program of sources that include headers of these folders, or public ones."""
+    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def race(
+    *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of these sources under ThreadSanitizer."""
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    program = str(compiled(*sources, target=target, flags=flags, folders=folders))
+    env = {**os.environ, **OPTIONS}
+    return subprocess.run([program], env=env, capture_output=True, text=True, timeout=100)
 
 
 def _digest(*texts: str) -> str:
