@@ -127,13 +127,6 @@ class Case:
             for _ in range(size)
         ]
 
-    def valid(self) -> list[tuple[int, int]]:
-        return [
-            (a, b)
-            for a, b in self.pairs.view(-1, 2).tolist()
-            if 0 <= a < self.num_host_rows and 0 <= b < self.num_rows
-        ]
-
 
 def any_case(rng: random.Random, *, repeats: bool) -> Case:
     row_bytes = rng.choice([1, 6, 16, 24, 128, 656, 1000])

@@ -12,13 +12,11 @@ import time
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 
 import pytest
 import torch
 from pipelines import bring, host_blocks, pipeline_of, sync, take
 from ref import refusals
-from torch import Tensor
 
 from jitkern.offload import OverlapMonitor, OverlapSnapshot
 from jitkern.offload.monitor import _ROW
@@ -225,46 +223,3 @@ test_mistakes = refusals(
     ({"min_ratio": math.nan}, ValueError, "min_ratio: nan, expected 0 or more"),
     ({"min_ratio": "2"}, TypeError, "min_ratio: str, expected a number"),
 )
-
-
-WORDS = 1 << 18  # of int32: 1 MiB a slot
-SLOW_CYCLES = 1_000_000  # about 0.6 ms
-NEAR_MS = 2e-3  # a float of ms, and the clock of events
-
-
-@pytest.mark.cuda
-def test_what_the_monitor_measures() -> None:
-    """The order of moments, and how long something takes at least, whoever else has the GPU.
-
-    What follows from the moments is in slot_times_child.py.
-    """
-    monitor = OverlapMonitor(window=32)
-    shape = {"slot_shape": [WORDS], "dtype": torch.int32}
-    blocks = list(torch.zeros(32, WORDS, dtype=torch.int32).pin_memory())
-    pipeline = pipeline_of(torch.device("cuda"), 3, monitor=monitor, **shape)
-    sleep_ms = SLOW_CYCLES / 4e6  # no clock is faster
-
-    def copy(tensor: Tensor, block: Tensor) -> None:
-        torch.cuda._sleep(SLOW_CYCLES)
-        bring(tensor, block)
-
-    for run, body_cycles in enumerate((2 * SLOW_CYCLES, 0), 1):
-        for _ in pipeline.load(blocks, copy=copy):
-            torch.cuda._sleep(body_cycles)
-        torch.cuda.synchronize()
-        found = monitor.snapshot()
-        assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
-        rows = [times[:4] for times, _ in list(monitor._rows)[-32:]]
-        for number, (load, loaded, body, done) in enumerate(rows):
-            assert load + sleep_ms <= loaded + NEAR_MS
-            assert loaded <= body + NEAR_MS
-            assert body + body_cycles / 4e6 <= done + NEAR_MS
-            if number >= 3:  # the slot was free
-                assert load >= rows[number - 3][3] - NEAR_MS
-        bodies_ms = sum(row[3] - row[2] for row in rows)
-        assert 32 * found.compute_ms == pytest.approx(bodies_ms, rel=1e-3)
-        assert found.fill_ms == pytest.approx(rows[0][2] - rows[0][0], abs=NEAR_MS)
-        if body_cycles:  # a load runs beside the body before its own
-            assert any(row[0] < before[3] for before, row in pairwise(rows))
-        else:  # a body that does nothing waits for its load
-            assert found.stall_share > 0 and found.stall_ms > 0

@@ -84,19 +84,18 @@ def test_the_bytes_are_there_once_it_is_completed() -> None:
         assert sides.are_right()
 
 
-def refused_if_busy(call: Callable[[], None]) -> bool:
+BUSY = (
+    "unpack: descriptors: another call, or a server, was consuming the ring; have one follow the "
+    "other on a stream, or by an event (found by an earlier call on cuda:0; nothing was copied)"
+)
+
+
+def refused_if_busy(call: Callable[[], None]) -> None:
     """Make a call that may find the ring busy, or say of an earlier one that it did."""
     try:
         call()
     except RuntimeError as error:
-        text = (
-            "unpack: descriptors: another call, or a server, was consuming the ring; have one "
-            "follow the other on a stream, or by an event (found by an earlier call on cuda:0; "
-            "nothing was copied)"
-        )
-        assert str(error) == text
-        return True
-    return False
+        assert str(error) == BUSY
 
 
 def test_two_streams_at_once() -> None:
