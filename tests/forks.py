@@ -37,7 +37,7 @@ class Child:
     def __init__(self, life: socket.socket) -> None:
         self._life = life
         self.returncode: int | None = None
-        self._pid = self._said(None)
+        self.pid = self._said(None)
 
     def _said(self, timeout: float | None) -> int:
         self._life.settimeout(timeout)
@@ -63,38 +63,33 @@ class Child:
         """Kill it, if it lives; return its status."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
         return self.wait()
 
 
-class Parent:
-    """What they are forked from; `libraries` is its LD_LIBRARY_PATH, which a child cannot set."""
-
-    def __init__(self, libraries: str) -> None:
-        self._orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"import sys; sys.path[0] = {str(HERE)!r}; import forks; "
-        code += f"forks.serve({its.fileno()})"
-        env = {**os.environ, "LD_LIBRARY_PATH": libraries}
-        # It ends with the other end of its orders.
-        subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[its.fileno()])
-        its.close()
-
-    def order(self, what: Mapping[str, Any], fds: Sequence[int]) -> None:
-        text = json.dumps(what).encode()
-        assert len(text) < _MOST_BYTES, "too long an order"
-        socket.send_fds(self._orders, [text], fds)
-
-
-_parent_of = functools.cache(Parent)
+@functools.cache
+def _parent_of(libraries: str) -> socket.socket:
+    """Return where one is told to fork; its LD_LIBRARY_PATH is one that a child cannot set."""
+    orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code = f"import sys; sys.path[0] = {str(HERE)!r}; import forks; forks.serve({its.fileno()})"
+    env = {**os.environ, "LD_LIBRARY_PATH": libraries}
+    # It ends with the other end of its orders.
+    subprocess.Popen([sys.executable, "-c", code], env=env, pass_fds=[its.fileno()])
+    its.close()
+    return orders
 
 
 def start(
     script: Path | str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    streams: Sequence[IO[str] | int] = (0, 1, 2),
+    streams: Sequence[IO[str] | socket.socket | int] = (0, 1, 2),
+    parent: socket.socket | None = None,
 ) -> Child:
-    """Start a script, or code, with these standard streams; it prints no warnings."""
+    """Start a script, or code, with these standard streams; it prints no warnings.
+
+    `parent` is where a process that calls `serve` gets its orders.
+    """
     given = dict(os.environ if env is None else env)
     order = {
         "script": str(script) if isinstance(script, Path) else None,
@@ -102,11 +97,14 @@ def start(
         "args": args,
         "env": given,
         "cwd": os.getcwd(),
+        "keeps_files": parent is not None,  # what it has imported may have some open, as NVML has
     }
     life, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         fds = [one if isinstance(one, int) else one.fileno() for one in (its, *streams)]
-        _parent_of(given.get("LD_LIBRARY_PATH", "")).order(order, fds)
+        text = json.dumps(order).encode()
+        assert len(text) < _MOST_BYTES, "too long an order"
+        socket.send_fds(parent or _parent_of(given.get("LD_LIBRARY_PATH", "")), [text], fds)
     return Child(life)
 
 
@@ -156,7 +154,7 @@ def serve(fd: int) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             life = socket.socket(fileno=fds[0])
             if (pid := os.fork()) == 0:
-                life.detach()  # closed below: its number becomes that of another
+                life.close()
                 signal.signal(signal.SIGINT, on_interrupt)
                 return be(json.loads(text), fds[1:])
             with suppress(OSError):  # who asked for it may be gone
@@ -171,7 +169,9 @@ def be(order: dict[str, Any], fds: list[int]) -> None:
     """Become the interpreter of a script."""
     for number, fd in enumerate(fds):  # which are above 2: the server has its own streams
         os.dup2(fd, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.close(fd)
+    if not order["keeps_files"]:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)

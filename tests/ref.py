@@ -5,9 +5,11 @@ And what tests of all ops ask of their arguments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -75,6 +77,17 @@ def ref_h2d_gather(src: Tensor, dst: Tensor, pairs: Tensor, slot_map: Tensor | N
         slot_map[flat[:, 0].to(slot_map.device)] = flat[:, 1].to(slot_map)
 
 
+def ref_unpack(src: Tensor, dst: Tensor, descriptors: Tensor, count: int | None = None) -> None:
+    """Piece by piece."""
+    to, source = (one.reshape(-1).view(torch.uint8) for one in (dst, src))
+    listed = descriptors.tolist()
+    for row in listed if count is None else listed[: max(count, 0)]:
+        src_off, dst_off, length, pieces, src_stride, dst_stride = (*row, 1, 0, 0)[:6]
+        for _ in range(pieces if length else 0):
+            to[dst_off : dst_off + length].copy_(source[src_off : src_off + length])
+            src_off, dst_off = src_off + src_stride, dst_off + dst_stride
+
+
 def as_integers(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width: float8 cannot be indexed everywhere."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -107,3 +120,14 @@ def replaced(arguments: dict[str, Any], change: Callable[[str, Tensor], Any]) ->
         return change(name, value) if torch.is_tensor(value) else value
 
     return {name: new(name, value) for name, value in arguments.items()}
+
+
+def refusals(call: Any, good: dict[str, Any], *cases: tuple[dict[str, Any], type[Exception], str]):
+    """Return a test: with these instead of good arguments the call raises this error."""
+
+    @pytest.mark.parametrize(("wrong", "kind", "text"), cases, ids=[text for *_, text in cases])
+    def test(wrong: dict[str, Any], kind: type[Exception], text: str) -> None:
+        with pytest.raises(kind, match=f"^{call.__name__}: {re.escape(text)}"):
+            call(**{**good, **wrong})
+
+    return test

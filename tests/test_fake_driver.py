@@ -22,9 +22,7 @@ RUNS: dict[str, tuple[Path, str, tuple[str, ...]]] = {
     "faults": (TESTS / "fault_child.py", "check_", ()),
     "calibration": (TESTS / "calibration_child.py", "check_", ()),
     "ranks in step": (TESTS / "comm" / "in_step_child.py", "check_", ()),
-    "pool": (OFFLOAD / "pool_child.py", "check_", ()),
-    "engine": (OFFLOAD / "engine_child.py", "check_", ()),
-    "ring": (OFFLOAD / "ring_child.py", "check_", ()),
+    "offload": (OFFLOAD / "offload_child.py", "check_", ()),
     # Also on a driver without cuEventElapsedTime_v2.
     "times of slots": (OFFLOAD / "slot_times_child.py", "check_", ("-DOLD_DRIVER",)),
 }
@@ -63,6 +61,6 @@ def test_on_the_fake_driver(failed: Callable[[str], dict[str, str]], run: str, c
 def test_a_server_is_told_before_the_process_waits_for_it(tmp_path: Path) -> None:
     """Pools are unregistered at exit, which waits for the GPU."""
     build_driver(tmp_path)
-    command = [sys.executable, str(OFFLOAD / "ring_child.py"), "exit"]
+    command = [sys.executable, str(OFFLOAD / "offload_child.py"), "exit"]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "pools are closed: stop is 1\n"), done.stderr

@@ -51,8 +51,6 @@ class Reducer:
 
 
 class Failing(Reducer):
-    """One with the records that its kernels may write to."""
-
     def __init__(self) -> None:
         super().__init__()
         log()

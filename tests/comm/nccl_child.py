@@ -152,6 +152,3 @@ def body(name: str) -> None:
 of_all_kinds = rank_child.make_nccl
 MINE = (taken, ones, make_nccl, wait_for_gpu, lives, capture, captured, two_streams, body)
 vars(rank_child).update({one.__name__: one for one in MINE}, lib=lib)
-
-if __name__ == "__main__":
-    rank_child.main()

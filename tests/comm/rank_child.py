@@ -1,7 +1,6 @@
-"""Makes processes that are ranks of tests: it imports all once, and forks for each of them.
+"""Processes that are ranks of tests, forked from one that has imported all.
 
-Its argument is the socket at which they are asked for. A connection is a process, which tells its
-number, runs the Python that comes by it, a line of JSON each, answers, and tells how it has ended:
+A rank runs the Python that comes by its standard input, a socket, a line of JSON each, and answers:
 
 "comm.rank"   ->   {"value": 1, "seconds": 0.001}   or   {"error": "ValueError: ...", ...}
 
@@ -13,13 +12,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import mmap
 import os
 import pickle
 import random
 import signal
 import socket
-import sys
 import threading  # noqa: F401
 import time
 import traceback
@@ -31,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import bodies
+import forks
 import shared_gpu
 import torch
 import torch.distributed as dist
@@ -60,7 +58,6 @@ peers: Any = None
 device = torch.device("cpu")
 group: Any = None  # what ranks meet over, where it is not the default group
 seen_devices: list[str] = []
-kept: list[Any] = []
 
 # -- for any test ----------------------------------------------------------------------------------
 
@@ -86,7 +83,6 @@ def body(name: str, repeat_s: float = 0.0) -> None:
 
 
 def fork(code: str) -> str:
-    """What a forked child says to this, or the signal that ends it."""
     said, say = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,13 +125,11 @@ def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
 
 
 def meet(rank: int, size: int, **config: Any) -> None:
-    """A rendezvous by itself, over the store."""
     global comm
     comm = rendezvous.Rendezvous("init", group, rank, size, **{"timeout_s": 30, **config})
 
 
 def diagnosed(**how: Any) -> list[Any]:
-    """Who is missing in a call, and what is said of it."""
     error = comm.diagnose("all_reduce", 7, **how)
     return [str(error), error.missing]
 
@@ -212,7 +206,6 @@ def lives() -> bool:
 
 
 def calls(count: int) -> None:
-    """Reduce ones in place, without a look at the result."""
     x = ones(4096)
     for _ in range(count):
         comm.all_reduce(x)
@@ -232,7 +225,6 @@ def taken(tensor: torch.Tensor) -> Any:
 
 
 def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture work in a graph; return what replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -376,7 +368,6 @@ def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torc
 
 
 def share(rank: int, size: int, path: str, num_bytes: int = 4096, **how: Any) -> None:
-    """Make a peer memory, by the store of a file."""
     global peers
     peers = None
     how.setdefault("timeout_s", 30)
@@ -426,7 +417,6 @@ def words(pool: PinnedPool) -> torch.Tensor:
 
 
 def instead_of(step: str, then: Callable[[], object]) -> None:
-    """Do something else at a step of pinned memory."""
     setattr(PinnedMemory, step, lambda *_, **__: then())
 
 
@@ -457,39 +447,16 @@ def answer(line: str) -> str:
     return json.dumps(told, default=repr)
 
 
-def be_a_rank(end: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # An address is to mean nothing to another rank, nor are random numbers to be the same.
-    torch.seed()
-    kept.append(mmap.mmap(-1, (1 + random.SystemRandom().randrange(1 << 14)) * mmap.PAGESIZE))
-    with end.makefile("rw") as lines:
-        print(os.getpid(), file=lines, flush=True)
+def be_a_rank() -> None:
+    with socket.socket(fileno=0).makefile("rw") as lines:
         for line in lines:
             print(answer(line), file=lines, flush=True)
 
 
 def main() -> None:
+    """Fork ranks as they are ordered."""
     if IS_FAKE:
         torch.cuda._lazy_init = lambda: None
         peer_memory.as_torch = as_cpu
     host.module()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that watch a rank
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(sys.argv[1])
-        listener.listen(64)
-        while True:
-            end, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if (pid := os.fork()) == 0:
-                    return be_a_rank(end)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(OSError):  # nobody asks
-                    end.sendall(f"{status}\n".encode())
-                os._exit(0)
-            end.close()
-
-
-if __name__ == "__main__":
-    main()
+    forks.serve(0)

@@ -8,26 +8,23 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
-from children import wait_until
 from fake_gpu import build_driver, environment, needs_fake_gpu
 from filelock import FileLock
 from needs import needs_cxx
 from paths import TESTS, python_path
 from shared_gpu import IS_SHARED, num_gpus
+from threads.program import compiled
 
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.host import module as host
 
 HERE = Path(__file__).resolve().parent
@@ -42,25 +39,22 @@ VMM_FAKE = pytest.param("vmm-fake", marks=needs_fake_gpu)
 
 
 class Rank:
-    """A process that is a rank, or will be."""
-
-    def __init__(self, server: str) -> None:
-        self._end = socket.socket(socket.AF_UNIX)
-        self._end.connect(server)
+    def __init__(self, parent: socket.socket, env: Mapping[str, str]) -> None:
+        self._end, its = socket.socketpair()
+        with its:
+            code = "import rank_child; rank_child.be_a_rank()"
+            self._child = forks.start(code, env=env, streams=(its, 1, 2), parent=parent)
         self._lines = self._end.makefile("r")
-        self.pid = int(self._read(PROMPT_S))
-        self.status: int | None = None
-
-    def _read(self, within_s: float) -> Any:
-        self._end.settimeout(within_s)
-        return json.loads(self._lines.readline())
+        self.pid, self.wait = self._child.pid, self._child.wait
 
     def tell(self, code: str) -> None:
         self._end.sendall(json.dumps(code).encode() + b"\n")
 
     def answer(self, within_s: float = PROMPT_S) -> dict[str, Any]:
-        answer = self._read(within_s)
-        assert isinstance(answer, dict), f"the process has ended: {answer}"
+        self._end.settimeout(within_s)
+        line = self._lines.readline()
+        assert line, f"the process has ended: {self.wait(within_s)}"
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def value(self, within_s: float = PROMPT_S) -> Any:
@@ -79,24 +73,15 @@ class Rank:
         return self.value()
 
     def refuses(self, code: str) -> str:
-        """Return the text of the error."""
         self.tell(code)
         text: str = self.error()["error"]
         return text
 
-    def wait(self, within_s: float = 30.0) -> int:
-        """Return how it has ended, as of subprocess."""
-        while self.status is None:
-            told = self._read(within_s)
-            self.status = told if isinstance(told, int) else None
-        return self.status
-
     def kill(self, number: int = signal.SIGKILL) -> None:
-        if self.status is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-            if number == signal.SIGKILL:
-                self.wait()
+        if number == signal.SIGKILL:
+            self._child.end()
+        else:
+            os.kill(self.pid, number)
 
 
 def all_tell(ranks: list[Rank], code: str) -> None:
@@ -115,45 +100,33 @@ def errors(ranks: list[Rank], within_s: float = PROMPT_S) -> list[dict[str, Any]
 
 
 class Pool:
-    """What makes the ranks of a kind, and those of a test."""
-
     def __init__(self, kind: str, folder: Path, env: Mapping[str, str], num_gpus: int) -> None:
         self.kind, self.num_gpus = kind, num_gpus
         self.ranks: list[Rank] = []
         self._folder, self._numbers = folder, itertools.count()
-        # Not in pytest's folder, whose path may be longer than that of a socket.
-        self._at = f"{tempfile.mkdtemp(prefix='jitkern-')}/ranks"
-        child = HERE / ("nccl_child.py" if kind == "nccl-fake" else "rank_child.py")
+        modules = "nccl_child, rank_child" if kind == "nccl-fake" else "rank_child"
         # tvm_ffi asks whether there is a GPU: CUDA's answer would leave none to those forked.
-        fixed = {"PYTHONPATH": python_path(TESTS), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        env = {**os.environ, **fixed, **env}
-        self._server = forks.start(child, self._at, env=env)
-        wait_until(self._listens, timeout_s=240)
-
-    def _listens(self) -> bool:
-        assert self._server.poll() is None, "the process that makes ranks has ended"
-        with socket.socket(socket.AF_UNIX) as end, suppress(OSError):
-            end.connect(self._at)
-            return True
-        return False
+        fixed = {"PYTHONPATH": python_path(TESTS, HERE), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self._env = {**os.environ, **env, **fixed}
+        self._orders, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            code = f"import {modules}; rank_child.main()"
+            forks.start(code, env=self._env, streams=(its, 1, 2))
 
     def path(self) -> str:
-        """Return that of a new file, for ranks to meet."""
         return str(self._folder / f"store-{next(self._numbers)}")
 
     def start(self, count: int) -> list[Rank]:
-        made = [Rank(self._at) for _ in range(count)]
+        made = [Rank(self._orders, self._env) for _ in range(count)]
         self.ranks += made
         return made
 
     def join(self, count: int) -> list[Rank]:
-        """Return processes that have a group, and no communicator yet."""
         ranks = self.start(count)
         all_do(ranks, f"join({self.path()!r}, {{rank}}, {count})")
         return ranks
 
     def make(self, count: int, args: str = "") -> list[Rank]:
-        """Return ranks that have a communicator."""
         ranks = self.join(count)
         all_do(ranks, f"make{'_nccl' if self.kind.startswith('nccl') else ''}({args})")
         return ranks
@@ -163,7 +136,6 @@ class Pool:
         all_tell(ranks, f"share({{rank}}, {len(ranks)}, {self.path()!r}, {args})")
 
     def share(self, ranks: int | list[Rank], args: str = "") -> list[Rank]:
-        """Return ranks that have a peer memory."""
         ranks = self.start(ranks) if isinstance(ranks, int) else ranks
         self.tell_share(ranks, args)
         for rank in ranks:
@@ -178,35 +150,29 @@ class Pool:
 
     def close(self) -> None:
         self.end()
-        self._server.end()
-        shutil.rmtree(Path(self._at).parent)
+        self._orders.close()  # with which their parent ends
 
 
 def build(folder: Path) -> dict[str, str]:
     """Make the libcuda and the libnccl, once for all workers; return what finds them."""
+    from tvm_ffi import libinfo
+
     cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             made = folder.with_suffix(".made")
             made.mkdir()
-            compile_library(made / cuda.name, [THREADS / "fake_gpu.cc", THREADS / "fake_kernel.cc"])
-            compile_library(made / nccl.name, [HERE / "fake_nccl.cc", made / cuda.name])
+            own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+            for library, sources in (
+                (cuda, [THREADS / "fake_gpu.cc"]),
+                (nccl, [HERE / "fake_nccl.cc", made / cuda.name]),
+            ):
+                flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
+                folders = [*include_dirs(CSRC), THREADS, HERE, *own]
+                compiled(*sources, target=made / library.name, flags=flags, folders=folders)
             made.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl), "FAKE_NCCL": "1"}
-
-
-def compile_library(target: Path, sources: list[Path]) -> None:
-    from tvm_ffi import libinfo
-
-    from jitkern.compilers.sources import CSRC, include_dirs
-
-    own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-    folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-    command = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-O1", "-fPIC", "-shared"]
-    command += [f"-I{folder}" for folder in folders] + [str(source) for source in sources]
-    command += [f"-Wl,-soname,{target.name}", "-pthread", "-o", str(target)]
-    subprocess.run(command, check=True)
 
 
 MADE: dict[str, Pool] = {}
@@ -216,8 +182,6 @@ MADE: dict[str, Pool] = {}
 def pools(
     tmp_path_factory: pytest.TempPathFactory, session_cache: Path
 ) -> Iterator[Callable[[str], Pool]]:
-    """Return what makes ranks of a kind."""
-
     def pool(kind: str) -> Pool:
         host.module()  # built once, and not by each rank
         if kind not in MADE:
@@ -245,8 +209,6 @@ def ranks_end() -> Iterator[None]:
 
 
 def processes_of(*kinds: Any, scope: Any = "function") -> Any:
-    """Return a fixture: processes of one kind after the other."""
-
     @pytest.fixture(params=kinds, scope=scope)
     def pool(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
         return pools(request.param)
@@ -256,7 +218,6 @@ def processes_of(*kinds: Any, scope: Any = "function") -> Any:
 
 @pytest.fixture(scope="session")
 def pool(pools: Callable[[str], Pool]) -> Pool:
-    """Processes on the CPU."""
     return pools("cpu")
 
 

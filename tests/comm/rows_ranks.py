@@ -19,7 +19,6 @@ Call = Callable[[int], Any]
 
 
 def memories(num_bytes: int, devices: list[torch.device]) -> list[PeerMemory]:
-    """The memory of ranks that are threads."""
     store, size = HashStore(), len(devices)
 
     def make(rank: int) -> PeerMemory:
@@ -49,8 +48,9 @@ class Ranks:
             how["owner"] = memories(num_bytes, devices)
             addresses = [one.addresses for one in how["owner"]]  # of each rank as it sees them
         else:
-            how["owner"] = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8).to(device)
-            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in how["owner"]]]
+            self.memory = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8).to(device)
+            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in self.memory]]
+            how["owner"], self.addresses = self.memory, addresses[0]
         self.reducers = [
             PeerReducer(addresses[rank], rank, size, num_bytes, device=devices[rank], **how)
             for rank in range(size)
@@ -108,8 +108,6 @@ UNTOUCHED = 0xA5
 
 @dataclass
 class Case:
-    """Rows of a host pool, and memory of each rank."""
-
     row_bytes: int
     num_host_rows: int
     num_rows: int
@@ -127,13 +125,6 @@ class Case:
         return [
             torch.full(shape, UNTOUCHED, dtype=torch.uint8, device=device)[:, : self.row_bytes]
             for _ in range(size)
-        ]
-
-    def valid(self) -> list[tuple[int, int]]:
-        return [
-            (a, b)
-            for a, b in self.pairs.view(-1, 2).tolist()
-            if 0 <= a < self.num_host_rows and 0 <= b < self.num_rows
         ]
 
 
@@ -206,7 +197,6 @@ def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
 
 
 def summed(given: list[Tensor]) -> Tensor:
-    """The plain sum in fp32, by rank, rounded once."""
     total = given[0].float()
     for one in given[1:]:
         total = total + one.float()

@@ -59,7 +59,6 @@ def test_a_rank_ends_or_hangs(some: Pool, number: int) -> None:
 
 
 def test_a_rank_dies_in_the_middle_of_a_collective(pool: Pool) -> None:
-    """Nobody waits for the deadline."""
     ranks = pool.make(3, "timeout_s=600")
     all_tell(ranks, "body('large', repeat_s=60.0)")
     time.sleep(0.3)

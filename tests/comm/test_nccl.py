@@ -1,4 +1,4 @@
-"""PyNCCLCommunicator: what calls do; see test_comm_failures.py for ranks that are missing."""
+"""PyNCCLCommunicator: calls, and what becomes of them when NCCL or the driver misbehaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from shared_gpu import IS_SHARED
 
 @pytest.fixture(scope="module")
 def ranks(gpus: Pool) -> list[Rank]:
-    """Up to four ranks."""
     return gpus.make(min(gpus.num_gpus, 4), "max_size_bytes=8192")
 
 
@@ -86,37 +85,242 @@ def test_two_ranks_on_one_gpu(gpus: Pool) -> None:
 # -- where calls wait for a rank that is missing ---------------------------------------------------
 
 
-def late(ranks: list[Rank], code: str) -> None:
-    """The rank raises in time, and its CUDA context lives."""
-    all_do(ranks, f"setattr(comm, 'timeout_s', {CALL_S})")
-    ranks[1].kill()
-    ranks[0].tell(code)
-    answer = ranks[0].error(CALL_S + LATE_S)
+def late(rank: Rank, code: str, *texts: str) -> None:
+    """The rank raises in time, and names rank 1. It was told before if there is no code."""
+    if code:
+        rank.tell(code)
+    answer = rank.error(CALL_S + LATE_S)
     assert answer["error"].startswith("CommTimeoutError: "), answer
     assert answer["missing"] == [1], answer
-    assert ranks[0].ask("synchronize()") < LATE_S
-    assert ranks[0].ask("lives()")
+    for text in texts:
+        assert text in answer["error"], answer
 
 
-def test_the_first_call(gpus: Pool) -> None:
-    """It waits inside of NCCL, which connects."""
-    late(gpus.make(2), "calls(1)")
-
-
-def test_many_calls(gpus: Pool) -> None:
-    """More than a launch queue holds: to abort in front of a full one would cost the context.
-
-    The fake, whose queue holds 50, ends a process that does.
-    """
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [
+        (None, "calls(1)"),  # waits inside of NCCL, which connects
+        # More than a launch queue holds: an abort in front of a full one would cost the context.
+        # The fake, whose queue holds 50, ends a process that does.
+        ("[calls(3), synchronize()] and None", "calls(1500)"),
+        ("replay(1)", "replay(1)"),  # no calls, but watched
+    ],
+)
+def test_a_rank_is_killed(gpus: Pool, before: str, code: str) -> None:
+    """The other one raises in time, and its CUDA context lives."""
     two = gpus.make(2)
-    all_do(two, "[calls(3), synchronize()] and None")
+    all_do(two, f"{before}")
     if gpus.kind != "nccl":
         two[0].ask("lib.fake_nccl_queue_limit(50)")
-    late(two, "calls(1500)")
+    all_do(two, f"setattr(comm, 'timeout_s', {CALL_S})")
+    two[1].kill()
+    late(two[0], code)
+    assert two[0].ask("synchronize()") < LATE_S
+    assert two[0].ask("lives()")
 
 
-def test_a_graph(gpus: Pool) -> None:
-    """Replays are no calls; one that is watched has a deadline."""
-    two = gpus.make(2)
+# -- where NCCL or the driver does what a test wants ---------------------------------------------
+
+CLASS = "nccl.PyNCCLCommunicator"
+SHORTLY = (  # a deadline for NCCL's set-up alone
+    f"setattr({CLASS}, '_connect', lambda self, id, own={CLASS}._connect: "
+    "[setattr(self, 'timeout_s', 0.2), own(self, id)])"
+)
+
+
+def ranks_of(pool: Pool, size: int, count: int = 3, deadline_s: float = CALL_S) -> list[Rank]:
+    """Ranks that have made calls, and whose next ones have a short deadline; the set-up had not."""
+    ranks = pool.make(size)
+    all_do(ranks, f"[calls({count}), synchronize()] and None")
+    # A pause ends the burst of these calls.
+    all_do(ranks, f"[setattr(comm, 'timeout_s', {deadline_s}), time.sleep(0.01)] and None")
+    return ranks
+
+
+@pytest.mark.parametrize("at", [f"{CLASS}, '_connect'", "nccl, 'as_torch'"])
+def test_killed_while_nccl_is_set_up(fake_gpus: Pool, at: str) -> None:
+    """The ranks have met, and the other one never comes to NCCL, or to register its memory."""
+    two = fake_gpus.join(2)
+    two[0].ask(SHORTLY)
+    two[1].ask(f"setattr({at}, lambda *a: end())")
+    for rank in two:
+        rank.tell("make_nccl(max_size_bytes=4096)")
+    late(two[0], "", "init_pynccl: ", "on rank 0 of 2", "has ended")
+
+
+def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
+    """All ranks have come, and NCCL is not done: there is no call to name."""
+    two = fake_gpus.join(2)
+    two[0].ask(SHORTLY)
+    two[1].ask(f"setattr({CLASS}, '_connect', lambda *a: time.sleep(9))")
+    for rank in two:
+        rank.tell("make_nccl()")
+    assert two[0].error()["error"] == (
+        "CommTimeoutError: init_pynccl: the set-up on rank 0 of 2 was not done within 0.2 s: "
+        "all ranks have come to it; if they are only slow, give a larger timeout_s"
+    )
+
+
+def test_no_usable_nccl(fake_gpus: Pool) -> None:
+    too_old, no_file = fake_gpus.start(2)
+    too_old.ask("os.environ.update(FAKE_NCCL_VERSION='22602')")
+    no_file.ask("os.environ.update(JITKERN_NCCL='/nowhere/libnccl.so.2')")
+    for rank, text in (
+        (too_old, "NCCL 2.26.2, expected NCCL 2.27 or newer; JITKERN_NCCL names it"),
+        (no_file, "/nowhere/libnccl.so.2"),
+    ):
+        answer = rank.refuses("nccl.settings.cache_clear() or nccl.load()")
+        assert answer.startswith("UnsupportedError: init_pynccl: no usable NCCL: ")
+        assert text in answer and "JITKERN_NCCL names it; unset that" in answer
+
+
+def test_the_last_calls_of_a_burst(fake_gpus: Pool) -> None:
+    two = ranks_of(fake_gpus, 2)
+    two[0].ask("calls(5)")
+    two[1].ask("[calls(1), synchronize()] and None")
+    two[1].kill()
+    assert two[0].ask("synchronize()") < LATE_S
+    late(two[0], "comm.check()", "all_reduce: call 5 on rank 0 of 2 ")
+
+
+def test_most_calls_record_no_event(fake_gpus: Pool) -> None:
+    """An event is 2 us of the host: two for a burst, one for every 16 calls."""
+    two = ranks_of(fake_gpus, 2, 1, 60)
+    code = "[time.monotonic(), calls(1600), time.monotonic(), lib.fake_num_records()]"
+    before = all_do(two, "lib.fake_num_records()")
+    for count, (start, _, end, after) in zip(before, all_do(two, code), strict=True):
+        assert after - count <= 100 + 3 * (1 + 1000 * (end - start))  # a pause ends a burst
+    all_do(two, "synchronize()")
+    # Also the last ones have no event, until the thread that watches sees to it.
+    two[0].ask("capture(True)")
+    text = two[0].refuses("comm.barrier()")
+    assert "RuntimeError: barrier: called in a graph, expected outside" in text
+    two[0].ask("capture(False)")
+    all_do(two, "comm.close()")
+
+
+def test_killed_before_close(fake_gpus: Pool) -> None:
+    """close() of a communicator whose calls are done waits for nobody."""
+    two = ranks_of(fake_gpus, 2)
+    two[1].kill()
+    two[0].ask("calls(1)")
+    late(two[0], "comm.close()", "all_reduce: call 4 on ", "has ended")
+
+
+def test_an_error_of_nccl(fake_gpus: Pool) -> None:
+    two = ranks_of(fake_gpus, 2, 1)
+    two[0].ask("lib.fake_nccl_next_result(2, b'socket 7 is closed')")
+    text = two[0].refuses("calls(1)")
+    assert text.startswith("CommError: all_reduce: NCCL 2.28.9: unhandled system error: socket 7")
+    assert two[0].refuses("calls(1)") == text  # the first one, for good
+    two[0].ask("comm.close()")
+    two[1].ask("comm.abort()")
+
+
+def test_ranks_with_other_sizes(fake_gpus: Pool) -> None:
+    """NCCL hangs; no rank is missing."""
+    two = ranks_of(fake_gpus, 2)
+    two[0].tell("call('all_reduce(ones(4))')")
+    two[1].tell("call('all_reduce(ones(5))')")
+    for rank in two:
+        answer = rank.error(CALL_S + LATE_S)
+        assert answer["error"].startswith("CommTimeoutError: all_reduce: call 4 on rank "), answer
+
+
+# -- NCCL hears of a rank's end before any deadline, as over a network -----------------------------
+
+CLOSED = "NCCL 2.28.9: remote process exited or there was a network error: socketProgress: Conn"
+
+
+def hears(rank: Rank, *texts: str, missing: tuple[int, ...] = (1,), code: str = "") -> str:
+    """The rank's call ends soon, as it cannot be done; the error names who is gone."""
+    rank.ask("lib.fake_nccl_break(1)")
+    rank.tell(code or "[synchronize(), comm.check()]")
+    answer = rank.error()
+    rank.ask("lib.fake_nccl_break(0)")
+    assert answer["missing"] == [*missing] and CLOSED in answer["error"], answer
+    for text in texts:
+        assert text in answer["error"], answer
+    return str(answer["error"])
+
+
+def test_a_connection_is_closed(fake_gpus: Pool) -> None:
+    two = ranks_of(fake_gpus, 2, deadline_s=600)
+    two[1].kill()
+    two[0].ask("calls(1)")
+    text = "CommTimeoutError: all_reduce: call 4 on rank 0 of 2 cannot be done: rank 1 (process "
+    assert hears(two[0], f"{two[1].pid} on ", "has ended; NCCL 2.28").startswith(text)
+    assert two[0].ask("str(comm._error.__cause__)").startswith(CLOSED)
+    # At the first call NCCL's function returns the error itself.
+    two = ranks_of(fake_gpus, 2, 0, 600)
+    two[1].kill()
+    text = "CommTimeoutError: all_reduce: call 1 on rank 0 of 2 cannot"
+    assert hears(two[0], code="calls(1)").startswith(text)
+
+
+def test_who_is_only_slow_is_not_missing(fake_gpus: Pool) -> None:
+    four = ranks_of(fake_gpus, 4, deadline_s=600)
+    four[2].kill()
+    four[0].ask("calls(1)")
+    slow = f"; rank 3 (process {four[3].pid} on "
+    hears(four[0], slow, "has come to call 3 (all_reduce) only", missing=(2,))
+    four[3].ask("calls(1)")
+    hears(four[3], missing=(2,))
+    four[1].ask("comm.abort()")
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_rank_has_left(fake_gpus: Pool, has_come: bool) -> None:
+    """Its process lives: an exception has taken it out of `with`, before the call or in it."""
+    two = ranks_of(fake_gpus, 2, deadline_s=600)
+    two[0].ask("calls(1)")
+    if has_come:  # behind what its GPU does
+        two[1].ask("point = lib.fake_hold(stream); calls(1)")
+    two[1].ask("comm.abort()")
+    text = "" if has_come else "has come to call 3 (all_reduce) only, and "
+    hears(two[0], f"{text}has aborted it; NCCL 2.28.9")
+    if has_come:
+        two[1].ask("lib.fake_release(point)")
+
+
+def test_no_rank_has_ended(fake_gpus: Pool) -> None:
+    two = ranks_of(fake_gpus, 2, deadline_s=600)
+    two[1].ask("point = lib.fake_hold(stream)")
+    all_do(two, "calls(1)")
+    text = hears(two[0], missing=())
+    assert text.startswith(f"CommError: all_reduce: {CLOSED}")
+    assert text.endswith("no rank has ended")
+    two[1].ask("[comm.abort(), lib.fake_release(point)] and None")
+
+
+def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:
+    two = fake_gpus.make(2)
     all_do(two, "replay(1)")
-    late(two, "replay(1)")
+    two[0].ask("lib.fake_nccl_graphs(1), setattr(nccl, '_GRAPHS_S', 0.2)")
+    for rank in two:
+        rank.tell("comm.close()")
+    text = "CommError: close: graphs that have captured the communicator are there, expected none"
+    assert two[0].error()["error"].startswith(text)
+    two[1].value()
+
+
+def test_nothing_is_left(fake_gpus: Pool) -> None:
+    """Of many that were made and closed: no event, no communicator of NCCL's."""
+    two = fake_gpus.join(2)
+    code = "[gc.collect() * 0 + lib.fake_num_events(), lib.fake_nccl_num_comms()]"
+    before = all_do(two, code)
+    for _ in range(3):
+        all_do(two, "make_nccl(max_size_bytes=1024)")
+        all_do(two, "calls(60)")
+        all_do(two, "comm.close(); comm = None")
+    assert all_do(two, code) == before
+
+
+def test_a_process_that_ends_with_calls_in_flight(fake_gpus: Pool) -> None:
+    """The driver would wait for a kernel that waits for a rank that is no more."""
+    two = ranks_of(fake_gpus, 2, 1, 600)
+    two[1].kill()
+    two[0].ask("os.environ.update(FAKE_EXIT_WAITS='1'), setattr(nccl, '_EXIT_S', 0.3)")
+    two[0].ask("calls(1)")
+    two[0].tell("leave(destroy=False)")
+    assert two[0].wait(30) == 0

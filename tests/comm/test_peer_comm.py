@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +12,7 @@ import torch
 from bodies import BODIES
 from needs import needs_cxx
 from ranks import LATE_S, NCCL, Pool, Rank, all_do, all_tell, errors, processes_of
+from ref import refusals
 from shared_gpu import IS_SHARED
 
 from jitkern.comm import PeerCommunicator
@@ -134,7 +134,6 @@ def test_ranks_that_want_something_else(hosts: Pool) -> None:
 
 
 def of(size: int) -> Any:
-    """A communicator of so many."""
     return Mock(rank=0, size=size)
 
 
@@ -145,18 +144,14 @@ def test_one_rank_has_no_memory() -> None:
     one.all_reduce.assert_called_once()
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "text"),
-    [
-        ({"comm": of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
-        ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
-        ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
-        ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
-        ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
-        ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
-        ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),
-    ],
+test_mistakes = refusals(
+    PeerCommunicator,
+    {"comm": of(2), "group": None},
+    ({"comm": of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
+    ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
+    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
+    ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
+    ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
+    ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),
 )
-def test_mistakes(change: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=re.escape(f"PeerCommunicator: {text}")):
-        PeerCommunicator(**{"comm": of(2), "group": None, **change})

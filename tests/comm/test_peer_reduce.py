@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import signal
 import time
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from needs import needs_cxx
-from offload.rings import race
+from ref import refusals
 from rows_ranks import Ranks, any_call
+from threads.program import race
 from torch._subclasses import FakeTensorMode
 
 from jitkern.comm.peer_reduce import PeerReducer
@@ -43,123 +43,107 @@ def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
 
 
 def test_no_races(tmp_path: Path) -> None:
-    """Ranks that are threads, under ThreadSanitizer."""
     sources = Path(__file__).with_name("peer_race.cc"), CSRC / "comm" / "peer_reduce_by_cpu.cc"
     done = race(*sources, target=tmp_path / "race", folders=include_dirs(CSRC))
     assert done.returncode == 0, done.stderr
 
 
-class Alone:
-    """Rank 1 of some, whose others never come."""
-
-    def __init__(self, size: int = 2, **options: Any) -> None:
-        self.num_bytes = PeerReducer.workspace_bytes_for(size, 1000)
-        self.memory = torch.full((size, self.num_bytes + 16), 0xFF, dtype=torch.uint8)
-        self.addresses = [(one.data_ptr() + 15) // 16 * 16 for one in self.memory]
-        self.reducer = PeerReducer(
-            self.addresses, 1, size, self.num_bytes, device="cpu", owner=self.memory, **options
-        )
-
-    def sends(self, other: int, call: Any) -> None:
-        """Have another rank make its call, in which it does not wait for long."""
-        with pytest.raises(CommTimeoutError):
-            call(self.peer(other))
-
-    def peer(self, other: int) -> PeerReducer:
-        size = len(self.addresses)
-        how: Any = {"device": "cpu", "deadline_s": 0.01}
-        return PeerReducer(self.addresses, other, size, self.num_bytes, **how)
+def some(size: int = 2, deadline_s: float = 0.05) -> tuple[Ranks, PeerReducer, PeerReducer]:
+    """Return ranks that are not called at once, and the first two reducers."""
+    ranks = Ranks(size, torch.device("cpu"), deadline_s, slot_bytes=1000)
+    return ranks, *ranks.reducers[:2]
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_a_rank_that_does_not_come(algorithm: Any) -> None:
-    alone = Alone(3, deadline_s=0.05)
+    ranks, _, own = some(3)
     x = torch.ones(64)
     with pytest.raises(CommTimeoutError, match="ranks 0, 2 did not come in time") as raised:
-        alone.reducer.all_reduce(x, algorithm=algorithm)
+        own.all_reduce(x, algorithm=algorithm)
     error = raised.value
     assert (error.op, error.number, error.rank) == ("all_reduce", 1, 1)
     assert error.missing == (0, 2)
-    before = alone.memory.clone()
+    before = ranks.memory.clone()
     with pytest.raises(CommTimeoutError, match=r"call 1 of rank 1.*until reset\(\)"):
-        alone.reducer.reduce_scatter(torch.ones(4), torch.ones(12))
-    assert torch.equal(alone.memory, before)
-    alone.reducer.reset()
+        own.reduce_scatter(torch.ones(4), torch.ones(12))
+    assert torch.equal(ranks.memory, before)
+    own.reset()
     with pytest.raises(CommTimeoutError, match="reduce_scatter: call 3 of rank 1"):
-        alone.reducer.reduce_scatter(torch.ones(4), torch.ones(12))
+        own.reduce_scatter(torch.ones(4), torch.ones(12))
 
 
 def test_what_another_rank_has_sent_stays() -> None:
     """It gave up too soon, and this one comes late: it gets its value, and nothing in the next."""
-    alone = Alone(deadline_s=0.05)
-    alone.sends(0, lambda peer: peer.all_reduce(torch.full((5,), 2.0)))
-    assert alone.reducer.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+    _, other, own = some()
+    with pytest.raises(CommTimeoutError):
+        other.all_reduce(torch.full((5,), 2.0))
+    assert own.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
     with pytest.raises(CommTimeoutError) as raised:
-        alone.reducer.all_reduce(torch.ones(5))
+        own.all_reduce(torch.ones(5))
     assert raised.value.missing == (0,) and raised.value.number == 2
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 def test_who_has_come_is_not_missing(algorithm: Any) -> None:
     """Rank 0 has sent, and waits for rank 2 as well: it has not given up, and says nothing yet."""
-    alone = Alone(3, deadline_s=0.05)
-    alone.sends(0, lambda peer: peer.all_reduce(torch.ones(64), algorithm=algorithm))
-    intact = ctypes.c_uint32.from_address(alone.addresses[0] + INTACT_AT)
+    ranks, other, own = some(3)
+    with pytest.raises(CommTimeoutError):
+        other.all_reduce(torch.ones(64), algorithm=algorithm)
+    intact = ctypes.c_uint32.from_address(ranks.addresses[0] + INTACT_AT)
     assert intact.value == 0b110
     intact.value = 0xFFFFFFFF
     with pytest.raises(CommTimeoutError, match="rank 2 did not come in time") as raised:
-        alone.reducer.all_reduce(torch.ones(64), algorithm=algorithm)
+        own.all_reduce(torch.ones(64), algorithm=algorithm)
     assert raised.value.missing == (2,)
 
 
 def test_late_by_a_hair() -> None:
     """What comes between the last look and the end of the deadline has come: nobody is missing."""
-    alone = Alone(deadline_s=0.2)
-    peer = alone.peer(0)
+    _, other, own = some(deadline_s=0.2)
 
     def come(*_: object) -> None:
         time.sleep(0.3)  # in the wait, which asks for signals and then looks at the clock
-        peer.all_reduce(torch.full((5,), 2.0))
+        other.all_reduce(torch.full((5,), 2.0))
 
     before = signal.signal(signal.SIGALRM, come)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert alone.reducer.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+        assert own.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
 def test_a_barrier() -> None:
-    """One that the other rank has come to, and one that it has not."""
-    alone = Alone(deadline_s=0.05)
-    alone.sends(0, lambda peer: peer.device_barrier())
-    alone.reducer.device_barrier()
+    _, other, own = some()
+    with pytest.raises(CommTimeoutError):
+        other.device_barrier()
+    own.device_barrier()
     with pytest.raises(CommTimeoutError, match="device_barrier: call 2 of rank 1") as raised:
-        alone.reducer.device_barrier()
+        own.device_barrier()
     assert (raised.value.op, raised.value.missing) == ("device_barrier", (0,))
     with pytest.raises(CommTimeoutError, match="device_barrier: call 2 of rank 1"):
-        alone.reducer.all_reduce(torch.ones(5))
+        own.all_reduce(torch.ones(5))
 
 
 def test_no_items_and_tracers() -> None:
     """No rank is waited for."""
-    alone = Alone(deadline_s=0.05)
-    assert alone.reducer.all_reduce(torch.ones(0)).numel() == 0
-    alone.reducer.reduce_scatter(torch.ones(0), torch.ones(0))
+    _, _, own = some()
+    assert own.all_reduce(torch.ones(0)).numel() == 0
+    own.reduce_scatter(torch.ones(0), torch.ones(0))
     x = torch.ones(5)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="all_reduce: called while a tracer"):
-        alone.reducer.all_reduce(x)
+        own.all_reduce(x)
 
 
 def test_interrupted() -> None:
-    alone = Alone(deadline_s=30)
+    _, _, own = some(deadline_s=30)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(KeyboardInterrupt):
-        alone.reducer.all_reduce(torch.ones(5))
+        own.all_reduce(torch.ones(5))
     with pytest.raises(Exception, match="expected reset\\(\\) on every rank"):
-        alone.reducer.all_reduce(torch.ones(5))
+        own.all_reduce(torch.ones(5))
 
 
 MISTAKES = {
@@ -179,32 +163,26 @@ MISTAKES = {
 
 @pytest.mark.parametrize("code", MISTAKES)
 def test_wrong_calls_send_nothing(code: str) -> None:
-    alone, x = Alone(deadline_s=0.05), torch.ones(6)
-    before = alone.memory.clone()
+    (ranks, _, own), x = some(), torch.ones(6)
+    before = ranks.memory.clone()
     unaligned = torch.frombuffer(bytearray(9), dtype=torch.float32, offset=1, count=2)
-    names = {"r": alone.reducer, "ones": torch.ones, "x": x, "unaligned": unaligned}
+    names = {"r": own, "ones": torch.ones, "x": x, "unaligned": unaligned}
     with pytest.raises(Exception) as raised:
         eval(f"r.{code}", names)
     assert f"{raised.typename}: {raised.value}".startswith(MISTAKES[code])
-    assert torch.equal(alone.memory, before)
+    assert torch.equal(ranks.memory, before)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"size": 9}, "size: 9, expected 2 to 8"),
-        ({"rank": 2}, "rank: 2, expected 0 to 1"),
-        ({"addresses": [16]}, "addresses: [16], expected 2 multiples of 16 bytes"),
-        ({"addresses": [16, 24]}, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
-        ({"workspace_bytes": 1024}, "workspace_bytes: 1024, expected at least 9216 for 2 ranks"),
-        ({"deadline_s": 0}, "deadline_s: 0, expected above 0"),
-    ],
+test_wrong_reducers = refusals(
+    PeerReducer,
+    {"addresses": [16, 32], "rank": 0, "size": 2, "workspace_bytes": 1 << 20, "device": "cpu"},
+    ({"size": 9}, ValueError, "size: 9, expected 2 to 8"),
+    ({"rank": 2}, ValueError, "rank: 2, expected 0 to 1"),
+    ({"addresses": [16]}, ValueError, "addresses: [16], expected 2 multiples of 16 bytes"),
+    ({"addresses": [16, 24]}, ValueError, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
+    ({"workspace_bytes": 1024}, ValueError, "workspace_bytes: 1024, expected at least 9216 for 2"),
+    ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
 )
-def test_wrong_reducers(change: dict[str, Any], text: str) -> None:
-    given: dict[str, Any] = {"addresses": [16, 32], "rank": 0, "size": 2, "device": "cpu"}
-    given["workspace_bytes"] = 1 << 20
-    with pytest.raises(ValueError, match=re.escape(text)):
-        PeerReducer(**{**given, **change})
 
 
 def test_sizes_of_workspaces() -> None:

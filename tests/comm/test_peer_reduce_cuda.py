@@ -27,7 +27,6 @@ Make = Callable[..., Ranks]
     params=["streams-2", "streams-4", pytest.param("gpus-2", marks=pytest.mark.multigpu)]
 )
 def make(request: pytest.FixtureRequest) -> Make:
-    """Make ranks whose largest calls take several rounds."""
     kind, size = request.param.split("-")
     return partial(Ranks, int(size), torch.device("cuda"), slot_bytes=500, has_gpus=kind == "gpus")
 
@@ -94,7 +93,6 @@ def test_graphs_of_one_process(make: Make) -> None:
 
 
 def test_over_what_another_op_has_left() -> None:
-    """One rank hears of it, and has made its sum."""
     device = torch.device("cuda")
     ranks = Ranks(2, device, deadline_s=5.0)
     tensors = [torch.full((5,), rank + 1.0, device=device) for rank in range(2)]

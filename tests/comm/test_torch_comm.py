@@ -18,7 +18,6 @@ def test_body(ranks: list[Rank], name: str) -> None:
 
 
 def test_a_part_of_the_ranks(pool: Pool) -> None:
-    """Numbers are the group's, not the world's."""
     ranks = pool.join(4)
     all_do(ranks, "group = dist.new_group([3, 1], backend='gloo')")
     outside = "ValueError: TorchCommunicator: group: this process is not in it, expected"

@@ -18,8 +18,6 @@ TIMEOUT_S = 60.0
 
 
 class Meeting:
-    """Where the ranks of a run exchange what they have."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = HashStore()  # for peer memory
@@ -61,8 +59,6 @@ class SilentComm:
 
 
 def each(values: Sequence[Any], body: Callable[[Any], T], meeting: Meeting) -> list[T]:
-    """Return what `body` makes of each value, in threads; raise the first error."""
-
     def run(value: Any) -> T:
         try:
             return body(value)
@@ -89,7 +85,6 @@ class Way:
         return torch.device(self.kind) if number is None else torch.device(self.kind, number)
 
     def ranks(self, size: int, vocab: int, hidden: int, **options: Any) -> Ranks:
-        """Return the modules of all ranks."""
         meeting = Meeting(size)
 
         def make(rank: int) -> TPEmbedding:
@@ -100,7 +95,6 @@ class Way:
         return Ranks(meeting, each(range(size), make, meeting))
 
     def ranks_of(self, size: int, table: Tensor, **options: Any) -> Ranks:
-        """Return the modules of a whole table."""
         rows = len(table) - options.get("num_added", 0)
         ranks = self.ranks(size, rows, table.shape[1], dtype=table.dtype, **options)
         ranks.each(lambda module: module.load_full(table))
@@ -108,8 +102,6 @@ class Way:
 
 
 class Ranks:
-    """The modules of all ranks."""
-
     def __init__(self, meeting: Meeting, modules: list[TPEmbedding]) -> None:
         self.meeting, self.modules = meeting, modules
 

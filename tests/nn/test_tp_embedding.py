@@ -16,7 +16,7 @@ from embedding_ranks import Ranks, SilentComm, Way
 from hypothesis import given
 from hypothesis import strategies as st
 from needs import needs_cxx
-from ref import ref_indexing, same_bits
+from ref import ref_indexing, refusals, same_bits
 from torch import Tensor
 
 import jitkern
@@ -146,7 +146,9 @@ def test_ranks_of_one_seed_draw_different_rows() -> None:
     assert all(torch.equal(one, behind[0]) for one in behind)
 
 
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+test_wrong_arguments = refusals(
+    TPEmbedding,
+    {"vocab_size": 10, "hidden_size": 3, "num_added": 1, "comm": SilentComm()},
     ({"vocab_size": 0}, ValueError, "vocab_size: 0, expected at least 1"),
     ({"hidden_size": 4.0}, TypeError, "hidden_size: float, expected an int"),
     ({"num_added": -1}, ValueError, "num_added: -1, expected at least 0"),
@@ -161,17 +163,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "peer"}, ValueError,
      "group: None, expected the ranks' gloo group or store for method='peer'"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "kind", "text"), WRONG)
-def test_wrong_arguments(change: dict[str, Any], kind: type[Exception], text: str) -> None:
-    good = {"vocab_size": 10, "hidden_size": 3, "num_added": 1, "comm": SilentComm()}
-    arguments = {**good, **change}
-    sizes = arguments.pop("vocab_size"), arguments.pop("hidden_size")
-    with pytest.raises(kind) as caught:
-        TPEmbedding(*sizes, **arguments)
-    assert str(caught.value) == f"TPEmbedding: {text}"
+)  # fmt: skip
 
 
 @given(st.integers(1, 300), st.integers(0, 40), st.integers(1, 9), st.integers(0, 60))
@@ -278,7 +270,6 @@ def test_only_the_rows_of_a_rank_are_read(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_other_dtypes_and_devices(way: Way, tmp_path: Path, dtype: torch.dtype) -> None:
-    """And a tensor that is mapped from a file."""
     torch.save({"embed": torch.randn(FULL).to(dtype)}, tmp_path / "weights.pt")
     table = torch.load(tmp_path / "weights.pt", mmap=True)["embed"]
     ranks = way.ranks(2, VOCAB, HIDDEN, num_added=ADDED)

@@ -101,7 +101,6 @@ def before_a_write(patch: pytest.MonkeyPatch, of: TPEmbedding, do: Callable[[], 
 def test_nobody_writes_while_another_reads(
     way: Way, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor reads before all is written."""
     ranks = way.ranks(2, *SMALL)
     ranks.each(lambda module: by_hand(module, 1))
     monkeypatch.setattr(Tensor, "normal_", lambda self: self.fill_(2))

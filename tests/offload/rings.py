@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
-import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from threads.program import cxx
+from ref import ref_unpack
 
 import jitkern
-from jitkern.compilers.sources import CSRC
 from jitkern.offload import DescriptorRing
 
-PUBLIC = (CSRC / "include",)
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "ring_producer.cc"
 MESSAGE_BYTES = 4096  # of the example
@@ -79,29 +74,7 @@ def ring_word(generation: int, count: int) -> int:
     return generation << 16 | count
 
 
-def compiled(
-    *sources: Path, target: Path, flags: Sequence[str], folders: Sequence[Path] = PUBLIC
-) -> Path:
-    """A library or a program of sources that include headers of these folders, or public ones."""
-    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return target
-
-
-def race(
-    *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
-) -> subprocess.CompletedProcess[str]:
-    """Run a program of these sources under ThreadSanitizer."""
-    flags = ("-O1", "-g1", "-fsanitize=thread")
-    program = str(compiled(*sources, target=target, flags=flags, folders=folders))
-    env = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=97:atexit_sleep_ms=0"}
-    return subprocess.run([program], env=env, capture_output=True, text=True, timeout=100)
-
-
 def message(ticket: int) -> torch.Tensor:
-    """What the example's producer sends."""
     at = torch.arange(MESSAGE_BYTES)
     return (ticket * 31 + at * 7 + at // 256).to(torch.uint8)
 
@@ -128,12 +101,25 @@ def take_next(
         time.sleep(0)  # another thread may want the GIL
 
 
-def ref_unpack(src: torch.Tensor, dst: torch.Tensor, descriptors: torch.Tensor) -> None:
-    for values in descriptors.tolist():
-        src_off, dst_off, length, count, src_stride, dst_stride = (*values, 1, 0, 0)[:6]
-        for i in range(count):
-            to, at = dst_off + i * dst_stride, src_off + i * src_stride
-            dst[to : to + length] = src[at : at + length]
+class Sides:
+    """A source and a destination, in the middle of others' bytes; and what should be there."""
+
+    def __init__(self, device: object, num_bytes: int, *, src_at: int = 0, dst_at: int = 0) -> None:
+        source = torch.randint(256, (num_bytes + src_at,), dtype=torch.uint8)
+        self._wanted_whole = torch.randint(256, (num_bytes + dst_at + 512,), dtype=torch.uint8)
+        self._src_on_cpu, self.src = source[src_at:], source.to(device)[src_at:]
+        self._whole = self._wanted_whole.to(device, copy=True)
+        inner = slice(256 + dst_at, 256 + dst_at + num_bytes)
+        self.dst, self._wanted = self._whole[inner], self._wanted_whole[inner]
+
+    def expect(self, descriptors: torch.Tensor) -> None:
+        ref_unpack(self._src_on_cpu, self._wanted, descriptors)
+
+    def are_right(self) -> bool:
+        if self._whole.is_cuda:
+            torch.cuda.synchronize()
+            jitkern.check()
+        return torch.equal(self._whole.cpu(), self._wanted_whole)
 
 
 def random_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ def pipeline(depth: int, device: str = "cuda", **how: Any) -> SlotPipeline:
 
 
 def pinned(count: int) -> list[Tensor]:
-    """Blocks that hold their number."""
     return [torch.full([WORDS], n, dtype=torch.int32, pin_memory=True) for n in range(count)]
 
 
@@ -42,7 +42,6 @@ def slow(copy: Any) -> Any:
 @pytest.mark.parametrize("depth", [1, 2, 8])
 @pytest.mark.parametrize("slow_side", ["copies", "bodies", "both"])
 def test_slow_sides(depth: int, slow_side: str) -> None:
-    """Each block is what it should be in its body, and afterwards on the host."""
     p = pipeline(depth)
     blocks = pinned(24)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -175,7 +174,6 @@ def test_a_capture_inside_a_session_is_refused() -> None:
 
 
 def test_slots_come_and_go_in_a_run() -> None:
-    """Slots come and go between iterations; contents stay right."""
     p = pipeline(2, max_slots=8)
     blocks = pinned(16)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -200,7 +198,6 @@ def test_slots_come_and_go_in_a_run() -> None:
 
 @pytest.mark.multigpu
 def test_on_another_gpu() -> None:
-    """The current device and the streams of both are as they were."""
     p = pipeline(2, device="cuda:1")
     blocks = pinned(5)
     assert torch.cuda.current_device() == 0
@@ -212,3 +209,40 @@ def test_on_another_gpu() -> None:
     assert torch.cuda.current_device() == 0
     assert torch.cuda.current_stream(0) == here and torch.cuda.current_stream(1) == there
     assert total.item() == 10 * WORDS
+
+
+NEAR_MS = 2e-3  # a float of ms, and the clock of events
+
+
+def test_what_the_monitor_measures() -> None:
+    """The order of moments, and how long something takes at least, whoever else has the GPU.
+
+    What follows from the moments is in slot_times_child.py.
+    """
+    p, blocks = pipeline(3, monitor=(monitor := OverlapMonitor(window=32))), pinned(32)
+    sleep_ms = SLOW_CYCLES / 4e6  # no clock is faster
+
+    def copy(tensor: Tensor, block: Tensor) -> None:
+        torch.cuda._sleep(SLOW_CYCLES)
+        bring(tensor, block)
+
+    for run, body_cycles in enumerate((2 * SLOW_CYCLES, 0), 1):
+        for _ in p.load(blocks, copy=copy):
+            torch.cuda._sleep(body_cycles)
+        torch.cuda.synchronize()
+        found = monitor.snapshot()
+        assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
+        rows = [times[:4] for times, _ in list(monitor._rows)[-32:]]
+        for number, (load, loaded, body, done) in enumerate(rows):
+            assert load + sleep_ms <= loaded + NEAR_MS
+            assert loaded <= body + NEAR_MS
+            assert body + body_cycles / 4e6 <= done + NEAR_MS
+            if number >= 3:  # the slot was free
+                assert load >= rows[number - 3][3] - NEAR_MS
+        bodies_ms = sum(row[3] - row[2] for row in rows)
+        assert 32 * found.compute_ms == pytest.approx(bodies_ms, rel=1e-3)
+        assert found.fill_ms == pytest.approx(rows[0][2] - rows[0][0], abs=NEAR_MS)
+        if body_cycles:  # a load runs beside the body before its own
+            assert any(row[0] < before[3] for before, row in pairwise(rows))
+        else:  # a body that does nothing waits for its load
+            assert found.stall_share > 0 and found.stall_ms > 0

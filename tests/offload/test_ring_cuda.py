@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import threading
 import time
@@ -10,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from rings import random_rows, ref_unpack, rows
+from ref import ref_unpack
+from rings import Sides, random_rows, rows
 from torch import Tensor
 
 import jitkern
@@ -19,65 +19,12 @@ from jitkern.offload import DescriptorRing
 
 pytestmark = pytest.mark.cuda
 
-MARGIN = 256
-
-
-class Sides:
-    """A source and a destination, in the middle of others' bytes; and what should be there."""
-
-    def __init__(self, num_bytes: int, *, src_at: int = 0, dst_at: int = 0) -> None:
-        source = torch.randint(256, (num_bytes + src_at,), dtype=torch.uint8)
-        whole = torch.randint(256, (num_bytes + dst_at + 2 * MARGIN,), dtype=torch.uint8)
-        self._wanted_whole = whole.clone()
-        self._src_on_cpu = source[src_at:]
-        self._whole, self.src = whole.cuda(), source.cuda()[src_at:]
-        inner = slice(MARGIN + dst_at, MARGIN + dst_at + num_bytes)
-        self.dst, self._wanted = self._whole[inner], self._wanted_whole[inner]
-
-    def expect(self, descriptors: Tensor) -> None:
-        ref_unpack(self._src_on_cpu, self._wanted, descriptors)
-
-    def are_right(self) -> bool:
-        torch.cuda.synchronize()
-        jitkern.check()
-        return torch.equal(self._whole.cpu(), self._wanted_whole)
-
-
-@pytest.mark.parametrize("columns", [3, 6])
-def test_against_the_reference_around_the_ring(columns: int) -> None:
-    """Some pushes, then a call that takes up to so many; those of a call go to places of theirs."""
-    generator = torch.Generator().manual_seed(columns)
-    draw = random.Random(columns)
-    num_slots, part = 3, 5003
-    with DescriptorRing(num_slots, 70) as ring:
-        for alignment in range(8):
-            sides = Sides(3 * part, src_at=draw.randrange(16), dst_at=draw.randrange(16))
-            waiting: list[Tensor] = []
-            for _ in range(12):
-                for _ in range(draw.randint(0, num_slots - len(waiting))):
-                    count = draw.choice((0, 1, 2, 20, 33, 69, 70))
-                    descriptors = random_rows(generator, columns, count, part)
-                    descriptors[:, 0] += draw.randrange(2 * part)
-                    descriptors[:, 1] += ring.num_pushed % num_slots * part
-                    ring.push(descriptors)
-                    waiting.append(descriptors)
-                most = draw.randint(1, num_slots)
-                unpack(sides.src, sides.dst, ring, num_slots=most)
-                for descriptors in waiting[:most]:
-                    sides.expect(descriptors)
-                del waiting[:most]
-                assert sides.are_right(), f"alignment {alignment}"
-                done = [ring.done(ticket) for ticket in range(ring.num_pushed)]
-                assert done == [True] * (len(done) - len(waiting)) + [False] * len(waiting)
-            unpack(sides.src, sides.dst, ring, num_slots=num_slots)
-            torch.cuda.synchronize()
-
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 512, 513, 2048])
 def test_counts_of_descriptors(count: int) -> None:
     """Around those that come with the word, and those of one hand."""
     generator = torch.Generator().manual_seed(count)
-    sides = Sides(64 * 2048, dst_at=3)
+    sides = Sides("cuda", 64 * 2048, dst_at=3)
     with DescriptorRing(2, 2048) as ring:
         for ticket in range(5):  # slots that held others
             fewer = count if ticket % 2 == 0 else max(0, count - 1)
@@ -91,7 +38,7 @@ def test_counts_of_descriptors(count: int) -> None:
 
 def test_out_of_range() -> None:
     """Skipped, all others are copied, the next call says so, and the ring goes on."""
-    sides = Sides(60)
+    sides = Sides("cuda", 60)
     wrong = [
         ((5, 0, 60), "src: bytes up to 65 in descriptor 2 of slot 1, expected at most 60"),
         ((0, 59, 2), "dst: bytes up to 61 in descriptor 2 of slot 1, expected at most 60"),
@@ -120,7 +67,7 @@ def test_the_bytes_are_there_once_it_is_completed() -> None:
     consuming, reading = torch.cuda.Stream(), torch.cuda.Stream()
     generator = torch.Generator().manual_seed(3)
     num_bytes = 4 << 20
-    sides = Sides(num_bytes)
+    sides = Sides("cuda", num_bytes)
     with DescriptorRing(2, 64) as ring:
         for ticket in range(40):
             descriptors = random_rows(generator, 3, 64, num_bytes)
@@ -137,25 +84,23 @@ def test_the_bytes_are_there_once_it_is_completed() -> None:
         assert sides.are_right()
 
 
-def refused_if_busy(call: Callable[[], None]) -> bool:
+BUSY = (
+    "unpack: descriptors: another call, or a server, was consuming the ring; have one follow the "
+    "other on a stream, or by an event (found by an earlier call on cuda:0; nothing was copied)"
+)
+
+
+def refused_if_busy(call: Callable[[], None]) -> None:
     """Make a call that may find the ring busy, or say of an earlier one that it did."""
     try:
         call()
     except RuntimeError as error:
-        text = (
-            "unpack: descriptors: another call, or a server, was consuming the ring; have one "
-            "follow the other on a stream, or by an event (found by an earlier call on cuda:0; "
-            "nothing was copied)"
-        )
-        assert str(error) == text
-        return True
-    return False
+        assert str(error) == BUSY
 
 
 def test_two_streams_at_once() -> None:
-    """What is refused takes nothing; behind it the ring goes on in turn."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    sides = Sides(3 * 100_000)
+    sides = Sides("cuda", 3 * 100_000)
     with DescriptorRing(3, 64) as ring:
         generator = torch.Generator().manual_seed(5)
         for _ in range(100):
@@ -180,7 +125,7 @@ def test_two_streams_at_once() -> None:
 def test_graphs_and_calls_of_one_ring() -> None:
     """A replay takes what is there by then; the first call of all is captured as well."""
     part = 10_007
-    sides, generator = Sides(4 * part, src_at=3, dst_at=5), torch.Generator().manual_seed(1)
+    sides, generator = Sides("cuda", 4 * part, src_at=3, dst_at=5), torch.Generator().manual_seed(1)
     waiting: list[Tensor] = []
     with DescriptorRing(4, 64) as ring:
 

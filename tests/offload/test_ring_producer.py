@@ -15,16 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from needs import needs_cxx
-from proved import HOST, unproved
-from rings import EXAMPLE, MESSAGE_BYTES, compiled, message, race, take_next
-from slot_mutants import Mutant
+from rings import EXAMPLE, MESSAGE_BYTES, message, take_next
+from threads.program import compiled, race
 
 from jitkern import unpack
 from jitkern.offload import DescriptorRing
 
 pytestmark = needs_cxx
-
-RACE = Path(__file__).with_name("ring_race.cc")
 
 
 @pytest.fixture(scope="module")
@@ -102,48 +99,6 @@ def test_killed_in_another_process(example: Path) -> None:
     os.close(memory)
 
 
-HEADER = "include/jitkern/both/ring.h"
-WORD = "    store(word(ticket), value);\n"
-RELAXED = "__ATOMIC_RELAXED"
-
-# Of ring_race.cc; those that x86 forgives, ThreadSanitizer does not.
-OF_THE_PROTOCOL = [
-    Mutant(mistake, old, new, HEADER)
-    for mistake, old, new in (
-        ("stores are in no order", "value, __ATOMIC_RELEASE", f"value, {RELAXED}"),
-        ("loads are in no order", "(word, __ATOMIC_ACQUIRE)", f"(word, {RELAXED})"),
-        ("the word is published before what it says",
-         WORD,
-         f"    __atomic_store_n(word(ticket), value, {RELAXED});\n"),
-        ("a slot is completed before it is read",
-         "store(done(ticket), header().generation(ticket));",
-         f"__atomic_store_n(done(ticket), header().generation(ticket), {RELAXED});"),
-        ("a slot is written while it is read",
-         "return is_free(ticket) ? descriptors(ticket) : nullptr;",
-         "return descriptors(ticket);"),
-        ("a word of any generation will do",
-         "    if (ring_generation(value) != header().generation(ticket)) return nullptr;\n",
-         "    if (value == 0) return nullptr;\n"),
-        ("generation and count are two stores",
-         WORD,
-         "    *reinterpret_cast<volatile unsigned short*>(word(ticket)) = 0;\n" + WORD),
-    )
-]  # fmt: skip
-
-
 def test_the_protocol_is_free_of_races(tmp_path: Path) -> None:
-    done = race(RACE, target=tmp_path / "race")
+    done = race(Path(__file__).with_name("ring_race.cc"), EXAMPLE, target=tmp_path / "race")
     assert done.returncode == 0, done.stderr
-
-
-@unproved(
-    "ring",
-    *(*HOST, "tests/offload/test_ring_producer.py", "tests/offload/ring_race.cc"),
-    *("tests/offload/rings.py", "examples/ring_producer.cc"),
-)
-@pytest.mark.parametrize("mutant", OF_THE_PROTOCOL, ids=lambda one: one.mistake.replace(" ", "-"))
-def test_a_protocol_that_is_wrong_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    csrc = mutant.apply(tmp_path / "csrc")
-    done = race(RACE, target=tmp_path / "race", folders=[csrc / "include"])
-    assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
-    assert "FAILED:" in done.stderr or "ThreadSanitizer" in done.stderr, done.stderr

@@ -13,6 +13,7 @@ import torch
 from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range
 from mistakes import Mistake, not_tensors, overlap_text, read_only
 from needs import needs_cxx
+from ref import ref_unpack
 from stems import OpCheck, Rows
 from threads.program import cxx
 from torch import Tensor
@@ -29,21 +30,6 @@ DIRECTIONS = ("within", "h2d", "d2h")
 
 # Of the kernel of rows of six, which is the one that was measured: 80 registers for 768 threads.
 ALLOWED_SPILL_BYTES = 124
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def ref_unpack(src: Tensor, dst: Tensor, descriptors: Tensor, count: int | None = None) -> None:
-    """Piece by piece."""
-    to, source = as_bytes(dst), as_bytes(src)
-    listed = descriptors.tolist()
-    for row in listed if count is None else listed[: max(count, 0)]:
-        src_off, dst_off, length, pieces, src_stride, dst_stride = (*row, 1, 0, 0)[:6]
-        for _ in range(pieces if length else 0):
-            to[dst_off : dst_off + length].copy_(source[src_off : src_off + length])
-            src_off, dst_off = src_off + src_stride, dst_off + dst_stride
 
 
 def rows_of(rows: Sequence[Sequence[int]], device: torch.device, width: int = 3) -> Tensor:

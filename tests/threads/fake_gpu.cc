@@ -86,8 +86,12 @@ struct CUevent_st {
   std::mutex mutex;
   std::shared_ptr<Point> point;  // of the last record; none yet
 };
-struct CUmod_st : fake::KernelSpec {};
-struct CUfunc_st : fake::KernelSpec {};
+// What the kernel was compiled for.
+struct KernelSpec {
+  int row_bytes, vec_bytes, index_bytes, line_aligned, large;
+};
+struct CUmod_st : KernelSpec {};
+struct CUfunc_st : KernelSpec {};
 
 // What is queued is a list, of which the thread holds on to the last node that it did.
 struct CUstream_st {
@@ -159,6 +163,63 @@ CUresult queue(fake::Kind kind, CUstream stream, std::function<void()> work) {
   return kCudaSuccess;
 }
 
+// -- the one kernel: what csrc/ops/pairs.cuh does
+
+std::atomic<i64> faults{0};
+
+i64 item(const void* items, int item_bytes, i64 i) {
+  return item_bytes == 4 ? static_cast<const int32_t*>(items)[i]
+                         : static_cast<const int64_t*>(items)[i];
+}
+
+void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
+  const i64 count = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
+  fake::require_memory(p.pairs, 2 * count * f.index_bytes, "pairs");
+  for (i64 i = 0; i < count; ++i) {
+    const i64 src_row = item(p.pairs, f.index_bytes, 2 * i);
+    const i64 dst_row = item(p.pairs, f.index_bytes, 2 * i + 1);
+    if (src_row < 0 || dst_row < 0) continue;
+    if (src_row >= p.num_src_rows || dst_row >= p.num_dst_rows) {
+      ++faults;
+      continue;
+    }
+    const char* const src = p.src + src_row * p.src_stride_bytes;
+    char* const dst = p.dst + dst_row * p.dst_stride_bytes;
+    fake::require_memory(src, f.row_bytes, "source rows");
+    fake::require_memory(dst, f.row_bytes, "destination rows");
+    std::memcpy(dst, src, static_cast<size_t>(f.row_bytes));
+    if (p.slot_map == nullptr) continue;
+    const i64 row = p.slot_rows == nullptr ? src_row : item(p.slot_rows, f.index_bytes, i);
+    if (row < 0) continue;
+    char* const entry = static_cast<char*>(p.slot_map) + row * p.slot_map_bytes;
+    fake::require_memory(entry, p.slot_map_bytes, "slot map");
+    const auto narrow = static_cast<int32_t>(dst_row);
+    std::memcpy(entry, p.slot_map_bytes == 4 ? static_cast<const void*>(&narrow) : &dst_row,
+                static_cast<size_t>(p.slot_map_bytes));
+  }
+}
+
+void require_launch(const KernelSpec& f, const LaunchConfig& config, const PairCopyParams& p) {
+  const auto bits = [](const void* at, i64 stride) {
+    return reinterpret_cast<u64>(at) | static_cast<u64>(stride);
+  };
+  const u64 src_bits = bits(p.src, p.src_stride_bytes);
+  const u64 dst_bits = bits(p.dst, p.dst_stride_bytes);
+  const u64 vec_bytes = static_cast<u64>(f.vec_bytes);
+  if ((src_bits | dst_bits | static_cast<u64>(f.row_bytes)) % vec_bytes != 0) {
+    fake::fail_program("is asked for unaligned vectors");
+  }
+  const bool in_line = kHostLineBytes % f.row_bytes == 0 && src_bits % u64(f.row_bytes) == 0;
+  if (f.line_aligned != 0 && !in_line && src_bits % kHostLineBytes != 0) {
+    fake::fail_program("is asked for rows that do not begin where lines do");
+  }
+  if (f.large != 0) return;  // its blocks go on until all is done
+  const i64 window = window_bytes(f.row_bytes, f.vec_bytes, f.line_aligned != 0);
+  const i64 wanted = group_shape(window, f.vec_bytes, 1).num_threads(p.num_pairs);
+  if (i64(config.grid[0]) * config.block[0] < wanted)
+    fake::fail_program("is given too few threads");
+}
+
 }  // namespace
 
 namespace fake {
@@ -212,6 +273,7 @@ void delay(Role role, i64 us) { delays_us[role] = us; }
 void delay_at_random(i64 us) { random_us = us; }
 
 i64 num_queued() { return queued; }
+i64 num_faults() { return faults; }
 i64 num_launches(Role role) { return launches[role]; }
 i64 num_calls(Kind kind) { return num_calls_of[kind]; }
 void fail(Kind kind, i64 number) {

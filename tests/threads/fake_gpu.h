@@ -75,13 +75,4 @@ void know(const char* memory, i64 bytes, jitkern::u32 type, int device);
 void forget(const char* memory);
 void require_memory(const void* at, i64 bytes, const char* what);
 
-// What the kernel, of fake_kernel.cc, was compiled for.
-struct KernelSpec {
-  int row_bytes, vec_bytes, index_bytes, line_aligned, large;
-};
-// Ends the program where the parameters are not what the kernel was compiled for.
-void require_launch(const KernelSpec& spec, const jitkern::LaunchConfig& config,
-                    const jitkern::PairCopyParams& params);
-void copy_pairs(const KernelSpec& spec, const jitkern::PairCopyParams& params);
-
 }  // namespace fake

@@ -11,13 +11,6 @@ BY_CPU = "ops/pairs_by_cpu.cc"
 STAGE = "[&](const auto index_at) { stage_rows(index_at, number, work, begin, end); });"
 
 
-def replace_once(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    found = text.count(old)
-    assert found == 1, f"{path.name}: {found} of {old!r}, expected 1"
-    path.write_text(text.replace(old, new))
-
-
 @dataclass(frozen=True)
 class Mutant:
     """``old``, which is once in ``file``, becomes ``new``."""
@@ -29,7 +22,9 @@ class Mutant:
     flags: tuple[str, ...] = ASAN
 
     def apply(self, csrc: Path) -> None:
-        replace_once(csrc / self.file, self.old, self.new)
+        text = (path := csrc / self.file).read_text()
+        assert text.count(self.old) == 1, f"{path.name}: {text.count(self.old)} of {self.old!r}"
+        path.write_text(text.replace(self.old, self.new))
 
 
 MUTANTS = (
@@ -69,6 +64,4 @@ MUTANTS = (
         *("asleep", "host/workers.cc", "if (waited_ns_ < kSpinNs) return pause_core();"),
         "return pause_core();",
     ),
-    # A capture is not refused.
-    Mutant("captured", "ops/common.cc", "if (!is_capturing(scope.stream())) return;", "return;"),
 )

@@ -12,7 +12,7 @@ import json
 import os
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 from jitkern.compilers.sources import CSRC, include_dirs
 
 HERE = Path(__file__).resolve().parent
+PUBLIC = (CSRC / "include",)
 FOUND = 97  # exit status of a sanitizer that found something
 # Sanitizers wait a second at the end of a process with threads, and have no use for leaks here.
 OPTIONS = {
@@ -37,30 +38,51 @@ ASAN = (
 
 @dataclass(frozen=True)
 class Program:
-    """Sources below ``csrc`` and of this directory; libraries that it finds loaded."""
+    """``name``.cc and sources below ``csrc``, with a library of one source that it finds loaded."""
 
     name: str
     csrc: Sequence[str]
-    own: Sequence[str]
-    libraries: Mapping[str, Sequence[str]]
-    # Under ThreadSanitizer: instead of this source of csrc, this one of its own.
-    instead: tuple[str, str] | None = None
+    library: str
+    source: str
+    # Under ThreadSanitizer: instead of this source of csrc, this one of this directory.
+    instead: tuple[str, str] = ("", "")
 
 
-CPU_OPS = Program(
-    "ops", ("host/[!u]*.cc", "ops/*.cc"), ("ops.cc",), {"libtorch_cpu.so": ("team.cc",)}
-)
+CPU_OPS = Program("ops", ("host/[!u]*.cc", "ops/*.cc"), "libtorch_cpu.so", "team.cc")
 STAGING = Program(
     "staging",
     ("host/[!u]*.cc", "ops/pairs*.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
-    ("staging.cc",),
-    {"libcuda.so.1": ("fake_gpu.cc", "fake_kernel.cc")},
+    *("libcuda.so.1", "fake_gpu.cc"),
     instead=("host/cpu_copy.cc", "plain_copy.cc"),
 )
 
 
 def cxx() -> list[str]:
     return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+
+
+def compiled(
+    *sources: Path,
+    target: Path,
+    flags: Sequence[str],
+    folders: Sequence[Path] = PUBLIC,
+) -> Path:
+    """A library or a program of sources that include headers of these folders, or public ones."""
+    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    command += [*(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def race(
+    *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of these sources under ThreadSanitizer."""
+    flags = ("-O1", "-g1", "-fsanitize=thread")
+    program = str(compiled(*sources, target=target, flags=flags, folders=folders))
+    env = {**os.environ, **OPTIONS}
+    return subprocess.run([program], env=env, capture_output=True, text=True, timeout=100)
 
 
 def _digest(*texts: str) -> str:
@@ -94,7 +116,6 @@ class Builder:
             return self._build(program)
 
     def run(self, program: Program, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Return what the program said; its exit status is 0 if it found nothing wrong."""
         return subprocess.run(
             [str(self.build(program)), *args],
             env={**os.environ, **OPTIONS, **env},
@@ -106,29 +127,24 @@ class Builder:
         )
 
     def _build(self, program: Program) -> Path:
+        own, replacement = program.instead
         sources = {path for pattern in program.csrc for path in self.csrc.glob(pattern)}
-        own = {HERE / name for name in program.own}
-        if program.instead is not None and "-fsanitize=thread" in self.flags:
-            sources.remove(self.csrc / program.instead[0])
-            own.add(HERE / program.instead[1])
-        libraries = {
-            name: [HERE / source for source in names] for name, names in program.libraries.items()
-        }
-        files = sorted({*sources, *own, *(path for paths in libraries.values() for path in paths)})
+        sources.add(HERE / f"{program.name}.cc")
+        if own and "-fsanitize=thread" in self.flags:
+            sources.remove(self.csrc / own)
+            sources.add(HERE / replacement)
+        files = [*sorted(sources), HERE / program.source]
         self._compile_header()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(files, pool.map(self._object, files), strict=True))
-        folder = self.store / _digest(program.name, *(path.name for path in objects.values()))
-        target = folder / program.name  # linked last
-        if target.exists():
+            *objects, of_library = map(str, pool.map(self._object, files))
+        folder = self.store / _digest(program.name, *objects, of_library)
+        target, library = folder / program.name, str(folder / program.library)
+        if target.exists():  # linked last
             return target
         folder.mkdir(exist_ok=True)
-        for name, paths in libraries.items():
-            options = ["-shared", f"-Wl,-soname,{name}", "-o", str(folder / name)]
-            self._run(*options, *(str(objects[path]) for path in paths))
+        self._run("-shared", f"-Wl,-soname,{program.library}", of_library, "-o", library)
         self._run(
-            *(str(objects[path]) for path in sorted({*sources, *own})),
-            *("-Wl,--no-as-needed", *(str(folder / name) for name in libraries)),
+            *(*objects, "-Wl,--no-as-needed", library),
             *(f"-L{self.library}", f"-Wl,-rpath,{self.library}", "-Wl,-rpath,$ORIGIN"),
             *("-ltvm_ffi", "-ldl", "-pthread", "-o", str(target)),
         )

@@ -1,0 +1,411 @@
+"""What OffloadEngine, PinnedPool and DescriptorRing ask of the driver of fake_driver.c.
+
+Run by ../test_fake_driver.py. PyTorch has no GPU here, and is told that it has one, whose memory is
+the CPU's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import struct
+import sys
+import weakref
+from typing import Any
+
+import torch
+import tvm_ffi
+from fake_gpu import report_checks
+from launch_fake import Fault, OnCuda, cuda, driver, log, params, pinned, raises, refused
+from rings import LINE, is_mapped, memory_of, rows
+
+import jitkern
+from jitkern import unpack
+from jitkern.jit.device import DeviceModule
+from jitkern.offload import DescriptorRing, OffloadEngine, PinnedPool, memory, ring, ring_server
+from jitkern.offload import engine as module
+
+
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
+
+
+# -- PinnedPool
+
+MIB = 1 << 20
+SIZE = 8 * MIB
+REGISTERED = f"register {SIZE}, flags 3, on 0\n"
+FREED = f"synchronize 0\nunregister {SIZE}\n"
+
+
+def check_registered_once_and_freed_with_its_last_tensor() -> None:
+    pool = PinnedPool(SIZE)
+    assert log() == REGISTERED
+    assert pool.stats.is_registered and "pinned" in repr(pool)
+    tensor = pool.tensor([100], torch.int64)
+    address = tensor.data_ptr()
+    del pool
+    gc.collect()
+    assert log() == ""
+    assert tensor.sum() == 0
+    view = tensor[3:5]
+    del tensor
+    assert log() == "" and is_mapped(address)
+    del view
+    assert log() == FREED and not is_mapped(address)
+
+
+def check_closing_unregisters_and_keeps_the_tensors() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor().view(-1, 64)
+    log()
+    pool.close()
+    assert log() == FREED
+    pool.close()
+    assert log() == ""
+    assert not pool.stats.is_registered and "closed" in repr(pool)
+    tensor[:] = 3
+    assert tensor.sum() == 3 * SIZE
+    raises(RuntimeError, "PinnedPool.tensor: the pool is closed", pool.tensor)
+    rows = cuda(5, 64, dtype=torch.uint8)
+    text = "h2d_gather: src: memory of a PinnedPool that was closed, expected .*"
+    raises(ValueError, text, jitkern.h2d_gather, tensor, rows, cuda(3, 2, dtype=torch.int32))
+
+
+def check_what_cuda_does_not_register_is_given_back() -> None:
+    driver.fake_refusal(0)
+    text = (
+        r"PinnedPool: 8 MiB were not registered: jitkern: cuMemHostRegister: ERROR \(fake\); "
+        r"RLIMIT_MEMLOCK is .* \(ulimit -l unlimited, .*\), .* of memory are free"
+    )
+    raises(RuntimeError, text, PinnedPool, SIZE)
+    assert "register" not in log()
+
+
+def check_a_capture_keeps_it_open() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor()
+    address = tensor.data_ptr()
+    driver.fake_capture(1)
+    try:
+        raises(RuntimeError, "jitkern: cuCtxSynchronize: .*", pool.close)
+        assert "unregister" not in log()
+        assert pool.stats.is_registered
+        del pool, tensor
+        gc.collect()
+        assert "unregister" not in log() and is_mapped(address)
+    finally:
+        driver.fake_capture(0)
+
+
+def check_a_forked_child_leaves_it_alone() -> None:
+    pool = PinnedPool(SIZE)
+    tensor = pool.tensor()
+    address = tensor.data_ptr()
+    log()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert not is_mapped(address)
+            raises(RuntimeError, "PinnedPool.tensor: a forked child .*", pool.tensor)
+            raises(RuntimeError, "PinnedPool.handle: a forked child .*", lambda: pool.handle)
+            pool.close()
+            # Memory of the child's own where its parent has the pool: anonymous, at this address.
+            mmap = ctypes.CDLL(None).mmap
+            mmap.restype = ctypes.c_void_p
+            mmap.argtypes = (*2 * [ctypes.c_void_p], *3 * [ctypes.c_int], ctypes.c_long)
+            assert mmap(address, SIZE, 0, 0x100022, -1, 0) == address
+            del tensor, pool
+            gc.collect()
+            assert log() == "" and is_mapped(address), "the child's memory was freed"
+            PinnedPool(SIZE)
+            assert log() == REGISTERED + FREED
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tensor[:] = 1
+    assert log() == ""
+    pool.close()
+
+
+# -- OffloadEngine
+
+LAYERS, BLOCKS, SLOTS, TOKENS, TOKEN_BYTES = 3, 20, 9, 4, 32
+PIECE = TOKENS * TOKEN_BYTES
+PITCHES = f"pitches {SLOTS * PIECE} {BLOCKS * PIECE}, types 2 1, on 0"
+
+PINNED, DEVICE = (torch.zeros(1 << 19, dtype=torch.uint8) for _ in range(2))
+pinned(PINNED)
+
+copy_blocks = module.copy_blocks
+
+
+def slots_on_gpu(tensor: torch.Tensor) -> Any:
+    begin = DEVICE.data_ptr()
+    return on_gpu(tensor) if begin <= tensor.data_ptr() < begin + len(DEVICE) else tensor
+
+
+def copy_on_gpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **how: Any) -> None:
+    copy_blocks(slots_on_gpu(src), slots_on_gpu(dst), pairs, **how)
+
+
+def part(memory: torch.Tensor, *shape: int) -> torch.Tensor:
+    return memory[: torch.Size(shape).numel()].view(shape)
+
+
+def engine_of(parts: int, is_block_first: bool) -> OffloadEngine:
+    made, tail = OffloadEngine.__new__(OffloadEngine), (TOKENS, TOKEN_BYTES)
+    shape = (BLOCKS, parts, LAYERS) if is_block_first else (parts, LAYERS, BLOCKS)
+    made.num_layers, made.num_cpu_blocks, made.num_slots = LAYERS, BLOCKS, SLOTS
+    made.block_size, made.device, made._is_open = TOKENS, torch.device("cpu"), True
+    made._block_dim, made._views = 0 if is_block_first else 1, {}
+    made._cpu = part(PINNED, *shape, *tail)
+    made._gpu = part(DEVICE, parts, LAYERS, SLOTS, *tail)
+    made._method = "engine"
+    PINNED.random_()
+    return made
+
+
+def asked() -> list[str]:
+    return log().splitlines()
+
+
+def check_a_block_is_one_copy() -> None:
+    """K and V are twice the layers, for both kinds and layouts."""
+    for parts in (1, 2):
+        rows, slots = parts * LAYERS, SLOTS * PIECE
+        for is_block_first, pitch in ((False, BLOCKS * PIECE), (True, PIECE)):
+            engine = engine_of(parts, is_block_first)
+            engine.load(4, 7)
+            assert asked() == [f"copy {rows} x {PIECE}, pitches {slots} {pitch}, types 2 1, on 0"]
+            engine.store(4, 7)
+            assert asked() == [f"copy {rows} x {PIECE}, pitches {pitch} {slots}, types 1 2, on 0"]
+
+
+def check_the_first_tokens_are_one_copy() -> None:
+    engine = engine_of(2, False)
+    engine.store(4, 7, num_tokens=3)
+    wide, slots, blocks = 3 * TOKEN_BYTES, SLOTS * PIECE, BLOCKS * PIECE
+    assert asked() == [f"copy 6 x {wide}, pitches {blocks} {slots}, types 1 2, on 0"]
+    engine.load(4, 7, layer=1, num_tokens=3)  # K and V of a layer
+    slots, blocks = LAYERS * slots, LAYERS * blocks
+    assert asked() == [f"copy 2 x {wide}, pitches {slots} {blocks}, types 2 1, on 0"]
+
+
+def check_a_batch_is_one_copy_for_each_run() -> None:
+    engine_of(2, False).load([0, 1, 2, 5], [8, 9, 10, 3])
+    assert asked() == [f"copy 6 x {3 * PIECE}, {PITCHES}", f"copy 6 x {PIECE}, {PITCHES}"]
+
+
+def check_all_slots_are_one_copy_a_step() -> None:
+    engine = engine_of(2, False)
+    engine.load_all(11)
+    assert asked() == [f"copy 6 x {SLOTS * PIECE}, {PITCHES}"]
+    whole, module._STEP_BYTES = module._STEP_BYTES, 4 * 6 * PIECE
+    try:
+        engine.load_all()
+    finally:
+        module._STEP_BYTES = whole
+    assert asked() == [f"copy 6 x {count * PIECE}, {PITCHES}" for count in (4, 4, 1)]
+    assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
+
+
+# -- DescriptorRing
+
+BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
+STREAM = 4711
+FAULT_AT = 112  # the address of the record that the kernel may write to, in ConsumeParams
+driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(232), 512)
+
+
+class Stream:
+    cuda_stream = STREAM
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
+
+    @staticmethod
+    def wait_stream(other: Any) -> None:
+        pass
+
+
+class Event:
+    """Behind a server: nothing has happened until somebody waits."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+class OwnStream(Stream):
+    def __init__(self, handle: int, device: torch.device) -> None:
+        self.cuda_stream = handle
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
+
+
+def check_registered_with_the_gpu_and_given_back() -> None:
+    made = DescriptorRing(3, 5)
+    assert log() == f"register {BYTES}, flags 3, on 0\n"
+    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
+    assert made.device == torch.device("cuda", 0)
+    made.push(rows((0, 0, 1)))
+    with made.reserve(1) as slot:
+        slot.len[:] = 1
+    assert made.done(0) is False
+    assert log() == "", "a push asked the driver for something"
+    made.close()
+    assert log() == f"synchronize 0\nunregister {BYTES}\n"
+
+
+def check_not_registered_is_raised_and_nothing_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    driver.fake_refusal(0)
+    raises(RuntimeError, "PinnedPool: .* were not registered: .*", DescriptorRing, 3, 5)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def sides() -> tuple[Any, Any, torch.Tensor]:
+    src, dst, host = torch.zeros(3, 1 << 20, dtype=torch.uint8)
+    return on_gpu(src), on_gpu(dst), pinned(host)
+
+
+def check_a_call_is_one_launch() -> None:
+    """Also of no pushes, while a graph is captured, and for pinned host memory."""
+    src, dst, host = sides()
+    on_host = tvm_ffi.from_dlpack(host)
+    with DescriptorRing(3, 5) as made:
+        unpack(src, dst, made)  # loads the kernel
+        log()
+        for capturing in (0, 1):
+            driver.fake_capture(capturing)
+            for given, num_slots in (
+                *(((src, dst), 1), ((src, dst), 3)),
+                *(((on_host, dst), 2), ((src, on_host), 1)),
+            ):
+                unpack(*given, made, num_slots=num_slots)
+                (line,) = log().splitlines()
+                assert line.startswith("jitkern_unpack_ring of "), line
+        driver.fake_capture(0)
+        assert [made.num_pushed, memory_of(made).done(0).value] == [0, 0]
+
+
+def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
+    """A call that launched nothing would leave its push to the next one, and so on for ever."""
+    src, dst, host = sides()
+    with DescriptorRing(3, 5) as made:
+        unpack(src, dst, made)
+        (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
+        fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
+        assert fault.state == 0
+        for target in (dst, host):
+            fault.be(2, 0, 7, 900, 900)
+            version = host._version
+            raises(IndexError, ".*index 900 at position 7.*", unpack, src, target, made)
+            assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
+            assert host._version == version + (target is host)
+            unpack(src, target, made)
+            assert log().count("jitkern_unpack_ring of") == 1
+        # What is refused is not made, and leaves the fault to the next call.
+        fault.state, version = 2, host._version
+        refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, made)
+        assert fault.state == 2 and host._version == version
+        fault.state = 0
+
+
+def check_a_server_keeps_the_rules_of_writing() -> None:
+    src, dst = torch.zeros(2, 64)
+    with DescriptorRing(3, 5) as made:
+        text = "DescriptorRing.serve: dst: requires a gradient, expected none: .*"
+        refused(RuntimeError, text, made.serve, src, dst.clone().requires_grad_())
+        with torch.inference_mode():
+            inside = torch.zeros(64)
+        text = "DescriptorRing.serve: dst: made in inference mode, .*"
+        refused(RuntimeError, text, made.serve, src, inside)
+
+
+def served(made: DescriptorRing) -> Any:
+    return made.serve(*sides()[:2])
+
+
+def check_servers_have_a_stream_that_nobody_else_gets() -> None:
+    """Torch hands out the same 32 in turn: what others queue there would wait for the server."""
+    handles = set()
+    for _ in range(2):
+        with DescriptorRing(3, 5) as made:
+            log()
+            with served(made) as server:
+                (line,) = (line for line in log().splitlines() if "_serve of" in line)
+                handles.add(re.search(r"stream (\d+)", line)[1])
+                assert server._stream.cuda_stream == int(*handles)
+    assert len(handles) == 1 and not handles & {"0", str(STREAM)}
+
+
+def check_close_ends_the_server_that_runs() -> None:
+    made = DescriptorRing(3, 5)
+    one, other = served(made), served(made)
+    with one:
+        made.close()
+        assert one._stop == 1 and not one.is_running
+    assert other._stop == 0
+
+
+def check_a_server_keeps_its_ring_until_it_has_ended() -> None:
+    made = DescriptorRing(3, 5)
+    server, ring_of = served(made), weakref.ref(made)
+    del made
+    with server:
+        assert ring_of() is not None
+    assert ring_of() is None, "a cycle"
+
+
+def pretend() -> None:
+    DeviceModule.image = lambda self, arch: f"image of {self.name}".encode()  # type: ignore[method-assign]
+    fake: Any = torch.cuda
+    fake.is_available = lambda: True
+    fake.device_count = lambda: 1
+    fake.current_device = lambda: 0
+    fake.current_stream = lambda device: Stream
+    memory._node_of_gpu = lambda: None
+    ring._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+    fake.Stream = None
+    fake.ExternalStream = OwnStream
+    fake.get_device_capability = lambda _: (9, 0)
+    fake.is_current_stream_capturing = lambda: False
+    ring_server._pinned_zero = lambda: next(words)
+    module.copy_blocks = copy_on_gpu
+
+
+def end_while_a_server_runs() -> None:
+    """Say at the exit, when pools are unregistered, whether the server was told to stop."""
+
+    def told_close() -> None:
+        print(f"pools are closed: stop is {server._stop.item()}", flush=True)
+        close()
+
+    made = DescriptorRing(3, 5)
+    close, made._memory.close = made._memory.close, told_close
+    server = served(made)
+    server.__enter__()
+    assert server.is_running and server._stop.item() == 0
+
+
+if __name__ == "__main__":
+    pretend()
+    if sys.argv[1] == "exit":
+        end_while_a_server_runs()
+    else:
+        report_checks(globals(), log)
