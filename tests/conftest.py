@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from built_wheel import wheel  # noqa: F401
-from children import cache_dir, children, forked_python, fresh_python, sources  # noqa: F401
+from children import (  # noqa: F401
+    cache_dir,
+    children,
+    forked_python,
+    fresh_python,
+    open_place,
+    sources,
+)
 from fake_toolkit import fake_nvcc  # noqa: F401
+from filelock import FileLock
 from headers import bare_machine, machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from leftovers import temporary_folder
 from shared_gpu import IS_SHARED
-from strangers import open_place  # noqa: F401
 from tiny import folder, thawed, use  # noqa: F401
 
 from jitkern.env import settings
+
+ROOT = Path(__file__).resolve().parent.parent
 
 collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
@@ -101,12 +111,24 @@ def host_module(session_cache: Path) -> None:
     module()
 
 
+@pytest.fixture(scope="session")
+def wheel(session_cache: Path) -> Path:
+    """The wheel of this tree, built once for all workers: it compiles the host module."""
+    out = session_cache.parent / "wheel"
+    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-index", "-q"]
+    command += ["--no-build-isolation", "--disable-pip-version-check", "-w", str(out)]
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = out.glob("*.whl")
+    return found
+
+
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of this test's own, for this process and the ones it starts."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("JITKERN_CACHE_DIR", str(directory))
     settings.cache_clear()
-    yield directory
-    monkeypatch.undo()
-    settings.cache_clear()
+    return directory

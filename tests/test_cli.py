@@ -82,19 +82,6 @@ def test_messages_advise_commands_that_parse(hint: str) -> None:
     assert callable(_parser().parse_args(command[1:]).run)
 
 
-def test_help_imports_nothing_heavy(fresh_python: Fresh) -> None:
-    code = """
-import sys
-from jitkern.cli import main
-try:
-    main(["--help"])
-except SystemExit:
-    print(*sorted(sys.modules))
-"""
-    loaded = {name.partition(".")[0] for name in fresh_python(code).stdout.split()}
-    assert not loaded & {"torch", "tvm_ffi", "rich", "ninja", "filelock", "ctypes", "subprocess"}
-
-
 @pytest.mark.parametrize(
     ("argv", "message", "see"),
     [
@@ -236,7 +223,8 @@ def test_kernels_go_there_and_back(
     assert (status, out.partition(" in ")[0]) == (0, "2 entries")
     assert "removed" in run(capsys, "cache", "clear")[1]
     assert run(capsys, "cache", "list")[1].startswith("0 entries")
-    assert run(capsys, "cache", "import", file)[0] == 0
+    said = run(capsys, "cache", "import", file)[1]
+    assert said.endswith(f"\n2 entries imported into {empty_cache}\n")
     listed = run(capsys, "cache", "list")[1]
     assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
     assert str(empty_cache) in run(capsys, "cache", "info")[1]

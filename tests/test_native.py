@@ -16,7 +16,7 @@ from jitkern.cache.get import freeze
 from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.env import settings
-from jitkern.errors import CompileError, FrozenError, JitkernError
+from jitkern.errors import FrozenError, JitkernError
 from jitkern.jit import native
 from jitkern.jit.loader import checked, load_aot, load_jit
 from jitkern.jit.native import NativeLibrary
@@ -63,17 +63,6 @@ def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
     assert scale(4)["scale"](2) == 8  # from the cache, and put there again
     assert (build / "scale_4.so").exists()
     assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
-
-
-@needs_cxx
-def test_errors_of_the_cpp_route(folder: Path) -> None:
-    (folder / "scale.cc").write_text("int broken( { }\n")
-    with pytest.raises(CompileError, match=r"scale\.cc:1") as caught:
-        load_jit("scale", cpp_files=["scale.cc"])
-    assert "c++" in caught.value.command or "g++" in caught.value.command
-    put("own.cc", OWN_CC)
-    with pytest.raises(CompileError, match="own"):
-        load(extra_ldflags=["-Wl,-z,now"])
 
 
 @needs_nvcc

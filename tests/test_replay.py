@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
-from tiny import SM_90, Use, compiles
+from tiny import SM_90, Use, compiles, write_lines
 
 import jitkern.ops.store
 from jitkern.cache.store import Cache
@@ -198,12 +198,6 @@ def lines_of(name: str, text: str, **changes: Any) -> list[dict[str, Any]]:
     return [{"record": 2, "text": text}, {**line, **changes}]
 
 
-def record_of(file: Path, *groups: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(f"{json.dumps(line)}\n" for group in groups for line in group))
-    file.chmod(0o644)
-    return file
-
-
 @needs_nvrtc
 @needs_cxx
 def test_failures_are_listed_and_the_rest_is_built(
@@ -218,17 +212,17 @@ def test_failures_are_listed_and_the_rest_is_built(
     option = {"device_files": ["./option.cu"], "device_wrappers": [["option", "Good"]]}
     folder = {**option, "device_files": ["./folder.cu"]}
     own = {"options": {**option, "device_files": ["jitkern:ops/gone.cu"]}, "files": {}}
-    file = record_of(
+    file = write_lines(
         tmp_path / "run.jsonl",
-        lines_of("bad_library", bad, **cxx),
-        lines_of("single", GOOD, **cuda),
-        lines_of("bad", bad),
-        lines_of("computed", computed),
-        lines_of("option", GOOD, options={**option, "extra_cuda_cflags": ["--frob"]}),
-        lines_of("folder", GOOD, options={**folder, "extra_cuda_cflags": ["-I/"]}),
-        lines_of("newer", GOOD, arch="99.0"),
-        lines_of("own", GOOD, **own),
-        lines_of("good", GOOD),
+        *lines_of("bad_library", bad, **cxx),
+        *lines_of("single", GOOD, **cuda),
+        *lines_of("bad", bad),
+        *lines_of("computed", computed),
+        *lines_of("option", GOOD, options={**option, "extra_cuda_cflags": ["--frob"]}),
+        *lines_of("folder", GOOD, options={**folder, "extra_cuda_cflags": ["-I/"]}),
+        *lines_of("newer", GOOD, arch="99.0"),
+        *lines_of("own", GOOD, **own),
+        *lines_of("good", GOOD),
     )
     status, found, err = warm(capsys, "--replay", file)
     assert status == 1
