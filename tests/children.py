@@ -67,6 +67,14 @@ def _checked(
     return done
 
 
+def pip(command: str, *argv: object) -> None:
+    """Run pip, which asks no index."""
+    options = ["--no-deps", "--no-index", "-q", "--disable-pip-version-check"]
+    words = [sys.executable, "-m", "pip", command, *options, *map(str, argv)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
 TINY = """\
 #include "value.cuh"

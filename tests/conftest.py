@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from children import (  # noqa: F401
-    cache_dir,
-    children,
-    forked_python,
-    fresh_python,
-    open_place,
-    sources,
-)
-from fake_toolkit import fake_nvcc  # noqa: F401
 from filelock import FileLock
-from headers import bare_machine, machine  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from leftovers import temporary_folder
 from shared_gpu import IS_SHARED
-from tiny import folder, thawed, use  # noqa: F401
 
 from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
+pytest_plugins = ["children", "fake_toolkit", "headers", "tiny"]  # fixtures
 collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
 # The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
@@ -114,13 +102,12 @@ def host_module(session_cache: Path) -> None:
 @pytest.fixture(scope="session")
 def wheel(session_cache: Path) -> Path:
     """The wheel of this tree, built once for all workers: it compiles the host module."""
+    from children import pip
+
     out = session_cache.parent / "wheel"
-    command = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-index", "-q"]
-    command += ["--no-build-isolation", "--disable-pip-version-check", "-w", str(out)]
     with FileLock(f"{out}.lock"):
         if not out.exists():
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+            pip("wheel", ROOT, "--no-build-isolation", "-w", out)
     (found,) = out.glob("*.whl")
     return found
 

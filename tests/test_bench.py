@@ -165,6 +165,7 @@ def test_results_of_earlier_runs_can_be_read() -> None:
 
 
 MODULE = """
+import os, time
 from jitkern.bench import Row
 
 def measure_ranks(ranks, quick):
@@ -184,6 +185,9 @@ def measure_ranks(ranks, quick):
     [
         ("pass", ""),
         ("raise ValueError('no more')", "RuntimeError: rank 1: ValueError: no more"),
+        # Or of rank 0, if it has noticed before.
+        ("os._exit(3)", "RuntimeError: rank (1: process 1 terminated with exit code 3|0: .*)"),
+        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 15 s"),
     ],
 )
 def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
@@ -191,6 +195,8 @@ def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
 ) -> None:
     (tmp_path / "fake_ranks.py").write_text(MODULE.format(does=does))
     monkeypatch.syspath_prepend(tmp_path)
+    if "sleep" in does:
+        monkeypatch.setattr(ranks, "TIMEOUT_S", 15)
     first, second = ranks.run("fake", "fake_ranks", CPU)
     assert (first.case, first.median_us) == ("of rank 1", 1.0)
     assert second.case == ("2 ranks" if error else "second")

@@ -21,9 +21,8 @@ from tiny import Use
 
 import jitkern
 from jitkern.cache.store import Cache
-from jitkern.cli import _COMMANDS, _parser, cache_cmd, demo, main, ui
+from jitkern.cli import _COMMANDS, cache_cmd, demo, main, ui
 from jitkern.errors import ToolchainError
-from jitkern.jit import device as hints
 from jitkern.ops import store
 from jitkern.ops._ops import SIZES
 
@@ -63,23 +62,6 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     assert out.partition("example:\n")[2].startswith(f"  jitkern {command}".rstrip())
     if command in ("warm", "cache import"):
         assert "only what you would" in " ".join(out.split())  # both take code
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [
-        "build it beforehand with: jitkern warm",
-        hints.warm_hint("store", "656", "9.0"),
-        hints.warm_hint("merge", "128", "9.0", sized_by="head_dim"),
-        hints.rows_hint("9.0"),
-        hints.record_hint(),
-        hints.record_hint("9.0"),
-    ],
-)
-def test_messages_advise_commands_that_parse(hint: str) -> None:
-    command = hint.partition("with: ")[2].split()
-    assert command[0] == "jitkern"
-    assert callable(_parser().parse_args(command[1:]).run)
 
 
 @pytest.mark.parametrize(

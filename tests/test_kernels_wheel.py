@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from children import pip
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
 from proved import unproved
@@ -81,13 +82,6 @@ def tiny_wheel(session_cache: Path) -> Path:
             pip("wheel", tree / "kernels", "--no-build-isolation", "-w", out)
     (found,) = out.glob("*.whl")
     return found
-
-
-def pip(command: str, *argv: object) -> None:
-    options = ["--no-deps", "--no-index", "-q", "--disable-pip-version-check"]
-    argv = (sys.executable, "-m", "pip", command, *options, *argv)
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

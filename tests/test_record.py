@@ -87,8 +87,12 @@ import sys
 from pathlib import Path
 from tiny import put
 folder = Path(sys.argv[1])
+headers = sorted(folder.glob("*.h"))
+(folder / f"{sys.argv[2]}.ready").touch()
+while len(list(folder.glob("*.ready"))) < 2:
+    pass
 for name in ("all", sys.argv[2]):
-    put(folder / "used.jsonl", name, *sorted(folder.glob("*.h")))
+    put(folder / "used.jsonl", name, *headers)
 """
 
 
