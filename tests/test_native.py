@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jitkern.cache.get import freeze
 from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.env import settings
-from jitkern.errors import FrozenError, JitkernError
+from jitkern.errors import CompileError, FrozenError, JitkernError
 from jitkern.jit import native
 from jitkern.jit.loader import checked, load_aot, load_jit
 from jitkern.jit.native import NativeLibrary
@@ -80,6 +81,13 @@ def test_a_single_source_cu_loads_as_in_mini_sglang(
     (entry,) = Cache(empty_cache).entries()
     assert (entry.key.route, entry.key.arch) == ("cuda", "9.0")
     assert entry.variant.startswith("nvcc-")
+    data = next(empty_cache.rglob("*.so")).read_bytes()
+    assert b"sm_90" in data and b"libcudart.so." in data  # the runtime by its plain name
+    assert os.fsencode(folder) not in data
+    (folder / "single.cu").write_text("__global__ void k() { missing_name(); }\n")
+    with pytest.raises(CompileError, match="missing_name") as caught:
+        load_jit("bad", cuda_files=["single.cu"])
+    assert "compute_90" in caught.value.command
 
 
 @pytest.mark.cuda
