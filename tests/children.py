@@ -10,19 +10,20 @@ processes that go on while the test does). A fresh one takes 2 to 4 s of importi
 what depends on the order of imports, or on what the interpreter reads of the environment.
 
 `children` are processes that load a small kernel, to be killed, stopped and deprived.
+`as_user` runs a function as another user, for tests that run as root.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,14 @@ def _checked(
     if check and done.returncode != 0:
         pytest.fail(f"exit {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def pip(command: str, *argv: object) -> None:
+    """Run pip, which asks no index."""
+    options = ["--no-deps", "--no-index", "-q", "--disable-pip-version-check"]
+    words = [sys.executable, "-m", "pip", command, *options, *map(str, argv)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
@@ -113,10 +122,7 @@ class Children:
     """Processes of one test, with one environment; what is left of them is killed at the end."""
 
     def __init__(self, cache_dir: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        self.env = {**os.environ, "TEST_MARK_OF_JITKERN": self.mark}
-        self.env["PYTHONPATH"] = python_path()
-        self.env["JITKERN_CACHE_DIR"] = str(cache_dir)
+        self.env = {**os.environ, "PYTHONPATH": python_path(), "JITKERN_CACHE_DIR": str(cache_dir)}
         self._started: list[subprocess.Popen[str]] = []
         self._ready = Path(tempfile.mkdtemp(prefix="jitkern-ready-"))
         self._ready.chmod(0o777)
@@ -143,20 +149,6 @@ class Children:
 
     def run(self, file: Path, **config: Any) -> dict[str, Any]:
         return self.report(self.start(file, **config))
-
-    def alive(self) -> list[int]:
-        """Processes of this test, by the mark in the environment that they inherited."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                try:
-                    environ = (entry / "environ").read_bytes()
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                except OSError:
-                    continue
-                if self.mark.encode() in environ and state != "Z":
-                    found.append(int(entry.name))
-        return found
 
     def stop(self) -> None:
         for process in self._started:
@@ -193,3 +185,32 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None
 def sound(cache_dir: Path) -> bool:
     """Nothing damaged and nothing half-written in sight."""
     return all(read_entry(path) for path in Cache(cache_dir).paths())
+
+
+MALLORY = 54321  # a uid that no machine has a user of
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+
+
+def as_user(uid: int, act: Callable[[], object]) -> None:
+    """Run `act` in a child process of user `uid`."""
+
+    def run() -> None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        act()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0  # it has printed its traceback
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A directory like /tmp, in which everybody may write: pytest's own are closed to others."""
+    folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_wheel import wheel  # noqa: F401
-from children import cache_dir, children, forked_python, fresh_python, sources  # noqa: F401
-from fake_toolkit import fake_nvcc  # noqa: F401
-from headers import bare_machine, machine  # noqa: F401
+from filelock import FileLock
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from leftovers import temporary_folder
 from shared_gpu import IS_SHARED
-from strangers import open_place  # noqa: F401
-from tiny import folder, thawed, use  # noqa: F401
 
 from jitkern.env import settings
 
+ROOT = Path(__file__).resolve().parent.parent
+
+pytest_plugins = ["children", "fake_toolkit", "headers", "tiny"]  # fixtures
 collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
 # The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
@@ -101,12 +99,23 @@ def host_module(session_cache: Path) -> None:
     module()
 
 
+@pytest.fixture(scope="session")
+def wheel(session_cache: Path) -> Path:
+    """The wheel of this tree, built once for all workers: it compiles the host module."""
+    from children import pip
+
+    out = session_cache.parent / "wheel"
+    with FileLock(f"{out}.lock"):
+        if not out.exists():
+            pip("wheel", ROOT, "--no-build-isolation", "-w", out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
 @pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory of this test's own, for this process and the ones it starts."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("JITKERN_CACHE_DIR", str(directory))
     settings.cache_clear()
-    yield directory
-    monkeypatch.undo()
-    settings.cache_clear()
+    return directory

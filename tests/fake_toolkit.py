@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ exec c++ -x c++ -isystem {root}/include "$@"
 
 
 @pytest.fixture
-def fake_nvcc(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def fake_nvcc(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The toolkit is that of CUDA_HOME; its `calls` holds a line for each file that is compiled."""
     root = tmp_path_factory.mktemp("toolkit")
     for folder in ("bin", "include", "lib64"):
@@ -45,9 +42,7 @@ def fake_nvcc(
     monkeypatch.setenv("CUDA_HOME", str(root))
     monkeypatch.delenv("CXX", raising=False)
     settings.cache_clear()
-    yield root
-    monkeypatch.undo()
-    settings.cache_clear()
+    return root
 
 
 def calls(toolkit: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ NVRTC = str(find.find_nvrtc().path) if has(find.find_nvrtc) else ""
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """An empty machine: no pip packages, no CUDA; `machine(**variables)` sets its environment."""
     (tmp_path / "bin").mkdir()
     # What the real machine has in these places is not on this one.
@@ -54,9 +54,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return tmp_path
 
     configure(PATH=tmp_path / "bin")
-    yield configure
-    monkeypatch.undo()
-    settings.cache_clear()
+    return configure
 
 
 @pytest.fixture

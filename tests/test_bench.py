@@ -20,10 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import cases, harness, peers, ranks  # noqa: E402
-from bench.cases.common import random_rows  # noqa: E402
-from bench.peers import host_pool  # noqa: E402
 from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
-from jitkern.offload import memory  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
 
@@ -78,22 +75,6 @@ def test_a_wrong_result_is_not_timed() -> None:
     assert nothing.median_us is None
     assert broken.error == "OSError: no such device"
     assert absent.error == "ImportError: No module named 'peer'"
-
-
-def test_random_rows_are_finite_and_not_constant() -> None:
-    rows = random_rows(64, 656, "cpu")
-    assert (rows.shape, rows.dtype) == ((64, 328), torch.bfloat16)
-    assert torch.isfinite(rows.float()).all()
-    assert len(rows.view(torch.int16).unique()) > 1000
-
-
-def test_a_build_runs_once_also_when_it_fails() -> None:
-    build = Mock(side_effect=ValueError("never"))
-    once = peers.Once(build)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="never"):
-            once()
-    build.assert_called_once()
 
 
 def test_peers_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +165,7 @@ def test_results_of_earlier_runs_can_be_read() -> None:
 
 
 MODULE = """
-import os
-import time
+import os, time
 from jitkern.bench import Row
 
 def measure_ranks(ranks, quick):
@@ -221,20 +201,3 @@ def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
     assert (first.case, first.median_us) == ("of rank 1", 1.0)
     assert second.case == ("2 ranks" if error else "second")
     assert re.fullmatch(error, second.error)
-
-
-def test_a_pool_leaves_half_of_the_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(host_pool.FREE_GIB, raising=False)
-    monkeypatch.setattr(host_pool, "free_bytes", lambda: 31 << 30)
-    assert host_pool.lacks(16) == ""
-    assert "31.0 GiB of host memory are free" in host_pool.lacks(64)
-    # A virtual machine that tells of a part of its memory.
-    monkeypatch.setenv(host_pool.FREE_GIB, "256")
-    assert host_pool.lacks(64) == ""
-    assert host_pool.lacks(160)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 0)
-    monkeypatch.setenv(host_pool.FREE_GIB, "1")
-    with host_pool.trusted():
-        memory.require_free(1 << 30)
-    with pytest.raises(MemoryError):
-        memory.require_free(1)

@@ -35,13 +35,6 @@ def copy(ctx):
     y = torch.empty_like(x)
     return lambda: y.copy_(x), lambda: x.clone()
 """
-BROKEN = """
-from jitkern.bench import case
-
-@case("broken")
-def broken(ctx):
-    raise OSError("no such kernel")
-"""
 
 
 def result_of(*rows: Row, identity: dict[str, str] | None = None, note: str = "") -> Any:
@@ -98,8 +91,10 @@ def test_a_bad_file_of_cases_is_one_line(tmp_path: Path, text: str | None, messa
 )
 def test_a_count_that_rose_by_more_than_machines_differ_by_fails(now: float, outcome: str) -> None:
     row = row_of(now, ratio_median=40.0)  # a time ends no run
-    (verdict,) = baseline.compare(baseline_of(), result_of(row))
-    assert (verdict.outcome, verdict.fails) == (outcome, outcome == "slower")
+    for kind in (KIND, "other-2-cores"):  # times of another machine are not compared
+        (verdict,) = baseline.compare(baseline_of(kind=kind), result_of(row))
+        assert (verdict.outcome, verdict.fails) == (outcome, outcome == "slower")
+        assert (verdict.then.ratio is None) == (kind != KIND)
 
 
 def test_verdicts_without_two_counts() -> None:
@@ -118,15 +113,6 @@ def test_verdicts_without_two_counts() -> None:
     assert verdict.outcome == "missing"
     only = baseline.compare(Baseline(KIND, figures, IDENTITY), result, lambda key: "call" in key)
     assert "store: gone" not in [verdict.key for verdict in only]
-
-
-def test_counts_of_another_compiler_are_not_compared() -> None:
-    slow = row_of(90_000)
-    (verdict,) = baseline.compare(baseline_of(kind="other-2-cores"), result_of(slow))
-    assert (verdict.outcome, verdict.then.ratio) == ("slower", None)  # times of another machine
-    other_python = result_of(slow, identity={**IDENTITY, "python": "3.13.0"})
-    (verdict,) = baseline.compare(baseline_of(), other_python)
-    assert verdict.outcome == "not compared"
 
 
 def test_a_baseline_comes_back_and_none_is_made_of_unmeasured_figures(tmp_path: Path) -> None:
@@ -186,25 +172,22 @@ def test_the_kept_baselines_would_notice_nine_percent_more(file: Path) -> None:
     assert all(baseline.most_instructions(one) < 1.09 * one for one in counted)
 
 
-CHECKED = """\
+MINE = """\
 import torch
 from jitkern import store_cache
-def check(x):
-    if x.dtype != torch.uint8 or not x.is_contiguous():
-        raise TypeError('x')
 def checked(*tensors):
-    check(tensors[3])
+    if tensors[3].dtype != torch.uint8 or not tensors[3].is_contiguous():
+        raise TypeError('x')
     store_cache(*tensors)
 """
 WORK = """\
 import mine, torch
 from functools import partial
 from jitkern.bench import case
-def args():
-    caches, kv = torch.zeros(2, 64, 656).byte(), torch.zeros(2, 1, 656).byte()
-    return (*caches, torch.zeros(1, dtype=torch.int32), *kv)
 def add(name, call):
-    globals()[name] = case(name)(lambda ctx: (partial(call, *args()), len))
+    caches, kv = torch.zeros(2, 64, 656).byte(), torch.zeros(2, 1, 656).byte()
+    bound = partial(call, *caches, torch.zeros(1, dtype=torch.int32), *kv)
+    globals()[name] = case(name)(lambda ctx: (bound, len))
 add('a', mine.store_cache)
 add('the same', mine.store_cache)
 add('one more check', mine.checked)
@@ -218,7 +201,7 @@ add('one more check', mine.checked)
 def test_a_count_does_not_vary_and_one_more_check_is_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine.py").write_text(CHECKED)  # a module beside it, as where it is timed
+    (tmp_path / "mine.py").write_text(MINE)  # a module beside it, as where it is timed
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
@@ -277,12 +260,11 @@ def test_a_broken_case_fails_and_the_others_run(
     monkeypatch.setattr(counts, "why_not", lambda _: "switched off for this test")
     monkeypatch.chdir(tmp_path)  # a long path would break the message into lines
     (tmp_path / "good.py").write_text(GOOD)
-    (tmp_path / "bad.py").write_text(BROKEN)
+    (tmp_path / "bad.py").write_text(GOOD.replace("x = ", "x = no_such_kernel + "))
     files = ["--cases", "bad.py", "--cases", "good.py", "--cases", "none.py"]
     status, out, err = bench("--ci", *files, "--device", "cpu", "--json", "r.json")
     assert status == 1
-    for said in ("OSError: no such kernel", "No such file or directory"):
-        assert said in out
+    assert "NameError: name 'no_such_kernel'" in out and "No such file or directory" in out
     assert "note: instructions: switched off for this test" in out
     assert "1/3 good: copy" in err  # plain lines where there is no terminal
     rows = {row.key: row for row in report.rows_of(report.read(Path("r.json")))}

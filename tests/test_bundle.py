@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import tarfile
@@ -128,16 +127,6 @@ def test_links_doubles_and_members_of_nothing_are_refused(cache: Cache, file: Pa
         repack(file, f"{one}/{name}", kind)
         with pytest.raises(CacheError, match=says):
             read_bundle(file)
-
-
-def test_a_chain_of_headers_without_end(file: Path) -> None:
-    """tarfile calls itself for each of them."""
-    long_name = tarfile.TarInfo("././@LongLink")
-    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 4
-    link = long_name.tobuf(tarfile.GNU_FORMAT) + b"abc\0".ljust(512, b"\0")
-    file.write_bytes(gzip.compress(link * 5000))
-    with pytest.raises(CacheError, match="not a bundle, or damaged"):
-        read_bundle(file)
 
 
 def test_a_bundle_that_others_could_have_written_is_refused(cache: Cache, file: Path) -> None:

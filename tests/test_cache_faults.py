@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SLOW, Children, sound, wait_until, write_sources
+from children import MALLORY, SLOW, Children, needs_root, sound, wait_until, write_sources
 from needs import needs_cxx, needs_nvrtc
-from strangers import MALLORY, needs_root
 
 from jitkern.cache.lock import read_holder
-from jitkern.cache.store import Cache
 
 
 def reports_of(count: int, children: Children, file: Path) -> list[dict[str, Any]]:
@@ -79,7 +77,6 @@ def test_killed_while_it_compiles(
     after = children.run(file, **config)
     assert (after["compiles"], after["cached"]) == (0, 1)
     assert after["warnings"] == report["warnings"] == []
-    wait_until(lambda: children.alive() == [], timeout_s=10)
     assert sound(cache_dir)
 
 
@@ -107,22 +104,6 @@ def test_a_stopped_holder_is_named_and_passed(
     assert sound(cache_dir)
 
 
-@needs_cxx
-def test_a_damaged_entry_is_rebuilt_silently(
-    children: Children, sources: Path, cache_dir: Path
-) -> None:
-    """tests/test_cache.py has each kind of damage, in one process."""
-    good = children.run(sources / "tiny.cc")
-    (entry,) = Cache(cache_dir).paths()
-    for file in entry.iterdir():
-        os.truncate(file, file.stat().st_size // 2)
-        report = children.run(sources / "tiny.cc")  # a SIGBUS would be its exit status
-        assert (report["compiles"], report["warnings"]) == (1, [])
-        assert report["value"] == good["value"]
-    assert children.run(sources / "tiny.cc")["compiles"] == 0
-    assert sound(cache_dir)
-
-
 @needs_root
 @needs_cxx
 def test_a_cache_of_somebody_else_is_named_and_not_used(
@@ -144,44 +125,38 @@ def test_a_cache_of_somebody_else_is_named_and_not_used(
 
 
 THREADS = """
-import json, multiprocessing, os, sys, threading
+import json, multiprocessing, sys
+from concurrent.futures import ThreadPoolExecutor
+from jitkern.arch import Arch
 from jitkern.cache.stats import stats
 from jitkern.jit.loader import load_jit
-from jitkern.arch import Arch
 
 def load(n):
-    module = load_jit("tiny", str(n), device_files=[sys.argv[1]],
-                      device_wrappers=[("tiny", f"Tiny<{n}>")])
+    wrappers = [("tiny", f"Tiny<{n}>")]
+    module = load_jit("tiny", str(n), device_files=[sys.argv[1]], device_wrappers=wrappers)
     return module.image(Arch(9, 0))
 
 def in_child(n, queue):
     before = stats().compiles
-    queue.put((len(load(n)), stats().compiles - before))
+    load(n)
+    queue.put(stats().compiles - before)
 
 if __name__ == "__main__":
-    images = []
-    start = threading.Barrier(32)
-    def work(n):
-        start.wait()
-        images.append((n, load(n)))
-    threads = [threading.Thread(target=work, args=(4 + i % 2,)) for i in range(32)]
-    [t.start() for t in threads]; [t.join() for t in threads]
-    result = {"images": len(set(images)), "compiles": stats().compiles}
-
-    # Fork while another thread holds the locks of a compile.
-    busy = threading.Thread(target=load, args=(150,))
-    busy.start()
+    pool = ThreadPoolExecutor(32)
+    images = set(pool.map(load, [4, 5] * 16))
+    compiles = [len(images), stats().compiles]
+    busy = pool.submit(load, 150)  # fork while another thread holds the locks of a compile
     for method in ("fork", "spawn"):
         context = multiprocessing.get_context(method)
         queue = context.Queue()
         for n in (4, 7):
             child = context.Process(target=in_child, args=(n, queue))
             child.start()
-            result[f"{method} {n}"] = queue.get(timeout=60)[1]
+            compiles.append(queue.get(timeout=60))
             child.join(60)
-            result["exit"] = result.get("exit", 0) or child.exitcode
-    busy.join()
-    print(json.dumps(result))
+            assert child.exitcode == 0
+    busy.result()
+    print(json.dumps(compiles))
 """
 
 
@@ -189,20 +164,9 @@ if __name__ == "__main__":
 def test_threads_fork_and_spawn(children: Children, sources: Path, tmp_path: Path) -> None:
     script = tmp_path / "threads.py"
     script.write_text(THREADS)
-    done = subprocess.run(
-        [sys.executable, str(script), str(sources / "tiny.cu")],
-        env=children.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, str(script), str(sources / "tiny.cu")]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, env=children.env, **how)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
-        "images": 2,
-        "compiles": 2,
-        "fork 4": 0,
-        "fork 7": 1,
-        "spawn 4": 0,
-        "spawn 7": 0,
-        "exit": 0,
-    }
+    # Images and compiles of the threads; compiles of two forked and of two spawned processes.
+    assert json.loads(done.stdout) == [2, 2, 0, 1, 0, 0]

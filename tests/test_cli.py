@@ -21,9 +21,8 @@ from tiny import Use
 
 import jitkern
 from jitkern.cache.store import Cache
-from jitkern.cli import _COMMANDS, _parser, cache_cmd, demo, main, ui
+from jitkern.cli import _COMMANDS, cache_cmd, demo, main, ui
 from jitkern.errors import ToolchainError
-from jitkern.jit import device as hints
 from jitkern.ops import store
 from jitkern.ops._ops import SIZES
 
@@ -63,36 +62,6 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     assert out.partition("example:\n")[2].startswith(f"  jitkern {command}".rstrip())
     if command in ("warm", "cache import"):
         assert "only what you would" in " ".join(out.split())  # both take code
-
-
-@pytest.mark.parametrize(
-    "hint",
-    [
-        "build it beforehand with: jitkern warm",
-        hints.warm_hint("store", "656", "9.0"),
-        hints.warm_hint("merge", "128", "9.0", sized_by="head_dim"),
-        hints.rows_hint("9.0"),
-        hints.record_hint(),
-        hints.record_hint("9.0"),
-    ],
-)
-def test_messages_advise_commands_that_parse(hint: str) -> None:
-    command = hint.partition("with: ")[2].split()
-    assert command[0] == "jitkern"
-    assert callable(_parser().parse_args(command[1:]).run)
-
-
-def test_help_imports_nothing_heavy(fresh_python: Fresh) -> None:
-    code = """
-import sys
-from jitkern.cli import main
-try:
-    main(["--help"])
-except SystemExit:
-    print(*sorted(sys.modules))
-"""
-    loaded = {name.partition(".")[0] for name in fresh_python(code).stdout.split()}
-    assert not loaded & {"torch", "tvm_ffi", "rich", "ninja", "filelock", "ctypes", "subprocess"}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +205,8 @@ def test_kernels_go_there_and_back(
     assert (status, out.partition(" in ")[0]) == (0, "2 entries")
     assert "removed" in run(capsys, "cache", "clear")[1]
     assert run(capsys, "cache", "list")[1].startswith("0 entries")
-    assert run(capsys, "cache", "import", file)[0] == 0
+    said = run(capsys, "cache", "import", file)[1]
+    assert said.endswith(f"\n2 entries imported into {empty_cache}\n")
     listed = run(capsys, "cache", "list")[1]
     assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
     assert str(empty_cache) in run(capsys, "cache", "info")[1]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from entries import change, publish
 
-from jitkern.cache.bundle import export_bundle, read_bundle
+from jitkern.cache.bundle import read_bundle
 from jitkern.cache.entry import META_NAME, Key, new_entry
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
@@ -148,17 +148,6 @@ def test_list_and_info_as_json(capsys: Capture, filled: Cache) -> None:
         "bytes": 260_000,
         "not_searched": "",
     }
-
-
-def test_import_shows_the_entries(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    file = tmp_path / "k.jkb"
-    export_bundle(filled, file, lambda entry: entry.key.op == "index")
-    filled.clear()
-    status, out, _ = run(capsys, "import", file)
-    assert status == 0
-    assert re.search(r"^index +index9, 4 +9\.0 +device +nvrtc-13\.5 +5000 +now$", out, re.MULTILINE)
-    assert out.endswith(f"1 entry imported into {filled.root}\n")
-    assert names_of(filled) == {"index9"}
 
 
 def test_nothing_in_a_list_steers_the_terminal(capsys: Capture, empty_cache: Path) -> None:

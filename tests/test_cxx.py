@@ -1,4 +1,4 @@
-"""C++ and single-source CUDA to shared libraries, and what happens when the builder is killed."""
+"""C++ to shared libraries, and what happens when the builder is killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from children import wait_until
 from headers import put
-from needs import needs_cxx, needs_nvcc
+from needs import needs_cxx
 
-from jitkern.arch import Arch
 from jitkern.compilers import cxx
 from jitkern.compilers.cxx import ninja_build, ninja_rule, run_ninja
 from jitkern.compilers.load import load_library
@@ -31,15 +30,6 @@ extern "C" __attribute__((visibility("default"))) int __tvm_ffi_add(
   result->type_index = kTVMFFIInt;
   result->v_int64 = args[0].v_int64 + TERM;
   return 0;
-}
-"""
-CUDA = """\
-#include <cuda_runtime.h>
-__global__ void kernel(int* x) { *x = 1; }
-int runtime() {
-  int version = 0;
-  cudaRuntimeGetVersion(&version);
-  return version;
 }
 """
 # Minutes of constant folding.
@@ -125,23 +115,6 @@ def test_failure_carries_command_and_log(tmp_path: Path, out: Path) -> None:
     with pytest.raises(CompileError, match="no_such_library") as caught:
         cxx.build("m", sources=[good], directory=out, ldflags=["-lno_such_library"])
     assert "-shared" in caught.value.command
-
-
-@needs_nvcc
-@pytest.mark.slow
-def test_cuda_source(tmp_path: Path, out: Path) -> None:
-    """Compiles for an arch that this machine need not have, links the runtime by its plain name."""
-    source = put(tmp_path / "k.cu", CUDA)
-    plain = put(tmp_path / "p.cc", "#include <cuda_runtime.h>\nint bytes = sizeof(dim3);\n")
-    library = cxx.build("k", sources=[source, plain], directory=out, arch=Arch(8, 0))
-    data = library.read_bytes()
-    assert b"libcudart.so." in data
-    assert b"sm_80" in data
-    assert os.fsencode(tmp_path) not in data
-    put(tmp_path / "k.cu", "__global__ void k() { missing_name(); }\n")
-    with pytest.raises(CompileError, match="missing_name") as caught:
-        cxx.build("k", sources=[source], directory=out, arch=Arch(9, 0))
-    assert "compute_90" in caught.value.command
 
 
 def test_a_library_that_does_not_load_says_so(tmp_path: Path) -> None:

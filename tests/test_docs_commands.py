@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -131,7 +130,7 @@ def test_commands_and_options_are_there(block: Block) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what the commands name: records of a run. The GPU to compile for is an H200."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JITKERN_ARCH", "9.0")
@@ -143,9 +142,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert (tmp_path / name).exists()
     (tmp_path / "my_kernels").mkdir()
     monkeypatch.delenv("JITKERN_RECORD")
-    settings.cache_clear()
-    yield tmp_path
-    monkeypatch.undo()
     settings.cache_clear()
 
 
@@ -179,7 +175,7 @@ def param(block: Block) -> object:
 @needs_cxx
 @needs_nvrtc
 @pytest.mark.parametrize("block", list(map(param, RUN)))
-def test_commands_run(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(block: Block, folder: None, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder of their own, one behind the other: `import` reads what `export` has written."""
     for command in commands(block.text):
         if command.is_run:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny import Use
 
 from jitkern import env
 from jitkern.env import NOBODY, VARIABLES, Settings, Trust, settings
@@ -72,22 +72,7 @@ def test_a_bad_value_is_named(name: str, value: str, expected: str) -> None:
         parse(**{name: value})
 
 
-@pytest.fixture
-def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Sets a variable that the settings have not been read with."""
-
-    def put(name: str, value: str) -> None:
-        monkeypatch.setenv(name, value)
-        settings.cache_clear()
-
-    yield put
-    monkeypatch.undo()
-    settings.cache_clear()
-
-
-def test_settings_are_read_once(
-    environ: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings()
     monkeypatch.setenv("JITKERN_LOG", "1")
     assert settings() is before
@@ -95,9 +80,9 @@ def test_settings_are_read_once(
     assert settings().log
 
 
-def test_an_unknown_variable_is_named_once(environ: Callable[[str, str], None]) -> None:
+def test_an_unknown_variable_is_named_once(use: Use) -> None:
     """It was ignored without a word."""
-    environ("JITKERN_CACHEDIR", "/x")
+    use(CACHEDIR="/x")
     with pytest.warns(RuntimeWarning) as caught:
         assert settings() is settings()
     (warning,) = caught
@@ -106,13 +91,12 @@ def test_an_unknown_variable_is_named_once(environ: Callable[[str, str], None]) 
 
 
 def test_the_known_variables_are_read_described_and_no_warning(
-    environ: Callable[[str, str], None], recwarn: pytest.WarningsRecorder
+    use: Use, recwarn: pytest.WarningsRecorder
 ) -> None:
     read = set(re.findall(r'environ,\s+"(JITKERN_\w+)"', Path(env.__file__).read_text()))
     assert read == set(VARIABLES)
     assert set(re.findall(r"``(JITKERN_[A-Z_]+)``:", Settings.__doc__ or "")) == read
-    for name in VARIABLES:
-        environ(name, "")
+    use(**{name.removeprefix("JITKERN_"): "" for name in VARIABLES})
     assert settings().arch == ()
     assert list(recwarn) == []
 

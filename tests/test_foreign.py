@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import write_lines
 
 from jitkern.fs import digest, sha256
 from jitkern.jit.record import replay
@@ -23,12 +23,6 @@ LINE: dict[str, Any] = {
     "arch": "9.0",
     "files": {PLACE: DIGEST},
 }
-
-
-def written(file: Path, *lines: object) -> Path:
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    file.chmod(0o644)
-    return file
 
 
 OUTSIDE = "expected a place such as ./src/scale.cu"
@@ -57,7 +51,7 @@ BAD_PATHS = ("/etc/cron.d/x", "./../x", "./a//x", "./a\x1b", "jitkern:perf/copy.
     ],
 )
 def test_lines_that_are_no_specialisation(tmp_path: Path, line: object, says: str) -> None:
-    file = written(tmp_path / "used.jsonl", TEXT, LINE, line)
+    file = write_lines(tmp_path / "used.jsonl", TEXT, LINE, line)
     with pytest.raises(ValueError, match="not a recorded specialisation") as error:
         replay(file)
     message = str(error.value)
@@ -65,8 +59,8 @@ def test_lines_that_are_no_specialisation(tmp_path: Path, line: object, says: st
     assert says in message and message.isprintable() and len(message) < 500
 
 
-def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
-    file = written(tmp_path / "used.jsonl", TEXT, LINE)
+def test_a_recording_that_others_could_have_write_lines(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "used.jsonl", TEXT, LINE)
     file.chmod(0o666)
     with pytest.raises(ValueError, match="lets others write it") as error:
         replay(file)
@@ -80,7 +74,7 @@ def test_a_recording_that_others_could_have_written(tmp_path: Path) -> None:
 def test_files_that_are_no_record(tmp_path: Path) -> None:
     for lines in ([], [TEXT]):
         with pytest.raises(ValueError, match=r"jsonl: nothing is recorded in it; record a run wit"):
-            replay(written(tmp_path / "used.jsonl", *lines))
+            replay(write_lines(tmp_path / "used.jsonl", *lines))
     os.mkfifo(tmp_path / "fifo")
     for file in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
@@ -89,11 +83,11 @@ def test_files_that_are_no_record(tmp_path: Path) -> None:
 
 def test_a_record_lays_out_nothing_outside_of_its_folder(tmp_path: Path) -> None:
     line = {**LINE, "files": {PLACE: DIGEST, "./src": DIGEST}}  # a file and a directory
-    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    (one,) = replay(write_lines(tmp_path / "used.jsonl", TEXT, line))
     with pytest.raises(OSError, match="src"):
         one.unpack(tmp_path / "laid")
     line = {**LINE, "options": {**LINE["options"], "extra_include_paths": ["./.", "./more/inc"]}}
-    (one,) = replay(written(tmp_path / "used.jsonl", TEXT, line))
+    (one,) = replay(write_lines(tmp_path / "used.jsonl", TEXT, line))
     tree = tmp_path / "laid" / digest(one.files)
     assert one.unpack(tmp_path / "laid").options == {
         "device_files": [str(tree / "src/a.cu")],

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -247,28 +246,6 @@ def test_a_fork_keeps_the_module(shipped: Path) -> None:
     if pid == 0:
         os._exit(0 if host.module()["answer"]() == 42 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_fresh_process_loads_it_without_a_subprocess(
-    shipped: Path, fresh_python: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    code = """
-import sys
-from pathlib import Path
-sys.modules["torch"] = None
-import tvm_ffi
-from jitkern.host import module as host
-from jitkern.cache import get
-host.CSRC = Path(sys.argv[1])
-get.SHIPPED = Path(sys.argv[2])
-host.CFLAGS = tuple(sys.argv[3:])
-def forbidden(event, args):
-    if event in ("subprocess.Popen", "os.fork", "os.exec", "os.posix_spawn", "os.system"):
-        raise RuntimeError(f"{event} {args}")
-sys.addaudithook(forbidden)
-assert host.module()["answer"]() == 42
-"""
-    fresh_python(code, str(host.CSRC), str(shipped), *host.CFLAGS)
 
 
 def kernels(**image: Any) -> Mock:

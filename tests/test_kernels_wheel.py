@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from children import pip
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
 from proved import unproved
@@ -37,7 +38,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 of_both_wheels = unproved(
     "kernels wheel",
-    *("kernels/*", "hatch_build.py", "tests/test_kernels_wheel.py", "tests/built_wheel.py"),
+    *("kernels/*", "hatch_build.py", "tests/test_kernels_wheel.py"),
     *("src/jitkern/cache/*.py", "src/jitkern/jit/*.py"),
 )
 ROW_BYTES = 4112  # of no other test: no cache of this run has it
@@ -81,13 +82,6 @@ def tiny_wheel(session_cache: Path) -> Path:
             pip("wheel", tree / "kernels", "--no-build-isolation", "-w", out)
     (found,) = out.glob("*.whl")
     return found
-
-
-def pip(command: str, *argv: object) -> None:
-    options = ["--no-deps", "--no-index", "-q", "--disable-pip-version-check"]
-    argv = (sys.executable, "-m", "pip", command, *options, *argv)
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from jitkern.cache.stats import stats
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import CSRC
-from jitkern.errors import CompileError, ToolchainError
+from jitkern.errors import ToolchainError
 from jitkern.jit import device
 from jitkern.jit.loader import load_aot, load_jit
 
@@ -130,18 +130,6 @@ def test_places_in_order(
     get._caches.cache_clear()
 
 
-@needs_nvrtc
-def test_a_kernel_that_does_not_compile(folder: Path) -> None:
-    (folder / "half.cuh").write_text("__device__ inline int half(int n) { return nonsense; }\n")
-    with pytest.raises(CompileError, match="nonsense") as caught:
-        tiny().image(SM_90)
-    assert "-arch=sm_90" in caught.value.command
-    assert "Tiny<4>::run" in str(caught.value.source)
-    with pytest.raises(CompileError) as again:
-        tiny().image(SM_90)
-    assert str(again.value) == str(caught.value)
-
-
 WARM = """
 import subprocess, sys
 sys.modules["torch"] = None
@@ -238,10 +226,11 @@ def test_a_name_means_one_file(folder: Path) -> None:
          "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in"),
         (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected one"),
         (lambda: Arch.parse(90), TypeError, "arch: 90, expected a str"),
+        (lambda: load_jit("x", cuda_files=["single.cu"]), ToolchainError, r".*JITKERN_ARCH=9\.0"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(
-    folder: Path, call: Callable[[], object], error: type[Exception], says: str
+    folder: Path, use: Use, call: Callable[[], object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=f"^{says}"):
         call()
@@ -283,11 +272,3 @@ def test_mistakes_in_the_arguments_are_named(
     with pytest.raises(error) as caught:
         load_jit("tiny", **{**given, name: wrong})
     assert str(caught.value).startswith(f"load_jit: {message}")
-
-
-def test_no_gpu_and_no_arch_says_what_to_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ToolchainError, match=r"JITKERN_ARCH=9\.0"):
-        load_jit("x", cuda_files=["single.cu"])

@@ -1,9 +1,10 @@
-"""The package as a whole: what importing it costs, what it offers, what it is called."""
+"""The package as a whole: what importing it costs, and what it offers: each name is on a page."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +18,28 @@ from jitkern.compilers.find import find_nvrtc
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+IMPORT = """
+import contextlib, io, sys, jitkern
+print(*sorted(name for name in sys.modules if name.startswith("jitkern")))
+dir(jitkern)
+from jitkern.cli import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["--help"])
+print(*sys.modules)
+import jitkern.ops.store  # `jitkern warm` compiles kernels without PyTorch, a second of import
+assert "torch" not in sys.modules
+"""
+
+
 def test_import_brings_neither_torch_nor_cuda_and_leaves_no_file(
     fresh_python: Fresh, tmp_path: Path
 ) -> None:
     env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None}
     env["JITKERN_CACHE_MAX_BYTES"] = "plenty"  # no setting is read yet
-    done = fresh_python("import sys, jitkern; print(*sorted(sys.modules)); dir(jitkern)", env=env)
-    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    ours, of_help = fresh_python(IMPORT, env=env).stdout.splitlines()
+    assert ours == "jitkern jitkern.ops jitkern.ops._ops"  # the table of the ops
     heavy = {"torch", "tvm_ffi", "cuda", "ninja", "rich", "filelock", "numpy", "subprocess"}
-    assert not loaded & {*heavy, "ctypes"}
-    ours = [name for name in done.stdout.split() if name.startswith("jitkern")]
-    assert ours == ["jitkern", "jitkern.ops", "jitkern.ops._ops"]  # the table of the ops
+    assert not {name.partition(".")[0] for name in of_help.split()} & {*heavy, "ctypes"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -90,5 +102,39 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         jitkern.store  # noqa: B018
 
 
-def test_typed() -> None:
-    assert (Path(jitkern.__file__).parent / "py.typed").exists()
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "jitkern"
+PAGES = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+SHOWN = re.findall(r"^::: (\S+)$", PAGES, re.MULTILINE)
+# A type of arguments, which says itself what it may be.
+ALIASES = {"ReduceOp"}
+
+
+def names_of(package: str) -> set[str]:
+    """What its ``__init__`` gives away: ``from x import name as name``."""
+    if package == "jitkern":
+        return set(jitkern.__all__) - {"__version__"}
+    tree = ast.parse((PACKAGE / package.partition(".")[2] / "__init__.py").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname for node in imports for alias in node.names if alias.asname} - ALIASES
+
+
+@pytest.mark.parametrize("package", ["jitkern", "jitkern.comm", "jitkern.nn", "jitkern.offload"])
+def test_every_public_name_is_on_a_page(package: str) -> None:
+    names = names_of(package)
+    assert len(names) > 0
+    errors = {name for name, value in vars(jitkern.errors).items() if isinstance(value, type)}
+    shown = {place.rpartition(".")[2] for place in SHOWN}
+    assert "jitkern.errors" in SHOWN
+    assert names - shown - errors == set()
+
+
+def test_no_page_shows_a_name_twice() -> None:
+    """The links of the others would lead to either."""
+    assert sorted(SHOWN) == sorted(set(SHOWN))
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if f": {page}\n" not in navigation} == set()

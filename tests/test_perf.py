@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import jitkern
-from jitkern import perf
+from jitkern import compare_memory_kernel_perf, perf
 from jitkern.errors import UnsupportedError
 
 
@@ -19,30 +20,24 @@ def test_perf_cpu_measures_milliseconds() -> None:
     assert 1.9 < ms < 50
 
 
-@pytest.mark.parametrize(
-    ("timer", "name", "count", "least"),
-    [
-        (perf.perf_cpu, "repetitions", 0, 1),
-        (perf.perf_cuda, "repetitions", 0, 1),
-        (perf.perf_cuda, "cuda_graph_repetitions", -1, 0),
-    ],
-)
-def test_a_count_that_is_too_low_is_refused(timer: Any, name: str, count: int, least: int) -> None:
+WRONG: list[tuple[Any, str, int, int]] = [
+    (partial(perf.perf_cpu, len), "repetitions", 0, 1),
+    (partial(perf.perf_cuda, len), "repetitions", 0, 1),
+    (partial(perf.perf_cuda, len), "cuda_graph_repetitions", -1, 0),
+    (partial(compare_memory_kernel_perf, baseline=len, our_impl=len), "memory_footprint", 0, 1),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "count", "least"), WRONG)
+def test_a_count_that_is_too_low_is_refused(call: Any, name: str, count: int, least: int) -> None:
     with pytest.raises(ValueError, match=f"{name}: {count}, expected {least} or more"):
-        timer(lambda: None, **{name: count})
+        call(**{name: count})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_with_what_to_use() -> None:
     with pytest.raises(UnsupportedError, match=r"perf_cuda: PyTorch sees no CUDA device.*perf_cpu"):
         jitkern.perf_cuda(lambda: None)
-
-
-def test_footprint_must_be_bytes() -> None:
-    with pytest.raises(ValueError, match="memory_footprint: 0, expected 1"):
-        jitkern.compare_memory_kernel_perf(
-            baseline=lambda: None, our_impl=lambda: None, memory_footprint=0
-        )
 
 
 @pytest.mark.cuda
@@ -64,7 +59,7 @@ def test_compare_logs_both_bandwidths(caplog: pytest.LogCaptureFixture) -> None:
     dst = torch.empty_like(src)
     copy = torch.Tensor.copy_
     with caplog.at_level(logging.INFO, "jitkern.perf"):
-        theirs, ours = jitkern.compare_memory_kernel_perf(
+        theirs, ours = compare_memory_kernel_perf(
             baseline=lambda: dst.copy_(src),
             our_impl=lambda: copy(dst, src),
             memory_footprint=2 * src.numel(),

@@ -9,20 +9,22 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from children import MALLORY, as_user, needs_root
 from needs import needs_nvrtc
 from paths import TESTS, python_path
 from tiny import SM_90, Use, put, tiny
 
 import jitkern.ops.store
+from jitkern import fs
 from jitkern.cache import get
 from jitkern.cache.get import freeze, unfreeze
 from jitkern.errors import FrozenError
+from jitkern.fs import write_whole
 from jitkern.jit import record
 from jitkern.jit.record import replay
 
@@ -86,28 +88,25 @@ from pathlib import Path
 from tiny import put
 folder = Path(sys.argv[1])
 headers = sorted(folder.glob("*.h"))
-print(flush=True)
-input()
+(folder / f"{sys.argv[2]}.ready").touch()
+while len(list(folder.glob("*.ready"))) < 2:
+    pass
 for name in ("all", sys.argv[2]):
     put(folder / "used.jsonl", name, *headers)
 """
 
 
-def test_ranks_that_record_at_once_write_each_text_once(tmp_path: Path) -> None:
+def test_ranks_that_record_at_once_write_each_text_once(
+    tmp_path: Path, forked_python: Fresh
+) -> None:
     """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
     write_headers(tmp_path, 40, lines=10_000)
-    command, env = [sys.executable, "-c", RANK, str(tmp_path)], {"PYTHONPATH": python_path(TESTS)}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    ranks = [
-        subprocess.Popen([*command, name], env={**os.environ, **env}, **pipes)
-        for name in ("rank0", "rank1")
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None
-        rank.stdout.readline()
-    for rank in ranks:
-        rank.communicate(b"\n", timeout=60)
-        assert rank.returncode == 0
+
+    def start(name: str) -> None:
+        forked_python(RANK, str(tmp_path), name, env={"PYTHONPATH": python_path(TESTS)})
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(start, ("rank0", "rank1")))
     file = tmp_path / "used.jsonl"
     texts = [f"// {number}.h" for number in range(40)]
     assert kinds_of(file) == sorted(["all", "rank0", "rank1", *texts])
@@ -185,8 +184,58 @@ def test_log_has_one_line_per_lookup(
 
 @needs_nvrtc
 def test_log_goes_to_stderr_where_nobody_configured_logging(
-    folder: Path, fresh_python: Fresh
+    folder: Path, forked_python: Fresh
 ) -> None:
     env = {"JITKERN_LOG": "1", "PYTHONPATH": python_path(TESTS)}
     code = "from tiny import SM_90, tiny; tiny().image(SM_90)"
-    assert "compiled" in fresh_python(code, env=env).stderr
+    assert "compiled" in forked_python(code, env=env).stderr
+
+
+def test_private_names_cannot_be_guessed() -> None:
+    names = {fs.private_name() for _ in range(100)}
+    assert len({name[-16:] for name in names}) == 100
+    assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "plain", b"x")
+        put(tmp_path / "used.jsonl", "tiny")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"plain": 0o644 & ~umask, "used.jsonl": 0o644 & ~umask}
+
+
+PLANTED: dict[str, Callable[[Path, Path], object]] = {
+    "a symbolic link, which is not followed here": Path.symlink_to,
+    "a file of 2 names, expected one": Path.hardlink_to,
+    "not a regular file": lambda file, victim: os.mkfifo(file),
+    f"belongs to uid {MALLORY}": lambda file, victim: (file.touch(), os.chown(file, MALLORY, -1)),
+}
+
+
+@pytest.mark.parametrize("reason", PLANTED)
+def test_a_record_is_not_written_into_what_is_planted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    if "uid" in reason and os.geteuid() != 0:
+        pytest.skip("needs root, to become somebody else")
+    victim, file = tmp_path / "victim", tmp_path / "used.jsonl"
+    victim.write_text("months of work")
+    PLANTED[reason](file, victim)
+    put(file, "tiny")
+    assert caplog.messages == [f"jitkern: JITKERN_RECORD: cannot write {file}: {reason}"]
+    assert victim.read_text() == "months of work"
+
+
+@needs_root
+def test_a_user_may_record_into_a_file_that_root_has_made(open_place: Path) -> None:
+    file = open_place / "used.jsonl"
+    file.touch()
+    file.chmod(0o666)
+    open_place.chmod(0o755)  # in a directory like /tmp the kernel itself would refuse
+    as_user(MALLORY, lambda: put(file, "tiny"))
+    assert [str(one.used) for one in replay(file, trust=True)] == ["tiny<>"]

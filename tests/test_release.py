@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from built_wheel import wheel  # noqa: F401
 from proved import unproved
 
 import jitkern
@@ -87,9 +86,7 @@ def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
 
 @unproved("links", "src/jitkern/host/*.py", "hatch_build.py", "tools/release_check.py")
 def test_what_the_host_module_links(
-    wheel: Path,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "libc.so.6" in check.check_links(wheel, tmp_path / "1").split(", ")
     monkeypatch.setattr(check, "MAY_LINK", {"libc.so.6"})

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from headers import put
-from needs import needs_nvrtc
 
 from jitkern.arch import Arch
 from jitkern.compilers import find
@@ -102,23 +101,6 @@ def test_where_a_user_may_not_enter(
         find.find_nvrtc()
     with pytest.raises(ToolchainError, match="CUDA_HOME"):
         find.find_nvcc()
-
-
-@needs_nvrtc
-def test_nvrtc_starts_nothing_and_finding_it_loads_nothing(fresh_python) -> None:
-    code = """
-import subprocess, sys
-def refuse(*args, **kwargs): raise SystemExit(f"started {args}")
-subprocess.Popen.__init__ = refuse
-from jitkern.arch import Arch
-from jitkern.compilers import nvrtc
-from jitkern.compilers.find import find_nvrtc
-find_nvrtc()
-assert "libnvrtc" not in open("/proc/self/maps").read()
-nvrtc.compile("__global__ void k() {}", name="k.cu", headers={}, arch=Arch(9, 0))
-assert not {"ninja", "rich", "torch", "tvm_ffi"} & set(sys.modules)
-"""
-    fresh_python(code)
 
 
 def test_nvcc_on_path_is_a_wrapper_script(machine: Callable[..., Path]) -> None:

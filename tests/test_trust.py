@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import MALLORY as OTHER
+from children import needs_root
 from entries import DATA, VARIANT, key, publish
-from strangers import MALLORY as OTHER
-from strangers import needs_root
 
 from jitkern.cache import get
 from jitkern.cache.entry import META_NAME

@@ -11,7 +11,7 @@ import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
 from stems import ON_GPU
-from tiny import SM_90, Use, compiles, tiny
+from tiny import SM_90, Use, compiles, tiny, write_lines
 
 import jitkern
 from jitkern.arch import Arch, target_archs
@@ -289,49 +289,26 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Use) -> No
     assert run(capsys, "--replay", record)[0] == 0
 
 
-# -- records of others: they are code --------------------------------------------------------------
-
-
-def write_record(file: Path, source: str) -> None:
-    """A record of one library that somebody else has written."""
-    flags = [f"-DMARK='\"{file.parent}/mark\"'"]
-    line = {
-        "record": 2,
-        "function": "load_aot",
-        "args": ["marking"],
-        "options": {"cpp_files": ["./marking.cc"], "extra_cflags": flags},
-        "arch": "",
-        "files": {"./marking.cc": sha256(source.encode())},
-    }
-    file.write_text(f"{json.dumps({'record': 2, 'text': source})}\n{json.dumps(line)}\n")
-    file.chmod(0o644)
-
-
 @needs_cxx
 def test_replay_builds_and_does_not_load(
     capsys: Capture, empty_cache: Path, tmp_path: Path
 ) -> None:
-    recording, mark = tmp_path / "used.jsonl", tmp_path / "mark"
-    write_record(recording, MARKING)
+    mark = tmp_path / "mark"
+    line = {
+        "record": 2,
+        "function": "load_aot",
+        "args": ["marking"],
+        "options": {"cpp_files": ["./marking.cc"], "extra_cflags": [f"-DMARK='\"{mark}\"'"]},
+        "arch": "",
+        "files": {"./marking.cc": sha256(MARKING.encode())},
+    }
+    text = {"record": 2, "text": MARKING}
+    recording = write_lines(tmp_path / "used.jsonl", text, line)
     for source in ("compiled", "cached"):
         status, out, err = run(capsys, "--replay", recording)
         assert (status, err) == (0, "")
         assert re.search(rf"^marking .* {source} ", out, re.MULTILINE)
         assert not mark.exists()
-
-
-def test_replay_refuses_a_file_that_others_could_have_written(
-    capsys: Capture, empty_cache: Path, tmp_path: Path
-) -> None:
-    recording = tmp_path / "used.jsonl"
-    write_record(recording, MARKING)
-    recording.chmod(0o666)
-    status, out, err = run(capsys, "--replay", recording)
-    assert (status, out) == (1, "")
-    assert err == (
-        f"jitkern: error: --replay: {recording}: its mode, 0666, lets others write it; if you "
-        f"trust them, replay it with: jitkern warm --trust --replay {recording}\n"
-    )
 
 
 def test_a_gpu_that_is_there_goes_before_the_variable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ template <int N> struct AddKernel {
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
+    """Nothing of a test's environment is left: this one ends after `monkeypatch`."""
     yield
+    settings.cache_clear()
     get._frozen = ""
     get._warned_of.clear()
 
@@ -73,7 +76,7 @@ def folder(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Sets variables, as another process would have them."""
 
     def put(**variables: object) -> None:
@@ -82,9 +85,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         settings.cache_clear()
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    yield put
-    monkeypatch.undo()
-    settings.cache_clear()
+    return put
 
 
 def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
@@ -94,6 +95,13 @@ def tiny(n: int = 4, **kwargs: Any) -> DeviceModule:
 
 def compiles() -> int:
     return stats().compiles
+
+
+def write_lines(file: Path, *lines: object) -> Path:
+    """Write a record by hand, which nobody else may write to."""
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    file.chmod(0o644)
+    return file
 
 
 def put(file: Path, name: str, *headers: Path) -> None:

@@ -50,22 +50,10 @@ def test_it_finds_a_chunk(
     assert said.count("chunks of") == 4  # 32 tokens is the most that the budget allows
 
 
-@pytest.mark.parametrize("broken", ["merge", "_units", "is_causal"])
 def test_a_wrong_result_is_found(
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: str,
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if broken == "merge":
-        monkeypatch.setattr(example, "merge_state", lambda *_, **how: None)
-    elif broken == "is_causal":
-        attend = example.attend
-        monkeypatch.setattr(example, "attend", lambda q, k, v, is_causal=False: attend(q, k, v))
-    else:  # another block in the place of one
-        prefill, units = example.Prefill, example.Prefill._units
-        wrong = lambda *args: [unit._replace(cpu_blocks=[0]) for unit in units(*args)]  # noqa: E731
-        monkeypatch.setattr(prefill, "_units", wrong)
+    monkeypatch.setattr(example, "merge_state", lambda *_, **how: None)
     status, result = run(device, tmp_path, "--chunk", "24")
     assert status == 1
     assert result["rms_error"] > result["max_rms_error"]
