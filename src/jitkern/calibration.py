@@ -20,6 +20,9 @@ from jitkern import fs
 from jitkern.cache.get import folders, user_cache
 from jitkern.cache.trust import written_by_others
 from jitkern.errors import UnsupportedError
+from jitkern.host.module import module
+from jitkern.ops.copy_blocks import copy_blocks
+from jitkern.ops.h2d_gather import h2d_gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +147,6 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
     """
     import torch
 
-    from jitkern.host.module import module
     from jitkern.offload import PinnedPool
 
     if not torch.cuda.is_available():
@@ -172,9 +174,9 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
 
 def _pool_gib(free: int) -> int:
     """Return the size of the pool: a quarter of what is free."""
-    fitting = [gib for gib in _POOLS_GIB if 4 * gib * _GIB <= free]
-    if fitting:
-        return fitting[0]
+    for gib in _POOLS_GIB:
+        if 4 * gib * _GIB <= free:
+            return gib
     raise UnsupportedError(
         f"calibrate: {free / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
         "which a quarter is pinned; end what takes it, or raise the container's limit"
@@ -218,10 +220,6 @@ def _up_to(curve: Curve, other: Curve, times: float) -> float:
 def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> dict[str, Curve]:
     """Return the curves of random rows and blocks between the pool and the GPU."""
     import torch
-
-    from jitkern.host.module import module
-    from jitkern.ops.copy_blocks import copy_blocks
-    from jitkern.ops.h2d_gather import h2d_gather
 
     on_gpu = torch.empty(4 * _ROWS, _ROW_BYTES, dtype=torch.uint8, device="cuda")
     ordinal, figure = on_gpu.device.index, "small_call_bytes"

@@ -96,10 +96,9 @@ def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
             yield from _tensors_of({f"{name}[{i}]": one for i, one in enumerate(value)})
 
 
-def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
+def _kernel(op: str, arguments: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
-    arguments = _arguments_of(overload)
-    written, function = _written(arguments), overload.function
+    written = _written(arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = _named(arguments, args, kwargs)
@@ -129,9 +128,8 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
             )
 
 
-def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
+def _fake(op: str, arguments: Any, function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return the operator's fake, which refuses tensors on the meta device beside others."""
-    arguments, function = _arguments_of(overload), overload.fake
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         tensors = dict(_tensors_of(_named(arguments, args, kwargs)))
@@ -141,10 +139,6 @@ def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
         return None if function is None else function(*args, **kwargs)
 
     return fake
-
-
-def _arguments_of(overload: TorchOverload) -> Any:
-    return torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
 
 
 def _named(arguments: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +152,11 @@ def _written(arguments: Any) -> list[str]:
 def _register(op: str, overload: TorchOverload) -> None:
     name = overload.schema.partition("(")[0]
     _LIBRARY.define(overload.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _kernel(op, overload), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"jitkern::{name}", _fake(op, overload), lib=_LIBRARY)
     operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
+    arguments = operator._schema.arguments
+    _LIBRARY.impl(name, _kernel(op, arguments, overload.function), "CompositeExplicitAutograd")
+    fake = _fake(op, arguments, overload.fake)
+    torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
     if overload.one_by_one is not None:
         operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
     if not overload.gradient:

@@ -71,7 +71,7 @@ def record(used: Specialisation, closure: Closure) -> None:
     lines = _lines(used, dict(zip(map(str, closure.files), closure.texts, strict=True)))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = fs.open_to_append(file)
+        descriptor = fs.open_regular(file, append=True)
         try:
             _lock(descriptor, settings().lock_timeout_s)
             _append(used, lines, descriptor)
