@@ -87,8 +87,7 @@ def read_bundle(file: Path, *, trust: bool = False) -> list[Entry]:
     """
     try:
         with open(open_regular(file, follow=True), "rb") as stream:
-            reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
-            if reason:
+            if not trust and (reason := written_by_others(os.fstat(stream.fileno()))):
                 raise CacheError(
                     f"{file}: {reason}; if you trust them, import it with: "
                     f"jitkern cache import --trust {file}"

@@ -70,10 +70,10 @@ def build_lock(
 
 
 @contextmanager
-def build_folder(folder: Path | None) -> Iterator[Path]:
+def build_folder(folder: Path | str | None) -> Iterator[Path]:
     """Yield `folder` to build in, locked; a temporary one for None, or if it cannot be locked."""
     if folder is not None:
-        path = folder.resolve() / "jitkern.lock"
+        path = Path(folder).resolve() / "jitkern.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with build_lock(path, timeout_s=settings().lock_timeout_s, done=lambda: False) as held:
             if held:

@@ -193,8 +193,9 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
         raise ValueError("load_jit: device_wrappers: given without device_files")
     elif not any(map(options.get, (*FILES, *_WRAPPERS))):
         more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
-        names = f"cpp_files, cuda_files{more}"
-        raise ValueError(f"{function}: {names}: all empty, expected one of them")
+        raise ValueError(
+            f"{function}: cpp_files, cuda_files{more}: all empty, expected one of them"
+        )
     return Specialisation(function, tuple(args), options, "")
 
 

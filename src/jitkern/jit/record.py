@@ -26,13 +26,12 @@ from jitkern.env import settings
 from jitkern.fs import digest, sha256
 
 FORMAT = 2
+# Options that are lists of sources, and of directories.
 FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
-"""Options that are lists of sources."""
 FOLDERS = frozenset(("extra_include_paths",))
-"""Options that are lists of directories."""
 FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
+# Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch.
 MAX_BYTES = 64 << 20
-"""Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
 _log = logging.getLogger("jitkern")
 
@@ -186,8 +185,7 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     it; OSError if it cannot be read, or is no regular file.
     """
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
-        reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
-        if reason:
+        if not trust and (reason := written_by_others(os.fstat(stream.fileno()))):
             command = f"jitkern warm --trust --replay {file}"
             raise ValueError(f"{file}: {reason}; if you trust them, replay it with: {command}")
         raw = stream.read(MAX_BYTES + 1)
