@@ -33,8 +33,7 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:
-        _refuse_gradients(op, arguments)
-        _refuse_batches(op, arguments)
+        _refuse_watched(op, arguments)
     elif torch._C._are_functorch_transforms_active():
         # They go over an autograd.Function as a whole, but not over an operator that applies one.
         return function.apply(*arguments.values())
@@ -57,13 +56,14 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Raise for an op that writes in place and is no operator: see ``dispatch.refuse``."""
-    _refuse_gradients(op, arguments)
-    _refuse_batches(op, arguments)
+    _refuse_watched(op, arguments)
     _refuse_inference_tensors(op, written)
 
 
-def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
-    is_dual_level = not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0
+def _refuse_watched(op: str, arguments: dict[str, Any]) -> None:
+    """Raise for a tensor that requires a gradient, has a tangent or is batched."""
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    is_dual_level = not is_compiling and forward_ad._current_level >= 0
     for name, value in _tensors_of(arguments):
         if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
@@ -75,13 +75,8 @@ def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
                 f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op writes in "
                 f"place and has no gradient; pass forward_ad.unpack_dual({name}).primal"
             )
-
-
-def _refuse_batches(op: str, arguments: dict[str, Any]) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return  # PyTorch's own error names the operator
-    for name, value in _tensors_of(arguments):
-        if torch._C._functorch.is_batchedtensor(value):
+        # Of torch.compile PyTorch's own error names the operator.
+        if not is_compiling and torch._C._functorch.is_batchedtensor(value):
             raise RuntimeError(
                 f"{op}: {name}: batched by torch.vmap, expected a plain tensor: the op writes in "
                 "place; call it in a loop, or once with all rows"
@@ -104,7 +99,7 @@ def _kernel(op: str, arguments: Any, function: Callable[..., Any]) -> Callable[.
         named = _named(arguments, args, kwargs)
         changed = {name: named[name] for name in written if named.get(name) is not None}
         if changed:
-            _refuse_gradients(op, named)
+            _refuse_watched(op, named)
             if not torch.is_inference_mode_enabled():
                 _refuse_inference_tensors(op, changed)
         try:

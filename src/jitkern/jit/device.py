@@ -26,6 +26,7 @@ from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closu
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
+from jitkern.host import module as host
 from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
@@ -99,11 +100,10 @@ class DeviceModule:
         self._launchers: dict[str, Callable[..., Any]] = {}
 
     def image(self, arch: Arch) -> bytes:
-        """Return the code for `arch`, from memory, cache or compiler.
+        """Return the code for `arch`: a cubin, or PTX if the compiler is older than `arch`.
 
-        It is a cubin; PTX if the compiler is older than the architecture. Raises CompileError if it
-        does not compile, FrozenError if it is missing and jitkern is frozen, ToolchainError if it
-        is missing and there is no compiler.
+        Raises CompileError if it does not compile; FrozenError or ToolchainError if it is missing,
+        and jitkern is frozen or there is no compiler.
         """
         return self.lookup(arch).loaded
 
@@ -189,8 +189,6 @@ class DeviceModule:
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launcher(self) -> Callable[..., Any]:
-        from jitkern.host import module as host
-
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)
 
@@ -243,8 +241,6 @@ class DeviceModule:
 
     def cuda_headers(self) -> toolchain.CudaHeaders:
         """Return CUDA's own headers that the sources may include."""
-        if not self.closure.missing:
-            return toolchain.CudaHeaders()
         library = toolchain.find_nvrtc() if settings().compiler == "nvrtc" else None
         return toolchain.find_headers(self.closure.missing, self._cuda_dirs, library)
 
@@ -280,14 +276,10 @@ def load_own(
     sized_by: str = "element_size",
 ) -> DeviceModule:
     """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`."""
-    options = {
-        "device_files": [str(CSRC / file) for file in device_files],
-        "device_wrappers": list(map(list, device_wrappers)),
-    }
-    return DeviceModule(
-        Specialisation("load_jit", (name, *args), options, ""),
-        hint=lambda arch: warm_hint(name, args[0], arch, sized_by=sized_by),
-    )
+    files = [str(CSRC / file) for file in device_files]
+    options = {"device_files": files, "device_wrappers": list(map(list, device_wrappers))}
+    hint = partial(warm_hint, name, args[0], sized_by=sized_by)
+    return DeviceModule(Specialisation("load_jit", (name, *args), options, ""), hint)
 
 
 def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:
@@ -432,8 +424,6 @@ def _cuda_version(variant: str) -> tuple[int, int]:
 
 def _driver_version() -> tuple[int, int]:
     """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
-    from jitkern.host import module as host  # here, since it is needed only without a compiler
-
     try:
         found = host.find_built()
         version = int(found.loaded["driver_version"]()) if found else 0

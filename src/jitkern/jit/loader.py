@@ -101,12 +101,10 @@ def load_jit(
 
     Examples
     --------
-    >>> wrappers = [("scale", "scale<4>")]
-    >>> module = load_jit(
-    ...     "scale", "4", cpp_files=["scale.cc"], cpp_wrappers=wrappers
-    ... )  # doctest: +SKIP
-    >>> module.scale(10)  # doctest: +SKIP
-    40
+    >>> exports = [("add", "add<4>")]
+    >>> module = load_jit("add", "4", cpp_files=["add.cc"], cpp_wrappers=exports)  # doctest: +SKIP
+    >>> module.add(10)  # doctest: +SKIP
+    14
     """
     used = checked("load_jit", args, locals())
     return load_device(used) if used.options.get("device_files") else load_library(used).loaded
@@ -193,9 +191,8 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
         raise ValueError("load_jit: device_wrappers: given without device_files")
     elif not any(map(options.get, (*FILES, *_WRAPPERS))):
         more = ", device_files, cpp_wrappers, cuda_wrappers" if function == "load_jit" else ""
-        raise ValueError(
-            f"{function}: cpp_files, cuda_files{more}: all empty, expected one of them"
-        )
+        names = f"cpp_files, cuda_files{more}"
+        raise ValueError(f"{function}: {names}: all empty, expected one of them")
     return Specialisation(function, tuple(args), options, "")
 
 

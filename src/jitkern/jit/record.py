@@ -70,15 +70,14 @@ def record(used: Specialisation, closure: Closure) -> None:
     lines = _lines(used, dict(zip(map(str, closure.files), closure.texts, strict=True)))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = fs.open_regular(file, append=True)
-        try:
-            _lock(descriptor, settings().lock_timeout_s)
-            _append(used, lines, descriptor)
-        finally:
-            # A child that was forked meanwhile has the descriptor too, and would hold the lock.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        with open(fs.open_regular(file, append=True), "rb") as stream:
+            try:
+                _lock(stream.fileno(), settings().lock_timeout_s)
+                _append(used, lines, stream.fileno())
+            finally:
+                # A child that was forked meanwhile has the descriptor too, and would hold the lock.
+                with suppress(OSError):
+                    fcntl.flock(stream, fcntl.LOCK_UN)
     except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
@@ -151,10 +150,6 @@ class Recorded:
     used: Specialisation
     files: Mapping[str, str]  # the digest of each source's text, by its place
     texts: Mapping[str, bytes]  # each text, by its digest
-
-    def to_json(self, arch: str) -> str:
-        """Return a text, equal for jobs that are equal when built for `arch`."""
-        return self.used._replace(arch=arch).to_json(files=self.files)
 
     def unpack(self, folder: Path) -> Specialisation:
         """Write the sources below `folder`; return what was used, with paths that exist."""
@@ -230,6 +225,5 @@ def _recorded(value: Mapping[str, Any], texts: Mapping[str, bytes]) -> Recorded:
     for place, name in files.items():
         if name not in texts:
             raise ValueError(f"the record has no text for {place}")
-    return Recorded(
-        Specialisation(function, (args[0], *args[1:]), options, str(arch)), files, texts
-    )
+    used = Specialisation(function, (args[0], *args[1:]), options, str(arch))
+    return Recorded(used, files, texts)
