@@ -237,15 +237,9 @@ def _delete_unlocked(folder: Path) -> None:
 class ForkLocal(Generic[T]):
     """A value that a forked child makes anew: no thread would release a held lock there."""
 
-    value: T
-
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.value = self._make()
+        self.value: T = make()
+        os.register_at_fork(after_in_child=lambda: vars(self).update(value=make()))
 
 
 def make_memory(user: str, shown: str, num_bytes: int) -> int:

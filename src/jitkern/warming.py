@@ -257,10 +257,7 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     given = [] if archs is None else _listed("archs", archs)
-    try:
-        parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
-    except ValueError as error:
-        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from None
+    parsed = (a if isinstance(a, Arch) else Arch.parse(str(a), "warm: archs") for a in given)
     return list(dict.fromkeys(parsed))
 
 
