@@ -20,9 +20,6 @@ from jitkern import fs
 from jitkern.cache.get import folders, user_cache
 from jitkern.cache.trust import written_by_others
 from jitkern.errors import UnsupportedError
-from jitkern.host.module import module
-from jitkern.ops.copy_blocks import copy_blocks
-from jitkern.ops.h2d_gather import h2d_gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,6 +142,7 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
     """
     import torch
 
+    from jitkern.host.module import module
     from jitkern.offload import PinnedPool
 
     if not torch.cuda.is_available():
@@ -218,6 +216,10 @@ def _up_to(curve: Curve, other: Curve, times: float) -> float:
 def _measure(pool: Tensor, pool_gib: int, say: Callable[[str], None]) -> dict[str, Curve]:
     """Return the curves of random rows and blocks between the pool and the GPU."""
     import torch
+
+    from jitkern.host.module import module
+    from jitkern.ops.copy_blocks import copy_blocks
+    from jitkern.ops.h2d_gather import h2d_gather
 
     on_gpu = torch.empty(4 * _ROWS, _ROW_BYTES, dtype=torch.uint8, device="cuda")
     ordinal, figure = on_gpu.device.index, "small_call_bytes"
