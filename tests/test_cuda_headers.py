@@ -71,7 +71,7 @@ def test_a_plain_kernel_searches_nothing(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(find, "_header_dirs", lambda _: pytest.fail("searched"))
-    assert load(tmp_path, '"jitkern/copy.cuh"').cuda_headers() is None
+    assert load(tmp_path, '"jitkern/copy.cuh"').cuda_headers() == CudaHeaders()
     assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>").cuda_headers() == CudaHeaders()
 
 
@@ -165,7 +165,7 @@ def test_given_headers_are_the_same_for_any_entry(
         get.freeze()
         CHANGES[0](include)
     if state == "no NVRTC":
-        monkeypatch.setattr(device, "find_nvrtc", no_nvrtc)
+        monkeypatch.setattr(device.toolchain, "find_nvrtc", no_nvrtc)
     found = module().find(SM_90)
     assert (found.source, found.loaded) == ("cached", image)
     factor.write_text("#define VALUE 15\n")

@@ -63,7 +63,7 @@ def test_another_compiler_is_another_variant(folder: Path, monkeypatch: pytest.M
     variants = set()
     for version in ("13.4", "13.5"):
         tool = Tool(("libnvrtc.so",), "nvrtc", version)
-        monkeypatch.setattr(device, "find_nvrtc", lambda tool=tool: tool)
+        monkeypatch.setattr(device.toolchain, "find_nvrtc", lambda tool=tool: tool)
         variants.add(device.DeviceImage(tiny(), SM_90).variant)
     assert variants == {"nvrtc-13.4", "nvrtc-13.5"}
 

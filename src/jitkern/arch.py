@@ -28,10 +28,13 @@ class Arch(NamedTuple):
     suffix: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Arch:
-        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
+    def parse(cls, text: str, argument: str = "arch") -> Arch:
+        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one.
+
+        An error begins with the name of the `argument`.
+        """
         if not isinstance(text, str):
-            raise TypeError(f"arch: {text!r}, expected a str such as '9.0'")
+            raise TypeError(f"{argument}: {text!r}, expected a str such as '9.0'")
         spelled = text.strip()
         if spelled in {str(arch.major) for arch in KNOWN_ARCHS}:
             spelled += ".0"
@@ -42,7 +45,7 @@ class Arch(NamedTuple):
                 return plain._replace(suffix=match[3])
         known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
         raise ValueError(
-            f"arch: {text!r}, expected one of {known} "
+            f"{argument}: {text!r}, expected one of {known} "
             "(with a from 9.0 on or f from 10.0 on, such as 9.0a, 10.0f)"
         )
 
@@ -76,10 +79,7 @@ SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
 
 def requested_archs() -> tuple[Arch, ...]:
     """Return the archs of ``JITKERN_ARCH``; ValueError for an unknown one."""
-    try:
-        return tuple(Arch.parse(text) for text in settings().arch)
-    except ValueError as error:
-        raise ValueError(f"JITKERN_ARCH: {str(error).removeprefix('arch: ')}") from None
+    return tuple(Arch.parse(text, "JITKERN_ARCH") for text in settings().arch)
 
 
 def gpu_archs() -> list[Arch]:

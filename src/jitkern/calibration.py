@@ -72,7 +72,7 @@ def find(gpu: str, cuda_version: int) -> tuple[Path, Mapping[str, int]] | None:
             return file, _figures_in(file)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             text = f"jitkern: {file} is not used: {error}; run jitkern calibrate, or delete it"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
     return None
@@ -82,12 +82,10 @@ def _figures_in(file: Path) -> Mapping[str, int]:
     with open(fs.open_regular(file), "rb") as stream:
         if reason := written_by_others(os.fstat(stream.fileno())):
             raise ValueError(reason)
-        content = fs.parse_json(stream.read(1 << 20))
-    figures: Any = content.get("figures") if isinstance(content, dict) else None
-    values = figures.values() if isinstance(figures, dict) else [None]
-    if not all(type(value) is int and 0 < value < 1 << 62 for value in values):
+        figures: dict[str, Any] = fs.parse_json(stream.read(1 << 20))["figures"]
+    if not all(type(value) is int and 0 < value < 1 << 62 for value in figures.values()):
         raise ValueError("figures are positive ints")
-    return dict(figures)
+    return figures
 
 
 def save(machine: Machine, figures: Mapping[str, int], **measured: Any) -> Path:
@@ -172,9 +170,9 @@ def calibrate(say: Callable[[str], None] = lambda _: None) -> Calibration:
 
 def _pool_gib(free: int) -> int:
     """Return the size of the pool: a quarter of what is free."""
-    fitting = [gib for gib in _POOLS_GIB if 4 * gib * _GIB <= free]
-    if fitting:
-        return fitting[0]
+    for gib in _POOLS_GIB:
+        if 4 * gib * _GIB <= free:
+            return gib
     raise UnsupportedError(
         f"calibrate: {free / _GIB:.1f} GiB of host memory are free, expected 16 or more, of "
         "which a quarter is pinned; end what takes it, or raise the container's limit"

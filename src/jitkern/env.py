@@ -18,8 +18,6 @@ Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
 FreezeMode = Literal["raise", "warn"]
 
-FREEZE_MODES: tuple[FreezeMode, ...] = get_args(FreezeMode)
-
 VARIABLES = (
     *("JITKERN_ANY_ENGINE", "JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES"),
     *("JITKERN_CACHE_PATH", "JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
@@ -33,10 +31,6 @@ CXX_HEADERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 NVCC_FLAGS = (
     *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
     *("CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
-)
-_CXX_READS = (
-    *(*CXX_HEADERS, "COMPILER_PATH", "GCC_EXEC_PREFIX"),
-    *("LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"),  # ld's; clang's
 )
 
 T = TypeVar("T")
@@ -99,32 +93,6 @@ class Settings(NamedTuple):
     library_path: tuple[Path, ...]  # LD_LIBRARY_PATH
     step_summary: Path | None  # GITHUB_STEP_SUMMARY
 
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Parse a mapping of variables. Raises as ``settings``."""
-        return cls(
-            cache_dir=_cache_dir(environ),
-            cache_path=_paths(environ, "JITKERN_CACHE_PATH"),
-            cache_trust=_trust(environ, "JITKERN_CACHE_TRUST"),
-            cache_max_bytes=_max_bytes(environ, "JITKERN_CACHE_MAX_BYTES"),
-            nccl=_path(environ, "JITKERN_NCCL"),
-            arch=_words(environ, "JITKERN_ARCH"),
-            compiler=_choice(environ, "JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
-            nvrtc=_path(environ, "JITKERN_NVRTC"),
-            lock_timeout_s=_seconds(environ, "JITKERN_LOCK_TIMEOUT_S"),
-            record=_path(environ, "JITKERN_RECORD"),
-            freeze=_choice(environ, "JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
-            log=_choice(environ, "JITKERN_LOG", {"0": False, "1": True}),
-            faults=_choice(environ, "JITKERN_FAULTS", {mode: mode for mode in get_args(FaultMode)}),
-            any_engine=_choice(environ, "JITKERN_ANY_ENGINE", {"0": False, "1": True}),
-            cuda_home=_path(environ, "CUDA_HOME") or _path(environ, "CUDA_PATH"),
-            cxx=_text(environ, "CXX") or None,
-            home=_path(environ, "HOME"),
-            path=environ.get("PATH", os.defpath),
-            library_path=_paths(environ, "LD_LIBRARY_PATH"),
-            step_summary=_path(environ, "GITHUB_STEP_SUMMARY"),
-        )
-
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
@@ -133,7 +101,28 @@ def settings() -> Settings:
     `settings.cache_clear()` makes the next call read it again. An unknown variable that starts with
     ``JITKERN_`` is a RuntimeWarning, a bad value a ValueError that names the variable.
     """
-    found = Settings.from_environ(os.environ)
+    found = Settings(
+        cache_dir=_cache_dir(),
+        cache_path=_paths("JITKERN_CACHE_PATH"),
+        cache_trust=_trust("JITKERN_CACHE_TRUST"),
+        cache_max_bytes=_max_bytes("JITKERN_CACHE_MAX_BYTES"),
+        nccl=_path("JITKERN_NCCL"),
+        arch=_words("JITKERN_ARCH"),
+        compiler=_choice("JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
+        nvrtc=_path("JITKERN_NVRTC"),
+        lock_timeout_s=_seconds("JITKERN_LOCK_TIMEOUT_S"),
+        record=_path("JITKERN_RECORD"),
+        freeze=_choice("JITKERN_FREEZE", {"0": None, "1": "raise", "warn": "warn"}),
+        log=_choice("JITKERN_LOG", {"0": False, "1": True}),
+        faults=_choice("JITKERN_FAULTS", {mode: mode for mode in get_args(FaultMode)}),
+        any_engine=_choice("JITKERN_ANY_ENGINE", {"0": False, "1": True}),
+        cuda_home=_path("CUDA_HOME") or _path("CUDA_PATH"),
+        cxx=_text("CXX") or None,
+        home=_path("HOME"),
+        path=os.environ.get("PATH", os.defpath),
+        library_path=_paths("LD_LIBRARY_PATH"),
+        step_summary=_path("GITHUB_STEP_SUMMARY"),
+    )
     for name in sorted(os.environ):
         if name.startswith("JITKERN_") and name not in VARIABLES:
             text = f"no setting of this name, so it does nothing; there are {', '.join(VARIABLES)}"
@@ -151,21 +140,21 @@ def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str
 
     With `cuda`, nvcc takes part. With `links`, libraries are named, which ``LIBRARY_PATH`` finds.
     """
-    names = [*_CXX_READS]
-    names += [*NVCC_FLAGS, "NVCC_CCBIN"] if cuda else []
-    names += ["LIBRARY_PATH"] if links else []
+    names = [*CXX_HEADERS, "COMPILER_PATH", "GCC_EXEC_PREFIX"]
+    names += ["LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"]  # ld's; clang's
+    names += [*NVCC_FLAGS, "NVCC_CCBIN"] * cuda + ["LIBRARY_PATH"] * links
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 # -- parsing ---------------------------------------------------------------------------------------
 
 
-def _text(environ: Mapping[str, str], name: str) -> str:
-    return environ.get(name, "").strip()
+def _text(name: str) -> str:
+    return os.environ.get(name, "").strip()
 
 
-def _words(environ: Mapping[str, str], name: str, separator: str = ",") -> tuple[str, ...]:
-    parts = (part.strip() for part in _text(environ, name).split(separator))
+def _words(name: str, separator: str = ",") -> tuple[str, ...]:
+    parts = (part.strip() for part in _text(name).split(separator))
     return tuple(part for part in parts if part)
 
 
@@ -173,33 +162,30 @@ def _bad(name: str, value: str, expected: str) -> ValueError:
     return ValueError(f"{name}: {value!r}, expected {expected}")
 
 
-def _path(environ: Mapping[str, str], name: str) -> Path | None:
-    value = _text(environ, name)
-    return _expand(environ, value) if value else None
+def _path(name: str) -> Path | None:
+    value = _text(name)
+    return _expand(value) if value else None
 
 
-def _paths(environ: Mapping[str, str], name: str) -> tuple[Path, ...]:
-    return tuple(_expand(environ, part) for part in _words(environ, name, os.pathsep))
+def _paths(name: str) -> tuple[Path, ...]:
+    return tuple(_expand(part) for part in _words(name, os.pathsep))
 
 
-def _expand(environ: Mapping[str, str], value: str) -> Path:
+def _expand(value: str) -> Path:
     """Return an absolute path; without a home ``~`` stays, and the cache is kept in memory."""
-    home = environ.get("HOME", "")
-    if home and (value == "~" or value.startswith("~/")):
-        return Path(home + value[1:])
     path = Path(os.path.expanduser(value))
     return path if value.startswith("~") else path.absolute()
 
 
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    xdg = _text(environ, "XDG_CACHE_HOME")
+def _cache_dir() -> Path:
+    xdg = _text("XDG_CACHE_HOME")
     # The XDG specification: a relative path is invalid and to be ignored.
-    default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand(environ, "~/.cache/jitkern")
-    return _path(environ, "JITKERN_CACHE_DIR") or default
+    default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand("~/.cache/jitkern")
+    return _path("JITKERN_CACHE_DIR") or default
 
 
-def _trust(environ: Mapping[str, str], name: str) -> Trust:
-    words = _words(environ, name)
+def _trust(name: str) -> Trust:
+    words = _words(name)
     users = [word for word in words if word != "everyone"]
     for word in users:
         if not re.fullmatch("[0-9]{1,10}", word):
@@ -213,24 +199,24 @@ def parse_bytes(text: str) -> int | None:
     return int(match[1]) << " kmgt".index(match[2] or " ") * 10 if match else None
 
 
-def _max_bytes(environ: Mapping[str, str], name: str) -> int:
-    number = parse_bytes(_text(environ, name) or "4G")
+def _max_bytes(name: str) -> int:
+    number = parse_bytes(_text(name) or "4G")
     if number is None:
-        raise _bad(name, _text(environ, name), "a number of bytes such as 4294967296, 512M or 4G")
+        raise _bad(name, _text(name), "a number of bytes such as 4294967296, 512M or 4G")
     return number
 
 
-def _seconds(environ: Mapping[str, str], name: str) -> float:
-    value = _text(environ, name) or "120"
+def _seconds(name: str) -> float:
+    value = _text(name) or "120"
     with suppress(ValueError):
         if 0.0 <= float(value) < float("inf"):
             return float(value)
     raise _bad(name, value, "a number of seconds, 0 or more")
 
 
-def _choice(environ: Mapping[str, str], name: str, choices: Mapping[str, T]) -> T:
+def _choice(name: str, choices: Mapping[str, T]) -> T:
     """Return the meaning of a value; the first choice is the default."""
-    value = _text(environ, name) or next(iter(choices))
+    value = _text(name) or next(iter(choices))
     if value not in choices:
         *others, last = choices
         raise _bad(name, value, f"{', '.join(others)} or {last}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 
 class JitkernError(Exception):
     """Base class of jitkern's own exceptions."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross processes, and the default cannot pass keyword-only arguments.
+        new: Any = copyreg.__newobj__  # type: ignore[attr-defined]
+        return (new, (type(self),), {**vars(self), "args": self.args})
 
 
 class CompileError(JitkernError):
@@ -34,11 +39,6 @@ class CompileError(JitkernError):
             parts += [f"log:\n{self.log.rstrip()}", *(["source:"] if self.source else [])]
             parts += [f"{number:4d}  {line}" for number, line in lines]
         return "\n".join(parts)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # The default cannot rebuild keyword-only arguments, and exceptions cross processes.
-        rebuild = partial(type(self), command=self.command, log=self.log, source=self.source)
-        return (rebuild, (self.message,))
 
 
 class CacheError(JitkernError):
@@ -89,12 +89,6 @@ class CommTimeoutError(CommError, TimeoutError):
         self.rank = rank
         self.missing: tuple[int, ...] = tuple(missing)
         super().__init__(message)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(
-            type(self), op=self.op, number=self.number, rank=self.rank, missing=self.missing
-        )
-        return (rebuild, self.args)
 
 
 UNREADABLE = (RuntimeError, ValueError, BufferError)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -64,27 +65,32 @@ def parse_json(raw: bytes) -> Any:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def open_regular(file: Path | str, *, follow: bool = False) -> int:
+def open_regular(file: Path | str, *, follow: bool = False, append: bool = False) -> int:
     """Open a regular file for reading; return its descriptor.
 
     Anything else is an OSError: a FIFO would block, a device has no end. `follow` allows a link.
+    `append` makes the file if need be; a file of two names or of another user is an OSError then.
     """
-    descriptor = _open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY, follow)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
-    return descriptor
-
-
-def _open(file: Path | str, flags: int, follow: bool) -> int:
-    flags |= os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
+    flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        return os.open(file, flags, 0o644)
+        descriptor = os.open(file, flags, 0o644)
     except OSError as error:
         if error.errno == errno.ELOOP and not follow:
             reason = "a symbolic link, which is not followed here"
             raise OSError(errno.ELOOP, reason, str(file)) from error
         raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        reason = "not a regular file"
+    elif append and status.st_nlink > 1:
+        reason = f"a file of {status.st_nlink} names, expected one"
+    elif append and status.st_uid not in (os.geteuid(), 0):
+        reason = f"belongs to uid {status.st_uid}"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, reason, str(file))
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -118,26 +124,6 @@ def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) 
         if flush:
             out.flush()
             os.fsync(out.fileno())
-
-
-def open_to_append(file: Path) -> int:
-    """Open `file` to read it and to append to it, made if need be; return its descriptor.
-
-    Raises OSError unless it is plainly this user's: a regular file of one name, not a link.
-    """
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
-    descriptor = _open(file, flags, follow=False)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        reason = "not a regular file"
-    elif status.st_nlink > 1:
-        reason = f"a file of {status.st_nlink} names, expected one"
-    elif status.st_uid not in (os.geteuid(), 0):
-        reason = f"belongs to uid {status.st_uid}"
-    else:
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EPERM, reason, str(file))
 
 
 def flush_directory(path: Path) -> None:
@@ -205,8 +191,6 @@ def is_abandoned(name: str, age_s: float) -> bool:
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """Make a directory as ``make_scratch_folder`` does, and delete it after the body."""
-    import shutil
-
     folder, descriptor = make_scratch_folder(purpose)
     try:
         yield folder
@@ -235,8 +219,6 @@ def make_scratch_folder(purpose: str) -> tuple[Path, int]:
 
 def _delete_unlocked(folder: Path) -> None:
     """Delete a directory of this user's that is an hour old and that no process has locked."""
-    import shutil
-
     with suppress(OSError):  # a link, gone meanwhile, or locked
         descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -255,15 +237,9 @@ def _delete_unlocked(folder: Path) -> None:
 class ForkLocal(Generic[T]):
     """A value that a forked child makes anew: no thread would release a held lock there."""
 
-    value: T
-
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.value = self._make()
+        self.value: T = make()
+        os.register_at_fork(after_in_child=lambda: vars(self).update(value=make()))
 
 
 def make_memory(user: str, shown: str, num_bytes: int) -> int:
@@ -280,12 +256,8 @@ def make_memory(user: str, shown: str, num_bytes: int) -> int:
     fd: int = libc.memfd_create(shown.encode(), 1 | 2)  # MFD_CLOEXEC, MFD_ALLOW_SEALING
     if fd < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
-    try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, 1033, 1 | 2 | 4)  # F_ADD_SEALS: no shrinking, growing or unsealing
-    except BaseException:
-        os.close(fd)
-        raise
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, 1033, 1 | 2 | 4)  # F_ADD_SEALS: no shrinking, growing or unsealing
     return fd
 
 

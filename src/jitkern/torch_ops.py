@@ -33,8 +33,7 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """
     function = _DIFFERENTIABLE.get((op, overload))
     if function is None:
-        _refuse_gradients(op, arguments)
-        _refuse_batches(op, arguments)
+        _refuse_watched(op, arguments)
     elif torch._C._are_functorch_transforms_active():
         # They go over an autograd.Function as a whole, but not over an operator that applies one.
         return function.apply(*arguments.values())
@@ -57,13 +56,14 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Raise for an op that writes in place and is no operator: see ``dispatch.refuse``."""
-    _refuse_gradients(op, arguments)
-    _refuse_batches(op, arguments)
+    _refuse_watched(op, arguments)
     _refuse_inference_tensors(op, written)
 
 
-def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
-    is_dual_level = not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0
+def _refuse_watched(op: str, arguments: dict[str, Any]) -> None:
+    """Raise for a tensor that requires a gradient, has a tangent or is batched."""
+    is_compiling = torch.compiler.is_dynamo_compiling()
+    is_dual_level = not is_compiling and forward_ad._current_level >= 0
     for name, value in _tensors_of(arguments):
         if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
@@ -75,13 +75,8 @@ def _refuse_gradients(op: str, arguments: dict[str, Any]) -> None:
                 f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op writes in "
                 f"place and has no gradient; pass forward_ad.unpack_dual({name}).primal"
             )
-
-
-def _refuse_batches(op: str, arguments: dict[str, Any]) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return  # PyTorch's own error names the operator
-    for name, value in _tensors_of(arguments):
-        if torch._C._functorch.is_batchedtensor(value):
+        # Of torch.compile PyTorch's own error names the operator.
+        if not is_compiling and torch._C._functorch.is_batchedtensor(value):
             raise RuntimeError(
                 f"{op}: {name}: batched by torch.vmap, expected a plain tensor: the op writes in "
                 "place; call it in a loop, or once with all rows"
@@ -96,16 +91,15 @@ def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
             yield from _tensors_of({f"{name}[{i}]": one for i, one in enumerate(value)})
 
 
-def _kernel(op: str, overload: TorchOverload) -> Callable[..., Any]:
+def _kernel(op: str, arguments: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
-    arguments = _arguments_of(overload)
-    written, function = _written(arguments), overload.function
+    written = _written(arguments)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = _named(arguments, args, kwargs)
         changed = {name: named[name] for name in written if named.get(name) is not None}
         if changed:
-            _refuse_gradients(op, named)
+            _refuse_watched(op, named)
             if not torch.is_inference_mode_enabled():
                 _refuse_inference_tensors(op, changed)
         try:
@@ -129,9 +123,8 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
             )
 
 
-def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
+def _fake(op: str, arguments: Any, function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return the operator's fake, which refuses tensors on the meta device beside others."""
-    arguments, function = _arguments_of(overload), overload.fake
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         tensors = dict(_tensors_of(_named(arguments, args, kwargs)))
@@ -141,10 +134,6 @@ def _fake(op: str, overload: TorchOverload) -> Callable[..., Any]:
         return None if function is None else function(*args, **kwargs)
 
     return fake
-
-
-def _arguments_of(overload: TorchOverload) -> Any:
-    return torch._C.parse_schema(f"jitkern::{overload.schema}").arguments
 
 
 def _named(arguments: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -158,9 +147,11 @@ def _written(arguments: Any) -> list[str]:
 def _register(op: str, overload: TorchOverload) -> None:
     name = overload.schema.partition("(")[0]
     _LIBRARY.define(overload.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _kernel(op, overload), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"jitkern::{name}", _fake(op, overload), lib=_LIBRARY)
     operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
+    arguments = operator._schema.arguments
+    _LIBRARY.impl(name, _kernel(op, arguments, overload.function), "CompositeExplicitAutograd")
+    fake = _fake(op, arguments, overload.fake)
+    torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
     if overload.one_by_one is not None:
         operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
     if not overload.gradient:

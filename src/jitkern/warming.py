@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -178,10 +178,8 @@ def warm(
             )
         outcomes += op_jobs(wanted_ops, for_archs)
     threads = threads or default_threads()
-    with ExitStack() as stack:
-        if recorded:
-            folder = stack.enter_context(scratch_folder("replay"))
-            outcomes += recorded_jobs(recorded, folder, wanted_archs)
+    with scratch_folder("replay") if recorded else nullcontext(Path()) as folder:
+        outcomes += recorded_jobs(recorded, folder, wanted_archs)
         for one in outcomes:
             if one.error is None:
                 one.run(one.find)
@@ -259,10 +257,7 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     given = [] if archs is None else _listed("archs", archs)
-    try:
-        parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in given]
-    except ValueError as error:
-        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from None
+    parsed = (a if isinstance(a, Arch) else Arch.parse(str(a), "warm: archs") for a in given)
     return list(dict.fromkeys(parsed))
 
 
@@ -295,16 +290,16 @@ def recorded_jobs(
             unpacked = one.unpack(folder)
             used = checked(unpacked.function, unpacked.args, unpacked.options)
             kernel = load_device(used) if is_kernel else None
-            for_archs = for_archs or (Arch.parse(one.used.arch),)
+            made = [
+                _of_kernel(kernel, arch) if kernel and arch else _of_library(used, arch)
+                for arch in for_archs or (Arch.parse(one.used.arch),)
+            ]
         except _FAILURES as error:
             name, *args = one.used.args
-            failed = Outcome(name, ", ".join(args), one.used.arch, source="failed", error=error)
-            jobs[one.to_json(failed.arch)] = failed
-            continue
-        for arch in for_archs:
+            made = [Outcome(name, ", ".join(args), one.used.arch, source="failed", error=error)]
+        for job in made:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            job = _of_kernel(kernel, arch) if kernel and arch else _of_library(used, arch)
-            jobs.setdefault(one.to_json(job.arch), job)
+            jobs.setdefault(one.used._replace(arch=job.arch).to_json(files=one.files), job)
     return list(jobs.values())
 
 

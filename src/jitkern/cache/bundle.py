@@ -65,17 +65,13 @@ def export_bundle(
 def _packed(members: dict[str, bytes]) -> bytes:
     """Return a bundle of `members`: path in the bundle -> bytes."""
     buffer = io.BytesIO()
-    # No time, owner or file name goes in: equal entries make equal bundles.
-    with (
-        gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as packed,
-        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
-    ):
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name in sorted(members):
+            # No time, owner or file name goes in: equal entries make equal bundles.
             info = tarfile.TarInfo(name)
             info.size = len(members[name])
-            info.mode = 0o644
             tar.addfile(info, io.BytesIO(members[name]))
-    return buffer.getvalue()
+    return gzip.compress(buffer.getvalue(), mtime=0)
 
 
 def import_bundle(cache: Cache, file: Path, *, trust: bool = False) -> list[Entry]:
@@ -91,8 +87,7 @@ def read_bundle(file: Path, *, trust: bool = False) -> list[Entry]:
     """
     try:
         with open(open_regular(file, follow=True), "rb") as stream:
-            reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
-            if reason:
+            if not trust and (reason := written_by_others(os.fstat(stream.fileno()))):
                 raise CacheError(
                     f"{file}: {reason}; if you trust them, import it with: "
                     f"jitkern cache import --trust {file}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jitkern.cache.trust import EVERYONE, require_trusted
@@ -21,16 +21,13 @@ SCHEMA = 1
 META_NAME = "meta.json"
 
 
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
-
-
 class Key(NamedTuple):
     """What an entry is made from."""
 
     route: str  # how it is built, such as "device"
     name: str  # readable part of the folder's name, e.g. store_656_16_4_128_8_true
     digest: str  # 20 hex digits over everything but the variant; "family" in meta.json
-    describe: Mapping[str, Any] = _EMPTY  # what meta.json tells a reader
+    describe: Mapping[str, Any] = {}  # what meta.json tells a reader
 
     @property
     def op(self) -> str:
@@ -95,7 +92,7 @@ class Entry(NamedTuple):
 
 
 def new_entry(
-    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any] = _EMPTY
+    key: Key, variant: str, files: Mapping[str, bytes], notes: Mapping[str, Any] = {}
 ) -> Entry:
     """Return an entry of what was built, to be published; the first file is the artefact."""
     recorded = {name: {"bytes": len(d), "sha256": sha256(d)} for name, d in files.items()}
@@ -138,11 +135,7 @@ def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
 def read_entry(path: Path, trust: Trust = EVERYONE, meta: Mapping[str, Any] | None = None) -> Entry:
     """Read the entry at `path`, every byte checked against its meta. Raises as `read_meta`."""
     meta = read_meta(path, trust) if meta is None else meta
-    try:
-        files = {name: _read(path / name, trust) for name in meta["files"]}
-    except OSError as error:
-        raise CacheError(f"{error.filename or path}: {error.strerror}") from error
-    entry = Entry(path, files, meta)
+    entry = Entry(path, {name: _read(path / name, trust) for name in meta["files"]}, meta)
     check_files(entry, str(path))
     return entry
 
@@ -169,13 +162,10 @@ def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
         raise CacheError(f"{where}: not JSON: {error}") from error
     if not isinstance(meta, dict) or meta.pop("checksum", None) != sha256(canonical_json(meta)):
         raise CacheError(f"{where}: checksum does not match")
-    try:
-        is_sound = _is_sound(meta)
-    except (LookupError, TypeError, AttributeError):
-        is_sound = False
-    if not is_sound:
-        raise CacheError(f"{where}: not a meta of schema {SCHEMA}")
-    return meta
+    with suppress(LookupError, TypeError, AttributeError):
+        if _is_sound(meta):
+            return meta
+    raise CacheError(f"{where}: not a meta of schema {SCHEMA}")
 
 
 def _is_sound(meta: Mapping[str, Any]) -> bool:

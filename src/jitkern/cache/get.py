@@ -23,7 +23,7 @@ from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
 from jitkern.cache.trust import EVERYONE, UntrustedError
-from jitkern.env import FREEZE_MODES, FreezeMode, Settings, settings
+from jitkern.env import FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 
 T = TypeVar("T")
@@ -58,8 +58,8 @@ def freeze(mode: FreezeMode = "raise") -> None:
     >>> jitkern.freeze()  # doctest: +SKIP
     """
     global _frozen
-    if mode not in FREEZE_MODES:
-        raise ValueError(f"freeze: mode: {mode!r}, expected {' or '.join(FREEZE_MODES)}")
+    if mode not in ("raise", "warn"):
+        raise ValueError(f"freeze: mode: {mode!r}, expected raise or warn")
     _frozen = mode
 
 
@@ -94,10 +94,9 @@ class Searched(NamedTuple):
     cache: Cache
 
 
-def caches() -> Iterator[Searched]:
-    """Yield the caches of this process in the order they are searched in."""
-    yield from _caches(settings())
-    yield from _kernels()  # the wheel is looked for only if no other cache has an entry
+def caches() -> tuple[Searched, ...]:
+    """Return the caches of this process in the order they are searched in."""
+    return _caches(settings())
 
 
 @lru_cache(maxsize=4)
@@ -106,26 +105,18 @@ def _caches(now: Settings) -> tuple[Searched, ...]:
     written = _NOWHERE if now.cache_dir.parts[:1] == ("~",) else now.cache_dir
     user = Cache(written, max_bytes=now.cache_max_bytes, **how)
     others = [Cache(path, read_only=True, **how) for path in now.cache_path]
+    wheels = {"shipped": SHIPPED}
+    # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
+    spec = PathFinder.find_spec(KERNELS.replace("-", "_"))  # imports nothing of the wheel
+    if spec is not None and spec.origin is not None:
+        wheels[KERNELS] = Path(spec.origin).parent
+    # Wheels are not checked: whoever may write there may write Python code too.
+    shipped = {name: Cache(at, read_only=True, trust=EVERYONE) for name, at in wheels.items()}
     return (
         *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in others),
         Searched("JITKERN_CACHE_DIR", "cached", user),
-        Searched("shipped", "shipped", _shipped(SHIPPED)),
+        *(Searched(name, "shipped", cache) for name, cache in shipped.items()),
     )
-
-
-@lru_cache(maxsize=1)
-def _kernels() -> tuple[Searched, ...]:
-    """Return the cache in the wheel of kernels, if it is installed. Nothing of it is imported."""
-    # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
-    spec = PathFinder.find_spec(KERNELS.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        return ()
-    return (Searched(KERNELS, "shipped", _shipped(Path(spec.origin).parent)),)
-
-
-def _shipped(folder: Path) -> Cache:
-    """Return a cache in a wheel. Not checked: whoever may write it may write Python code too."""
-    return Cache(folder, read_only=True, trust=EVERYONE)
 
 
 def folders() -> list[Path]:
@@ -135,12 +126,7 @@ def folders() -> list[Path]:
 
 def user_cache() -> Cache:
     """Return the cache at JITKERN_CACHE_DIR, the only one that is written."""
-    return _caches(settings())[-2].cache
-
-
-def shipped_cache() -> Cache:
-    """Return the cache in jitkern's own wheel."""
-    return _caches(settings())[-1].cache
+    return next(one.cache for one in caches() if one.origin == "JITKERN_CACHE_DIR")
 
 
 # What this process has built and could not publish, by key.
@@ -275,30 +261,23 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
     with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there):
         # Again, under the lock: another rank may have published meanwhile.
-        found = _find(wanted, start)
-        if found is not None:
+        if found := _find(wanted, start):
             return found
         failure = cache.failure(wanted.key)
-        known = failure.recent(wanted.variant, began_unix_s)
-        if known is not None:
+        if known := failure.recent(wanted.variant, began_unix_s):
             raise known
         try:
-            entry = _publish(build(wanted))
+            entry = build(wanted)
+            try:
+                entry = cache.publish(entry)
+            except CacheError as error:
+                _warn_of_unwritable(error)
+                _unpublished[str(wanted.key)] = entry
             loaded = wanted.load(entry)
         except CompileError as error:
             failure.write(error, wanted.variant)
             raise
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
-
-
-def _publish(built: Entry) -> Entry:
-    """Publish what was built, or keep it in memory."""
-    try:
-        return user_cache().publish(built)
-    except CacheError as error:
-        _warn_of_unwritable(error)
-    _unpublished[str(built.key)] = built
-    return built
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:

@@ -11,8 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jitkern.cache import stats
 from jitkern.env import settings
@@ -39,7 +39,7 @@ def build_lock(
 
     # A soft lock would outlive a killed holder; without it, no file locks means OSError.
     lock = FileLock(path, fallback_to_soft=False, mode=mode)
-    holder_file = _holder_file(path)
+    holder_file = Path(f"{path}.holder")
     held, start = False, time.monotonic()
     try:
         lock.acquire(timeout_s, _POLL_S, cancel_check=done)
@@ -70,10 +70,10 @@ def build_lock(
 
 
 @contextmanager
-def build_folder(folder: Path | None) -> Iterator[Path]:
+def build_folder(folder: Path | str | None) -> Iterator[Path]:
     """Yield `folder` to build in, locked; a temporary one for None, or if it cannot be locked."""
     if folder is not None:
-        path = folder.resolve() / "jitkern.lock"
+        path = Path(folder).resolve() / "jitkern.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         with build_lock(path, timeout_s=settings().lock_timeout_s, done=lambda: False) as held:
             if held:
@@ -86,14 +86,10 @@ def build_folder(folder: Path | None) -> Iterator[Path]:
 def read_holder(path: Path) -> str:
     """Return who holds the lock file `path`, by its own note; empty if nobody does."""
     try:
-        text = _read(_holder_file(path), 400).decode()
+        text = _read(Path(f"{path}.holder"), 400).decode()
     except (OSError, ValueError):
         return ""
     return text if text.isprintable() else ""
-
-
-def _holder_file(path: Path) -> Path:
-    return path.with_name(path.name + ".holder")
 
 
 def _read(file: Path, max_bytes: int) -> bytes:
@@ -101,16 +97,14 @@ def _read(file: Path, max_bytes: int) -> bytes:
         return stream.read(max_bytes)
 
 
-@dataclass(frozen=True)
-class FailureNote:
+class FailureNote(NamedTuple):
     """The file that keeps one key's last failure, so that many ranks report one."""
 
     path: Path
 
     def write(self, error: CompileError, variant: str) -> None:
         """Note `error` for a build with `variant`. Best effort: without it others build too."""
-        texts = {"message": error.message, "command": error.command, "log": error.log}
-        note = {"at_unix_s": time.time(), "variant": variant, "source": error.source or "", **texts}
+        note = {"at_unix_s": time.time(), "variant": variant, "error": vars(error)}
         with suppress(OSError):
             write_whole(self.path, json.dumps(note).encode())
 
@@ -118,14 +112,12 @@ class FailureNote:
         """Return the failure of a build with the same `variant`, since 10 s before that time."""
         try:
             note = parse_json(_read(self.path, _MAX_FAILURE_BYTES))
-            at_unix_s, noted_variant = float(note["at_unix_s"]), note["variant"]
-            texts = {name: str(note[name]) for name in ("command", "log", "source")}
-            error = CompileError(str(note["message"]), **texts)
+            # A time in the future comes from a wrong clock.
+            is_fresh = since_unix_s - _FRESH_S <= note["at_unix_s"] <= time.time() + _FRESH_S
+            is_same = note["variant"] == variant
+            return CompileError(**note["error"]) if is_fresh and is_same else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        # A time in the future comes from a wrong clock.
-        is_fresh = since_unix_s - _FRESH_S <= at_unix_s <= time.time() + _FRESH_S
-        return error if noted_variant == variant and is_fresh else None
 
     def forget(self) -> None:
         """Remove the note: the key has been built."""

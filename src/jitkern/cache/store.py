@@ -23,16 +23,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.cache.entry import META_NAME, Entry, Key, meta_bytes, read_entry, read_meta
+from jitkern.cache.lock import FailureNote, build_lock
 from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require_trusted
 from jitkern.env import NOBODY, Trust
 from jitkern.errors import CacheError
 from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
-
-if TYPE_CHECKING:
-    from jitkern.cache.lock import FailureNote
 
 # Results of rank(meta).
 NO_USE = 0
@@ -74,7 +72,6 @@ class Cache:
         self._home = home
         self._folder_mode, self._file_mode = (0o755, 0o644) if shared else (0o700, 0o600)
         self._trusted_by = -1  # the user for whom check() has passed
-        self._is_swept = False
         self._has_warned = False
 
     def check(self) -> bool:
@@ -151,16 +148,11 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[bool]:
         """Hold the build lock of `key`; see ``cache.lock.build_lock``."""
-        # Imported here: it takes 1 to 2 ms, and a look-up does not need it.
-        from jitkern.cache.lock import build_lock
-
         path = self._beside(".locks") / f"{key}.lock"
         return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
 
     def failure(self, key: Key) -> FailureNote:
         """Return the note of the last failed build of `key`."""
-        from jitkern.cache.lock import FailureNote
-
         return FailureNote(self._beside(".failed") / f"{key}.json")
 
     def _beside(self, name: str) -> Path:
@@ -187,8 +179,9 @@ class Cache:
             raise CacheError(f"{self.root}: this cache is read-only")
         target = self.base / str(entry.key) / entry.variant
         try:
-            self._sweep()
-            staged = self._make(".staging") / private_name()
+            staging = self._make(".staging")
+            _sweep(staging)
+            staged = staging / private_name()
             try:
                 make_folders(staged, self._folder_mode)
                 for name, data in {**entry.files, META_NAME: meta_bytes(entry.meta)}.items():
@@ -250,17 +243,6 @@ class Cache:
         _remove_if_empty(path.parent)
         return True
 
-    def _sweep(self) -> None:
-        """Delete what killed processes left under private names; once per process."""
-        if self._is_swept:
-            return
-        self._is_swept = True
-        folder = self._make(".staging")
-        for name in _names(folder):
-            with suppress(OSError):  # another process sweeps too
-                if is_abandoned(name, time.time() - os.lstat(folder / name).st_mtime):
-                    _delete(folder / name)
-
     def _evict(self, max_bytes: int, keep: Path) -> None:
         """Evict the least recently used entries, a few at a time, if the cache is too large.
 
@@ -271,7 +253,15 @@ class Cache:
         keys = self._keys()
         # SystemRandom leaves the state of the user's generator alone.
         sampled = random.SystemRandom().sample(keys, min(len(keys), _MAX_MEASURED))
-        found = self._measured(sampled)
+        found: list[tuple[float, int, Path]] = []  # last use, size and path of each entry
+        for key in sampled:
+            _remove_if_empty(self.base / key)  # left by a process killed before its rename
+            for variant in _names(self.base / key):
+                path = self.base / key / variant
+                with suppress(OSError), os.scandir(path) as items:
+                    stats = {item.name: item.stat(follow_symlinks=False) for item in items}
+                    last_used = stats[META_NAME].st_mtime if META_NAME in stats else 0.0
+                    found.append((last_used, sum(s.st_size for s in stats.values()), path))
         total_bytes = sum(size for _, size, _ in found) * len(keys) // max(len(sampled), 1)
         if total_bytes <= max_bytes:
             return
@@ -284,19 +274,6 @@ class Cache:
                 if path != keep and self._remove(path):
                     total_bytes -= size
                     evicted += 1
-
-    def _measured(self, keys: list[str]) -> list[tuple[float, int, Path]]:
-        """Return last use, size and path of each entry of these keys; no file is read."""
-        found = []
-        for key in keys:
-            _remove_if_empty(self.base / key)  # left by a process killed before its rename
-            for variant in _names(self.base / key):
-                path = self.base / key / variant
-                with suppress(OSError), os.scandir(path) as items:
-                    stats = {item.name: item.stat(follow_symlinks=False) for item in items}
-                    last_used = stats[META_NAME].st_mtime if META_NAME in stats else 0.0
-                    found.append((last_used, sum(s.st_size for s in stats.values()), path))
-        return found
 
     def clear(self, select: Callable[[Entry], bool] = lambda _: True) -> int:
         """Delete each sound entry that `select` accepts, and empty keys; return how many.
@@ -320,6 +297,14 @@ def _names(folder: Path) -> list[str]:
         return [] if folder.is_symlink() else sorted(os.listdir(folder))
     except OSError:
         return []
+
+
+def _sweep(staging: Path) -> None:
+    """Delete what killed processes left under private names."""
+    for name in _names(staging):
+        with suppress(OSError):  # another process sweeps too
+            if is_abandoned(name, time.time() - os.lstat(staging / name).st_mtime):
+                _delete(staging / name)
 
 
 def _delete(path: Path) -> None:

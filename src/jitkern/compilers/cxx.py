@@ -28,8 +28,6 @@ _log = logging.getLogger("jitkern")
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 
-_CXX_SUFFIXES = (".cc", ".cpp", ".cxx")
-
 
 def toolchain_id(*, cuda: bool = False) -> str:
     """Return the id of the C++ compiler, and of nvcc with `cuda`; empty if one is missing."""
@@ -68,7 +66,7 @@ def build(
     is missing, ValueError for a source of an unknown kind.
     """
     for source in sources:
-        suffixes = _CXX_SUFFIXES if arch is None else (*_CXX_SUFFIXES, ".cu")
+        suffixes = (".cc", ".cpp", ".cxx", *([] if arch is None else [".cu"]))
         if source.suffix not in suffixes:
             raise ValueError(f"build: sources: {source}, expected {' or '.join(suffixes)}")
 

@@ -31,7 +31,7 @@ def compile_with_nvcc(
     headers: Mapping[str, str],
     arch: Arch,
     options: Sequence[str] = (),
-    cuda_headers: CudaHeaders | None = None,
+    cuda_headers: CudaHeaders = CudaHeaders(),  # noqa: B008 - a NamedTuple
 ) -> Image:
     """Compile device code to a cubin with nvcc. Parameters, result and errors as `nvrtc.compile`.
 
@@ -40,9 +40,8 @@ def compile_with_nvcc(
     options = words(options)
     check_options(options)
     nvcc = find_nvcc()
-    directories = [] if cuda_headers is None else cuda_headers.directories
     flags = [f"-arch={arch.sm}", *with_defaults(BASE_OPTIONS, options), "-I", "include"]
-    flags += [f"-I{directory}" for directory in directories]
+    flags += [f"-I{directory}" for directory in cuda_headers.directories]
     command = [*nvcc.command, "-cubin", *flags, "$in", "-o", "$out"]
     unit, output = f"{Path(name).stem}.cu", "out.cubin"
     build = ninja_rule("nvcc", command, depfile=False) + ninja_build(output, "nvcc", [unit])

@@ -51,7 +51,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     arch: Arch,
     options: Sequence[str] = (),
     minimal: bool = False,
-    cuda_headers: CudaHeaders | None = None,
+    cuda_headers: CudaHeaders = CudaHeaders(),  # noqa: B008 - a NamedTuple
     library: Tool | None = None,
 ) -> Image:
     """Compile device code; threads may do so at the same time.
@@ -152,9 +152,7 @@ def _unpacked(library: Path, pid: int) -> Path:
     return folder
 
 
-def _include_options(cuda_headers: CudaHeaders | None, library: Tool) -> list[str]:
-    if cuda_headers is None:
-        return []
+def _include_options(cuda_headers: CudaHeaders, library: Tool) -> list[str]:
     if not cuda_headers.bundled:
         return [f"-I{directory}" for directory in cuda_headers.directories]
     given, found = cuda_headers.given, cuda_headers.found

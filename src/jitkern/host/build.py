@@ -6,18 +6,18 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.lock import build_folder
 from jitkern.cache.store import Cache
+from jitkern.cache.trust import EVERYONE
 from jitkern.compilers import cxx
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.env import CXX_HEADERS
-from jitkern.errors import CacheError, ToolchainError
+from jitkern.errors import ToolchainError
 from jitkern.fs import digest
 from jitkern.host.module import HostModule
 
@@ -74,11 +74,9 @@ def announce_and_build(key: Key, csrc: Path) -> Entry:
     """Log why the host module is built, and build it; ToolchainError without a compiler."""
     import tvm_ffi
 
-    shipped = None
-    with suppress(CacheError):  # an untrusted cache, of which a look-up has warned
-        entry = get.shipped_cache().lookup(key)
-        shipped = None if entry is None else str(entry.meta.get("tvm_ffi"))
-    if shipped is not None:
+    entry = Cache(get.SHIPPED, read_only=True, trust=EVERYONE).lookup(key)
+    if entry is not None:
+        shipped = entry.meta.get("tvm_ffi")
         why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
         cure = f"pip install apache-tvm-ffi=={shipped}"
     else:

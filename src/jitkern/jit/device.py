@@ -11,40 +11,32 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, build, find, get_or_build
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
-from jitkern.compilers.find import (
-    CudaHeaders,
-    find_headers,
-    find_nvcc,
-    find_nvrtc,
-    given_id,
-    is_cuda_headers,
-)
+from jitkern.compilers import find as toolchain
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
+from jitkern.host import module as host
 from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
-DEVICE_ABI = 1
-"""Part of each key: raise it to have unchanged sources compiled again."""
+DEVICE_ABI = 1  # part of each key: raise it to have unchanged sources compiled again
 
-Wrapper = tuple[str, str]
-"""Name and template class of a kernel."""
+Wrapper = tuple[str, str]  # name and template class of a kernel
+ParamsOf = Mapping[str, tuple[Param, ...]]  # the members of each kernel's ``Params``, if known
 
-ParamsOf = Mapping[str, tuple[Param, ...]]
-"""The members of each kernel's ``Params``, as far as they are known."""
+_F = TypeVar("_F", bound=Lookup[bytes] | None)
 
 
 class CpuForm(NamedTuple):
@@ -56,11 +48,8 @@ class CpuForm(NamedTuple):
 
 def record_hint(arch: object = "") -> str:
     """Advise to record a run and to build its kernels before the next one."""
-    choice = f" --arch {arch}" if arch else ""
-    return (
-        "record a run with JITKERN_RECORD=FILE and build it beforehand with: "
-        f"jitkern warm --replay FILE{choice}"
-    )
+    advice = "record a run with JITKERN_RECORD=FILE and build it beforehand with"
+    return f"{advice}: jitkern warm --replay FILE" + (f" --arch {arch}" if arch else "")
 
 
 def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
@@ -100,7 +89,7 @@ class DeviceModule:
         self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
-        self._cuda_dirs = list(filter(is_cuda_headers, include_dirs))  # not read here
+        self._cuda_dirs = list(filter(toolchain.is_cuda_headers, include_dirs))  # not read here
         searched = [folder for folder in include_dirs if folder not in self._cuda_dirs]
         includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
         unit = render(includes, self.wrappers, params)
@@ -111,11 +100,10 @@ class DeviceModule:
         self._launchers: dict[str, Callable[..., Any]] = {}
 
     def image(self, arch: Arch) -> bytes:
-        """Return the code for `arch`, from memory, cache or compiler.
+        """Return the code for `arch`: a cubin, or PTX if the compiler is older than `arch`.
 
-        It is a cubin; PTX if the compiler is older than the architecture. Raises CompileError if it
-        does not compile, FrozenError if it is missing and jitkern is frozen, ToolchainError if it
-        is missing and there is no compiler.
+        Raises CompileError if it does not compile; FrozenError or ToolchainError if it is missing,
+        and jitkern is frozen or there is no compiler.
         """
         return self.lookup(arch).loaded
 
@@ -201,8 +189,6 @@ class DeviceModule:
             launch(*how, *device_and_stream(wanted), *members)
 
     def _make_launcher(self) -> Callable[..., Any]:
-        from jitkern.host import module as host
-
         # Weak, because C++ keeps the function: the module would hold itself.
         this = weakref.proxy(self)
 
@@ -221,31 +207,26 @@ class DeviceModule:
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch`, or build it, and tell where it came from."""
-        return self._memo(arch) or self._kept(arch, get_or_build(DeviceImage(self, arch)))
+        return self._looked_up(arch, get_or_build)
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
         """As ``lookup``, but None if it would have to be compiled."""
-        if memo := self._memo(arch):
-            return memo
-        found = find(DeviceImage(self, arch))
-        return found and self._kept(arch, found)
+        return self._looked_up(arch, find)
+
+    def _looked_up(self, arch: Arch, look: Callable[[DeviceImage], _F]) -> _F | Lookup[bytes]:
+        if arch in self._images:
+            stats.count("memo")
+            return replace(self._images[arch], source="memo", ms=0.0)
+        found = look(DeviceImage(self, arch))
+        if found is not None:
+            self._images[arch] = found
+            if settings().record is not None:  # asked here too: a look-up runs one file less
+                record(self._used._replace(arch=str(arch)), self.closure)
+        return found
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
         return cache.publish(build(DeviceImage(self, arch)))
-
-    def _memo(self, arch: Arch) -> Lookup[bytes] | None:
-        found = self._images.get(arch)
-        if found is None:
-            return None
-        stats.count("memo")
-        return replace(found, source="memo", ms=0.0)
-
-    def _kept(self, arch: Arch, found: Lookup[bytes]) -> Lookup[bytes]:
-        self._images[arch] = found
-        if settings().record is not None:  # asked here too: a look-up runs one file less
-            record(self._used._replace(arch=str(arch)), self.closure)
-        return found
 
     def launched_with(
         self, *configs: KernelConfig, in_flight: int, splits: int = 1
@@ -258,12 +239,10 @@ class DeviceModule:
         self.launch_config = (*flat, in_flight, splits)
         return self
 
-    def cuda_headers(self) -> CudaHeaders | None:
-        """Return CUDA's own headers that the sources may include; None if they name none."""
-        if not self.closure.missing:
-            return None
-        library = find_nvrtc() if settings().compiler == "nvrtc" else None
-        return find_headers(self.closure.missing, self._cuda_dirs, library)
+    def cuda_headers(self) -> toolchain.CudaHeaders:
+        """Return CUDA's own headers that the sources may include."""
+        library = toolchain.find_nvrtc() if settings().compiler == "nvrtc" else None
+        return toolchain.find_headers(self.closure.missing, self._cuda_dirs, library)
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
@@ -277,7 +256,7 @@ class DeviceModule:
             "arch": str(arch),
         }
         if self.closure.missing and self._cuda_dirs:
-            content["given"] = given_id(self.closure.missing, self._cuda_dirs)
+            content["given"] = toolchain.given_id(self.closure.missing, self._cuda_dirs)
         describe = {
             "op": self.op,
             "args": list(self.args),
@@ -297,14 +276,10 @@ def load_own(
     sized_by: str = "element_size",
 ) -> DeviceModule:
     """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`."""
-    options = {
-        "device_files": [str(CSRC / file) for file in device_files],
-        "device_wrappers": list(map(list, device_wrappers)),
-    }
-    return DeviceModule(
-        Specialisation("load_jit", (name, *args), options, ""),
-        hint=lambda arch: warm_hint(name, args[0], arch, sized_by=sized_by),
-    )
+    files = [str(CSRC / file) for file in device_files]
+    options = {"device_files": files, "device_wrappers": list(map(list, device_wrappers))}
+    hint = partial(warm_hint, name, args[0], sized_by=sized_by)
+    return DeviceModule(Specialisation("load_jit", (name, *args), options, ""), hint)
 
 
 def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:
@@ -332,8 +307,7 @@ __launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))
 # What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
 _PLAIN: set[type] = {int, float, bool}
 _TENSORS: set[type] = set()
-_ON_CPU = -2
-"""What C++ answers, having checked all, if all tensors are on the CPU."""
+_ON_CPU = -2  # what C++ answers, having checked all, if all tensors are on the CPU
 
 
 def _readable(arg: Any) -> Any:
@@ -388,7 +362,7 @@ class DeviceImage(Buildable[bytes]):
         self.variant = ""
         with suppress(ToolchainError):
             headers = module.cuda_headers()
-            self.variant = _variant(headers) if headers is None or headers.complete else ""
+            self.variant = _variant(headers) if headers.complete else ""
         self.has_compiler: bool = bool(self.variant)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
@@ -401,16 +375,13 @@ class DeviceImage(Buildable[bytes]):
         if made_with == self.variant:
             return EXACT
         is_ptx = meta.get("kind") == "ptx"
-        made_by, ours = _cuda_version(made_with), self._cuda_version_here
+        # Our compiler is chosen to suit the driver; without one, the driver is asked.
+        ours = _cuda_version(self.variant) if self.variant else _driver_version()
+        made_by = _cuda_version(made_with)
         if not (made_by <= ours if is_ptx else made_by[0] <= ours[0]):
             return MAY_LOAD
         both_nvrtc = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
         return SHIPPED_WILL_DO if both_nvrtc and not is_ptx else LOADS
-
-    @cached_property
-    def _cuda_version_here(self) -> tuple[int, int]:
-        """Of our compiler, which is chosen to suit the driver; without one, of the driver."""
-        return _cuda_version(self.variant) if self.variant else _driver_version()
 
     def load(self, entry: Entry) -> bytes:
         return entry.data
@@ -453,8 +424,6 @@ def _cuda_version(variant: str) -> tuple[int, int]:
 
 def _driver_version() -> tuple[int, int]:
     """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
-    from jitkern.host import module as host  # here, since it is needed only without a compiler
-
     try:
         found = host.find_built()
         version = int(found.loaded["driver_version"]()) if found else 0
@@ -465,9 +434,8 @@ def _driver_version() -> tuple[int, int]:
 
 def compiler_id() -> str:
     """Name the compiler for device code; ToolchainError if it is not installed."""
-    return (find_nvrtc() if settings().compiler == "nvrtc" else find_nvcc()).id
+    return (toolchain.find_nvrtc() if settings().compiler == "nvrtc" else toolchain.find_nvcc()).id
 
 
-def _variant(headers: CudaHeaders | None) -> str:
-    found = "" if headers is None else headers.id
-    return f"{compiler_id()}+{found}" if found else compiler_id()
+def _variant(headers: toolchain.CudaHeaders) -> str:
+    return "+".join(filter(None, (compiler_id(), headers.id)))

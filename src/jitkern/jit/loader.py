@@ -101,12 +101,10 @@ def load_jit(
 
     Examples
     --------
-    >>> wrappers = [("scale", "scale<4>")]
-    >>> module = load_jit(
-    ...     "scale", "4", cpp_files=["scale.cc"], cpp_wrappers=wrappers
-    ... )  # doctest: +SKIP
-    >>> module.scale(10)  # doctest: +SKIP
-    40
+    >>> exports = [("add", "add<4>")]
+    >>> module = load_jit("add", "4", cpp_files=["add.cc"], cpp_wrappers=exports)  # doctest: +SKIP
+    >>> module.add(10)  # doctest: +SKIP
+    14
     """
     used = checked("load_jit", args, locals())
     return load_device(used) if used.options.get("device_files") else load_library(used).loaded

@@ -148,8 +148,7 @@ class NativeLibrary(Buildable["Module | None"]):
 
     def build(self) -> Entry:
         options = self._used.options
-        given = options.get("build_directory")
-        with build_folder(None if given is None else Path(given)) as folder:
+        with build_folder(options.get("build_directory")) as folder:
             library = cxx.build(
                 slug(self._name),
                 sources=self._translation_units(folder),

@@ -26,13 +26,12 @@ from jitkern.env import settings
 from jitkern.fs import digest, sha256
 
 FORMAT = 2
+# Options that are lists of sources, and of directories.
 FILES = frozenset(("cpp_files", "cuda_files", "device_files"))
-"""Options that are lists of sources."""
 FOLDERS = frozenset(("extra_include_paths",))
-"""Options that are lists of directories."""
 FLAGS = ("extra_cflags", "extra_cuda_cflags", "extra_ldflags")
+# Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch.
 MAX_BYTES = 64 << 20
-"""Of a record: 200,000 kernels of jitkern's own; or the 14 MB that a file includes of torch."""
 
 _log = logging.getLogger("jitkern")
 
@@ -71,15 +70,14 @@ def record(used: Specialisation, closure: Closure) -> None:
     lines = _lines(used, dict(zip(map(str, closure.files), closure.texts, strict=True)))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = fs.open_to_append(file)
-        try:
-            _lock(descriptor, settings().lock_timeout_s)
-            _append(used, lines, descriptor)
-        finally:
-            # A child that was forked meanwhile has the descriptor too, and would hold the lock.
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+        with open(fs.open_regular(file, append=True), "rb") as stream:
+            try:
+                _lock(stream.fileno(), settings().lock_timeout_s)
+                _append(used, lines, stream.fileno())
+            finally:
+                # A child that was forked meanwhile has the descriptor too, and would hold the lock.
+                with suppress(OSError):
+                    fcntl.flock(stream, fcntl.LOCK_UN)
     except OSError as error:
         _log.warning("jitkern: JITKERN_RECORD: cannot write %s: %s", file, error.strerror)
 
@@ -153,10 +151,6 @@ class Recorded:
     files: Mapping[str, str]  # the digest of each source's text, by its place
     texts: Mapping[str, bytes]  # each text, by its digest
 
-    def to_json(self, arch: str) -> str:
-        """Return a text, equal for jobs that are equal when built for `arch`."""
-        return self.used._replace(arch=arch).to_json(files=self.files)
-
     def unpack(self, folder: Path) -> Specialisation:
         """Write the sources below `folder`; return what was used, with paths that exist."""
         tree = folder / digest(self.files)  # equal trees are written once
@@ -186,8 +180,7 @@ def replay(file: str | os.PathLike[str], *, trust: bool = False) -> list[Recorde
     it; OSError if it cannot be read, or is no regular file.
     """
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
-        reason = "" if trust else written_by_others(os.fstat(stream.fileno()))
-        if reason:
+        if not trust and (reason := written_by_others(os.fstat(stream.fileno()))):
             command = f"jitkern warm --trust --replay {file}"
             raise ValueError(f"{file}: {reason}; if you trust them, replay it with: {command}")
         raw = stream.read(MAX_BYTES + 1)
@@ -232,6 +225,5 @@ def _recorded(value: Mapping[str, Any], texts: Mapping[str, bytes]) -> Recorded:
     for place, name in files.items():
         if name not in texts:
             raise ValueError(f"the record has no text for {place}")
-    return Recorded(
-        Specialisation(function, (args[0], *args[1:]), options, str(arch)), files, texts
-    )
+    used = Specialisation(function, (args[0], *args[1:]), options, str(arch))
+    return Recorded(used, files, texts)
