@@ -127,7 +127,10 @@ CUstream current_stream(int ordinal) {
   void* stream = TVMFFIEnvGetStream(kDLCUDA, ordinal);
   // Null means PyTorch's default stream, or that no argument was a tensor of PyTorch: then
   // PyTorch's current stream orders the call with new outputs and PyTorch's next op.
-  if (stream == nullptr && get_torch_stream != nullptr) get_torch_stream(ordinal, &stream);
+  if (stream == nullptr && get_torch_stream != nullptr) {
+    void* asked = nullptr;
+    if (get_torch_stream(ordinal, &asked) == 0) stream = asked;
+  }
   return static_cast<CUstream>(stream);
 }
 
