@@ -55,8 +55,7 @@ void ask_for_figures(int ordinal) {
     measured = tuner(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
   }
   for (int i = 0; i < kNumFigures; ++i) {
-    const auto found = measured.find(kDefaults[i].name);
-    of_devices[ordinal][i] = found != measured.end() ? (*found).second : kDefaults[i].value;
+    of_devices[ordinal][i] = measured.Get(kDefaults[i].name).value_or(kDefaults[i].value);
   }
 }
 
