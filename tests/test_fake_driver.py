@@ -25,8 +25,7 @@ RUNS: dict[str, tuple[Path, str, tuple[str, ...]]] = {
     "pool": (OFFLOAD / "pool_child.py", "check_", ()),
     "engine": (OFFLOAD / "engine_child.py", "check_", ()),
     "ring": (OFFLOAD / "ring_child.py", "check_", ()),
-    # Also on a driver without cuEventElapsedTime_v2.
-    "times of slots": (OFFLOAD / "slot_times_child.py", "check_", ("-DOLD_DRIVER",)),
+    "times of slots": (OFFLOAD / "slot_times_child.py", "check_", ()),
 }
 CHECKS = [
     pytest.param(run, check, id=f"{run}-{check}")
