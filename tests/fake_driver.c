@@ -350,12 +350,7 @@ CUresult cuEventQuery(void* given) {
   if (event->capture != 0) return 907;
   return event->ms <= now_ms ? 0 : 600;
 }
-#ifdef OLD_DRIVER
 CUresult cuEventElapsedTime(float* ms, void* from, void* to) {
-#else
-CUresult cuEventElapsedTime(void) { return 1; }  // which nobody asks where there is a faster one
-CUresult cuEventElapsedTime_v2(float* ms, void* from, void* to) {
-#endif
   struct Event *one = from, *other = to;
   if ((one->flags | other->flags) & 2 || one->capture != 0 || other->capture != 0) return 400;
   if (one->ms > now_ms || other->ms > now_ms) return 600;

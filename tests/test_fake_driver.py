@@ -22,8 +22,7 @@ RUNS: dict[str, tuple[Path, str, tuple[str, ...]]] = {
     "faults": (TESTS / "fault_child.py", "check_", ()),
     "ranks in step": (TESTS / "comm" / "in_step_child.py", "check_", ()),
     "offload": (OFFLOAD / "offload_child.py", "check_", ()),
-    # Also on a driver without cuEventElapsedTime_v2.
-    "times of slots": (OFFLOAD / "slot_times_child.py", "check_", ("-DOLD_DRIVER",)),
+    "times of slots": (OFFLOAD / "slot_times_child.py", "check_", ()),
 }
 CHECKS = [
     pytest.param(run, check, id=f"{run}-{check}")

@@ -104,8 +104,7 @@ int64_t call_with_peer(NcclCommunicator& comm, const char* op, AnyView x_arg, co
   const Operand x = operand(comm, op, "x", x_arg);
   const i64 peer = int_arg(op, peer_arg, peer_value);
   if (!is_below(peer, comm.size)) {
-    raise_value_error(op, peer_arg, std::to_string(peer),
-                      "a rank from 0 to " + std::to_string(comm.size - 1));
+    raise_value_error(op, peer_arg, str(peer), str("a rank from 0 to ", comm.size - 1));
   }
   if (x.count == 0) return kCallDone;
   const int rank = static_cast<int>(peer);
@@ -142,9 +141,8 @@ std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
   const i64 rows = tensor.dl->ndim == 0 ? 1 : tensor.dl->shape[0];
   if (is_none(splits_given)) {
     if (rows % size != 0) {
-      tensor.value_error("shape " + tensor.shape_text(), "a first dimension that divides by " +
-                                                             std::to_string(size) +
-                                                             " ranks; else give " + splits_arg);
+      tensor.shape_error(
+          str("a first dimension that divides by ", size, " ranks; else give ", splits_arg));
     }
     return std::vector<i64>(static_cast<size_t>(size), tensor.bytes / size);
   }
@@ -156,11 +154,9 @@ std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
     total += split;
   }
   if (static_cast<i64>(parts.size()) != size || total != rows) {
-    raise_value_error(
-        "all_to_all", splits_arg,
-        std::to_string(parts.size()) + " numbers, " + std::to_string(total) + " rows in all",
-        std::to_string(size) + ", one for each rank, and " + std::to_string(rows) + " rows as in " +
-            tensor.arg);
+    raise_value_error("all_to_all", splits_arg,
+                      str(parts.size(), " numbers, ", total, " rows in all"),
+                      str(size, ", one for each rank, and ", rows, " rows as in ", tensor.arg));
   }
   return parts;
 }
@@ -174,8 +170,8 @@ int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, An
   const auto sent = part_bytes(comm, x, "input_splits", input_splits);
   const size_t own = static_cast<size_t>(comm.rank);
   if (received[own] != sent[own]) {
-    output.value_error(std::to_string(received[own]) + " bytes from this rank itself",
-                       std::to_string(sent[own]) + ", as x has for it");
+    output.value_error(str(received[own], " bytes from this rank itself"),
+                       str(sent[own], ", as x has for it"));
   }
   output.apart_from(x, nullptr, kOwnMemory);
   const int size = comm.size;

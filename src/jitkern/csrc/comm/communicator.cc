@@ -103,7 +103,7 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
     if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
     return status;
   } catch (...) {  // an error of the driver: the queued work has no event
-    failed(std::string(op) + " has failed, and may have been sent");
+    failed(str(op, " has failed, and may have been sent"));
     throw;
   }
 }

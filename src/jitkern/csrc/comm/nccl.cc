@@ -19,8 +19,7 @@ std::atomic<bool> is_loaded{false};
 
 // Such as "2.28.9".
 std::string name_of(int version) {
-  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-         std::to_string(version % 100);
+  return str(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
 template <class F>
@@ -48,7 +47,8 @@ String nccl_load(String path) {
   if (!is_complete || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
     const std::string what = found.version > 0 ? "NCCL " + name_of(found.version) : "no NCCL";
     dlclose(handle);
-    raise_error("RuntimeError", std::string(path) + ": " + what + ", expected NCCL 2.27 or newer");
+    raise_error("RuntimeError",
+                str(std::string(path), ": ", what, ", expected NCCL 2.27 or newer"));
   }
   library = found;
   is_loaded = true;
@@ -76,8 +76,7 @@ std::string Nccl::text_of(NcclResult result) const {
 }
 
 void Nccl::check(NcclResult result, const char* what) const {
-  if (result != kNcclSuccess)
-    raise_error("RuntimeError", std::string(what) + ": " + text_of(result));
+  if (result != kNcclSuccess) raise_error("RuntimeError", str(what, ": ", text_of(result)));
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(nccl_load, nccl_load);

@@ -9,9 +9,9 @@ namespace jitkern {
 inline void refuse_tracers(const char* op) {
   if (!torch_has_to_see_it()) return;
   raise_error("RuntimeError",
-              std::string(op) +
+              str(op,
                   ": called while a tracer or a dispatch mode of PyTorch is active, expected "
-                  "neither: it would see nothing of the call");
+                  "neither: it would see nothing of the call"));
 }
 
 // A contiguous tensor on the device of `owner`, such as "the communicator".
@@ -24,29 +24,26 @@ struct Operand : Tensor {
   Operand(const char* op, const char* arg, AnyView value, int owner_ordinal, const char* owner)
       : Tensor(op, arg, value), data(Tensor::data()), count(numel()), bytes(count * item_bytes()) {
     if (ordinal() != owner_ordinal) {
-      const std::string own = owner_ordinal < 0 ? "cpu" : "cuda:" + std::to_string(owner_ordinal);
-      value_error("on " + device_name(), "on " + own + ", as " + owner);
+      const auto own = owner_ordinal < 0 ? "cpu" : str("cuda:", owner_ordinal);
+      value_error("on " + device_name(), str("on ", own, ", as ", owner));
     }
     contiguous();
   }
 
   // ValueError unless it has `expected` items.
   void has(i64 expected, const std::string& why) const {
-    if (count != expected) {
-      value_error(std::to_string(count) + " items", std::to_string(expected) + ", " + why);
-    }
+    if (count != expected) value_error(str(count, " items"), str(expected, ", ", why));
   }
 
   // ValueError unless it has `size` times the items of `part`.
   void has_each_of(const Operand& part, i64 size) const {
-    has(part.count * size,
-        std::to_string(part.count) + " for each of " + std::to_string(size) + " ranks");
+    has(part.count * size, str(part.count, " for each of ", size, " ranks"));
   }
 
   // ValueError if both share memory, unless this tensor begins at `allowed`.
   void apart_from(const Operand& other, const char* allowed, const char* expected) const {
     if (data != allowed && data < other.data + other.bytes && other.data < data + bytes) {
-      value_error(std::string("memory of ") + other.arg, expected);
+      value_error(str("memory of ", other.arg), expected);
     }
   }
 };

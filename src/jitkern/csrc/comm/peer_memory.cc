@@ -113,7 +113,7 @@ class HostRange : public PeerRange {
 
   [[noreturn]] static void raise_errno() {
     raise_error(errno == ENOMEM || errno == ENOSPC ? "MemoryError" : "RuntimeError",
-                std::string("PeerMemory: mmap: ") + std::strerror(errno));
+                str("PeerMemory: mmap: ", std::strerror(errno)));
   }
 
   void* reserved_ = nullptr;
@@ -165,10 +165,8 @@ class GpuRange : public PeerRange {
     const CUresult result = Driver::get().cuMemCreate(&handle.value, length_, &properties, 0);
     if (result == kCudaErrorOutOfMemory) {
       raise_error("MemoryError",
-                  "PeerMemory: GPU " + std::to_string(device_.ordinal) + " has no " +
-                      std::to_string(share_bytes) +
-                      " bytes left; torch.cuda.empty_cache() gives back what PyTorch "
-                      "keeps");
+                  str("PeerMemory: GPU ", device_.ordinal, " has no ", share_bytes,
+                      " bytes left; torch.cuda.empty_cache() gives back what PyTorch keeps"));
     }
     Driver::get().check(result, "cuMemCreate");
     map_handle(rank, handle.value);
@@ -259,9 +257,9 @@ class GpuRange : public PeerRange {
       if (Clock::now() > end) {
         is_busy_ = true;
         raise_error("RuntimeError",
-                    "PeerMemory: GPU " + std::to_string(device_.ordinal) +
-                        " has not done a copy within the deadline: it hangs, or other "
-                        "work keeps it");
+                    str("PeerMemory: GPU ", device_.ordinal,
+                        " has not done a copy within the deadline: it hangs, or other work "
+                        "keeps it"));
       }
       backoff.wait();
     }

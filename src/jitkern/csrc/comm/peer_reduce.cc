@@ -64,7 +64,7 @@ Operand operand(const PeerPlan& plan, const char* op, const char* arg, AnyView v
   constexpr i64 kMostBytes = i64(1) << 34;  // 32-bit numbers of vectors
   const Operand x(op, arg, value, plan.ordinal, "the workspace");
   if (x.bytes > kMostBytes) {
-    x.value_error(std::to_string(x.bytes) + " bytes", "at most " + std::to_string(kMostBytes));
+    x.value_error(str(x.bytes, " bytes"), str("at most ", kMostBytes));
   }
   return x;
 }
@@ -155,7 +155,7 @@ std::string ranks_text(i64 missing) {
   int count = 0;
   for (int rank = 0; rank < kMostPeers; ++rank) {
     if ((missing >> rank & 1) == 0) continue;
-    text += (count++ > 0 ? ", " : "") + std::to_string(rank);
+    text += str(count++ > 0 ? ", " : "", rank);
   }
   return (count == 1 ? "rank " : "ranks ") + text;
 }
@@ -163,9 +163,8 @@ std::string ranks_text(i64 missing) {
 // Python makes a CommTimeoutError from the text (comm/peer_reduce.py).
 [[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
                              const char* note) {
-  raise_error("jitkern.PeersLate", std::string(op) + ": call " + std::to_string(number) +
-                                       " of rank " + std::to_string(rank) + ": " +
-                                       ranks_text(missing) + " did not come in time" + note);
+  raise_error("jitkern.PeersLate", str(op, ": call ", number, " of rank ", rank, ": ",
+                                       ranks_text(missing), " did not come in time", note));
 }
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
@@ -260,8 +259,7 @@ class PeerReducer {
     std::atomic_thread_fence(std::memory_order_acquire);
     const FaultRecord& f = *failure_;
     if (plan_.ordinal >= 0) forget_fault(Device::get(plan_.ordinal), f);
-    raise_late(op_of(f.site), "", f.position, f.value, f.bound,
-               (std::string("; ") + kOutcome).c_str());
+    raise_late(op_of(f.site), "", f.position, f.value, f.bound, str("; ", kOutcome).c_str());
   }
 
   void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
@@ -285,10 +283,10 @@ class PeerReducer {
     const bool has_other = last_ && last_ != stream;
     if (has_other && (is_captured || !last_is_captured_) && is_capturing(*last_)) {
       raise_error("RuntimeError",
-                  std::string(op) +
+                  str(op,
                       ": called on another stream than that of the call before, which is being "
                       "captured, expected one stream: two calls at the same time would take each "
-                      "other's values");
+                      "other's values"));
     }
     // A captured call runs with its graph, which the caller orders.
     if (!is_captured && eager_ && eager_ != stream) {
@@ -312,9 +310,9 @@ class PeerReducer {
         throw tvm::ffi::EnvErrorAlreadySet();
       case PeerResult::kBroken:
         raise_error("jitkern.PeersBroken",
-                    std::string(op_of(p.site)) +
+                    str(op_of(p.site),
                         ": an earlier call on this workspace did not come to its end; expected "
-                        "reset() on every rank");
+                        "reset() on every rank"));
       case PeerResult::kLate:
         *failure_ = {2, p.site, result.missing, p.number, p.rank};
         check_failure();
@@ -342,9 +340,8 @@ PeerPlan plan_of(int ordinal, int rank, u32 size, i64 workspace_bytes, i64 one_s
       std::max<i64>(0, workspace_bytes - kPeerControlBytes) / (kNumSlots * size * kPeerVecBytes);
   if (vecs == 0) {
     const PeerSlots least{size, 1};
-    raise_value_error("PeerReducer", "workspace_bytes", std::to_string(workspace_bytes),
-                      "at least " + std::to_string(least.workspace_bytes()) + " for " +
-                          std::to_string(size) + " ranks");
+    raise_value_error("PeerReducer", "workspace_bytes", str(workspace_bytes),
+                      str("at least ", least.workspace_bytes(), " for ", size, " ranks"));
   }
   return {ordinal, rank, {size, static_cast<u32>(std::min<i64>(vecs, 1 << 20))}, one_shot_bytes};
 }

@@ -42,9 +42,8 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
     rows.same_num_rows(call.dst);
     rows.same_row_bytes(call.dst);
     if (rows.stride_bytes != call.dst.stride_bytes) {
-      rows.value_error("rows of every " + std::to_string(rows.stride_bytes) + " bytes",
-                       "every " + std::to_string(call.dst.stride_bytes) + ", as in dsts[" +
-                           std::to_string(call.rank) + "]");
+      rows.value_error(str("rows of every ", rows.stride_bytes, " bytes"),
+                       str("every ", call.dst.stride_bytes, ", as in dsts[", call.rank, "]"));
     }
     for (const Rows& other : call.all) rows.apart_from(other);
     rows.apart_from(call.src);
@@ -148,8 +147,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
 
 void run(RowsCall& call, KernelTable& table) {
   if (call.params.num_pairs > kMostPairs) {
-    call.pairs.value_error(std::to_string(call.params.num_pairs) + " pairs",
-                           "at most " + std::to_string(kMostPairs));
+    call.pairs.value_error(str(call.params.num_pairs, " pairs"), str("at most ", kMostPairs));
   }
   if (call.device_rows().on_cuda()) call.pairs.same_device(call.device_rows());
   if (call.empty()) return;  // on all ranks

@@ -2,43 +2,32 @@
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
 
-#include <utility>
-
 namespace jitkern {
 
 namespace {
 
 [[noreturn]] void raise(const char* kind, const char* op, const char* arg, const std::string& came,
                         const std::string& expected) {
-  raise_error(kind, std::string(op) + ": " + arg + ": " + came + ", expected " + expected);
+  raise_error(kind, str(op, ": ", arg, ": ", came, ", expected ", expected));
 }
 
 // Python's name for the type of an argument.
 std::string type_text(AnyView value) {
   const std::string key = value.GetTypeKey();
-  static const std::pair<const char*, const char*> names[] = {
-      {"ffi.SmallStr", "str"},
-      {"ffi.String", "str"},
-      {"ffi.SmallBytes", "bytes"},
-      {"ffi.Bytes", "bytes"},
-      {"ffi.Tensor", "Tensor"},
-      {"ffi.Array", "list"},
-      {"ffi.List", "list"},
-      {"ffi.Map", "dict"},
-      {"ffi.Dict", "dict"},
-      {"ffi.Function", "function"},
-      {"ffi.OpaquePyObject", "object"},
-      {"ffi.BigInt", "int of more than 64 bits"},
-      {"DataType", "dtype"}};
-  for (const auto& [ffi_name, name] : names) {
-    if (key == ffi_name) return name;
-  }
+  if (key == "ffi.SmallStr" || key == "ffi.String") return "str";
+  if (key == "ffi.SmallBytes" || key == "ffi.Bytes") return "bytes";
+  if (key == "ffi.Array" || key == "ffi.List") return "list";
+  if (key == "ffi.Map" || key == "ffi.Dict") return "dict";
+  if (key == "ffi.Tensor") return "Tensor";
+  if (key == "ffi.Function") return "function";
+  if (key == "ffi.OpaquePyObject") return "object";
+  if (key == "ffi.BigInt") return "int of more than 64 bits";
+  if (key == "DataType") return "dtype";
   return key;
 }
 
 std::string stride_text(const Tensor& t, int dim) {
-  return "stride " + std::to_string(t.stride(dim)) + " in dimension " + std::to_string(dim) +
-         " of shape " + t.shape_text();
+  return str("stride ", t.stride(dim), " in dimension ", dim, " of shape ", t.shape_text());
 }
 
 // Whether the bytes [begin, end) overlap one of `num_rows` rows, the first of which begins at 0.
@@ -100,13 +89,12 @@ i64 Tensor::numel() const {
 std::string Tensor::device_name() const {
   const auto type = dl->device.device_type;
   if (type == kDLCPU || type == kDLCUDAHost) return "cpu";
-  const std::string index = ":" + std::to_string(dl->device.device_id);
-  return (type == kDLCUDA ? "cuda" : "type " + std::to_string(int(type))) + index;
+  return str(type == kDLCUDA ? "cuda" : str("type ", int(type)), ":", dl->device.device_id);
 }
 
 std::string Tensor::dtype_name() const {
   // Complex types have no name in tvm-ffi.
-  if (dl->dtype.code == kDLComplex) return "complex" + std::to_string(dl->dtype.bits);
+  if (dl->dtype.code == kDLComplex) return str("complex", dl->dtype.bits);
   return tvm::ffi::DLDataTypeToString(dl->dtype);
 }
 
@@ -117,15 +105,13 @@ std::string shape_text(const int64_t* sizes, size_t count) {
 }
 
 void Tensor::same_dtype(const Tensor& other) const {
-  if (dl->dtype != other.dl->dtype) {
-    type_error("dtype " + dtype_name(), other.dtype_name() + " as in " + other.arg);
-  }
+  if (dl->dtype == other.dl->dtype) return;
+  dtype_error(other.dtype_name() + " as in " + other.arg);
 }
 
 void Tensor::same_device(const Tensor& other) const {
-  const bool same = on_cuda() == other.on_cuda() &&
-                    (!on_cuda() || dl->device.device_id == other.dl->device.device_id);
-  if (!same) value_error("device " + device_name(), other.device_name() + " as in " + other.arg);
+  if (ordinal() == other.ordinal()) return;
+  value_error("device " + device_name(), other.device_name() + " as in " + other.arg);
 }
 
 void Tensor::contiguous(const char* cure) const {
@@ -133,8 +119,8 @@ void Tensor::contiguous(const char* cure) const {
   i64 expected = 1;
   for (int d = dl->ndim - 1; d >= 0; --d) {
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
-      value_error("not contiguous (" + stride_text(*this, d) + ")",
-                  std::string("a contiguous tensor; ") + cure);
+      value_error(str("not contiguous (", stride_text(*this, d), ")"),
+                  str("a contiguous tensor; ", cure));
     }
     expected *= dl->shape[d];
   }
@@ -154,7 +140,7 @@ i64 Tensor::row_items(int row_dim) const {
   for (int d = dl->ndim - 1; d >= row_dim; --d) {
     if (dl->shape[d] > 1 && items > 0 && dl->strides != nullptr && dl->strides[d] != items) {
       value_error(stride_text(*this, d),
-                  "contiguous rows, stride " + std::to_string(items) + "; call .contiguous()");
+                  str("contiguous rows, stride ", items, "; call .contiguous()"));
     }
     items *= dl->shape[d];
   }
@@ -165,8 +151,7 @@ Rows::Rows(const Tensor& t, int row_dims)
     : Tensor(t), data(t.data()), num_rows(1), stride_bytes(0) {
   const DLTensor& dl = *t.dl;
   if (dl.ndim < row_dims) {
-    t.value_error("shape " + t.shape_text(), "at least " + std::to_string(row_dims) +
-                                                 (row_dims == 1 ? " dimension" : " dimensions"));
+    t.shape_error(str("at least ", row_dims, row_dims == 1 ? " dimension" : " dimensions"));
   }
   row_bytes = t.row_items(row_dims) * t.item_bytes();
   stride_bytes = row_bytes;
@@ -185,9 +170,6 @@ Rows::Rows(const Tensor& t, int row_dims)
   set_range();
 }
 
-Rows::Rows(const Indices& indices)
-    : Rows(indices, 1, indices.count * indices.index_bytes, indices.count * indices.index_bytes) {}
-
 Rows::Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes)
     : Tensor(tensor),
       data(tensor.data()),
@@ -205,12 +187,9 @@ void Rows::set_range() {
 }
 
 Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) {
-  const DLDataType dtype = t.dl->dtype;
-  if (dtype.code != kDLInt || (dtype.bits != 32 && dtype.bits != 64) || dtype.lanes != 1) {
-    t.type_error("dtype " + t.dtype_name(), "int32 or int64");
-  }
+  if (!t.has_dtype(kDLInt, 32) && !t.has_dtype(kDLInt, 64)) t.dtype_error("int32 or int64");
   t.contiguous();
-  index_bytes = dtype.bits / 8;
+  index_bytes = t.dl->dtype.bits / 8;
 }
 
 void raise_error(const char* kind, const std::string& message) {
@@ -238,34 +217,41 @@ bool bool_arg(const char* op, const char* arg, AnyView value) {
 
 void Rows::same_row_bytes(const Rows& other) const {
   if (row_bytes == other.row_bytes) return;
-  value_error("rows of " + std::to_string(row_bytes) + " bytes (shape " + shape_text() + ")",
-              std::to_string(other.row_bytes) + " bytes as in " + other.arg + " (shape " +
-                  other.shape_text() + ")");
+  value_error(
+      str("rows of ", row_bytes, " bytes (shape ", shape_text(), ")"),
+      str(other.row_bytes, " bytes as in ", other.arg, " (shape ", other.shape_text(), ")"));
 }
 
 void Rows::same_num_rows(const Rows& other) const {
   if (num_rows == other.num_rows) return;
-  value_error(std::to_string(num_rows) + " rows (shape " + shape_text() + ")",
-              std::to_string(other.num_rows) + " rows as in " + other.arg);
+  value_error(str(num_rows, " rows (shape ", shape_text(), ")"),
+              str(other.num_rows, " rows as in ", other.arg));
 }
 
-void Rows::refuse_shared_rows() const {
-  const std::string bytes = std::to_string(row_bytes);
-  value_error("rows of " + bytes + " bytes, " + std::to_string(stride_bytes) +
-                  " bytes apart (shape " + shape_text() + ")",
-              bytes + " or more in a tensor that is written; .clone() one that was expanded");
+void Rows::distinct_rows() const {
+  if (num_rows <= 1 || stride_bytes >= row_bytes) return;
+  value_error(
+      str("rows of ", row_bytes, " bytes, ", stride_bytes, " bytes apart (shape ", shape_text(),
+          ")"),
+      str(row_bytes, " or more in a tensor that is written; .clone() one that was expanded"));
 }
 
-void Rows::apart_by_rows(const Rows& other, const char* expected) const {
-  if (!empty() && !other.empty() && rows_meet(*this, other)) {
-    value_error(std::string("overlaps ") + other.arg, expected);
+void Rows::apart_from(const Rows& other, const char* expected) const {
+  const bool may_meet = begin < other.end && other.begin < end;
+  if (may_meet && !empty() && !other.empty() && rows_meet(*this, other)) {
+    value_error(str("overlaps ", other.arg), expected);
   }
 }
 
 void Rows::one_per_index(const Indices& indices) const {
   if (num_rows == indices.count) return;
-  value_error(std::to_string(num_rows) + " rows (shape " + shape_text() + ")",
-              std::to_string(indices.count) + " rows, one for each index in " + indices.arg);
+  value_error(str(num_rows, " rows (shape ", shape_text(), ")"),
+              str(indices.count, " rows, one for each index in ", indices.arg));
+}
+
+void Indices::apart_from(const Rows& rows) const {
+  const i64 bytes = count * index_bytes;
+  Rows(*this, 1, bytes, bytes).apart_from(rows);
 }
 
 void Indices::check_below(i64 bound) const {
@@ -279,9 +265,8 @@ void Indices::check_below(i64 bound) const {
 
 void raise_index_error(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                        const char* note) {
-  raise_error("IndexError", std::string(op) + ": " + arg + ": index " + std::to_string(value) +
-                                " at position " + std::to_string(position) + ", expected below " +
-                                std::to_string(bound) + note);
+  raise_error("IndexError", str(op, ": ", arg, ": index ", value, " at position ", position,
+                                ", expected below ", bound, note));
 }
 
 }  // namespace jitkern

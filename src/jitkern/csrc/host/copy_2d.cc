@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "host/pinned.h"
 #include "host/staging.h"
 
 namespace jitkern {

@@ -1,12 +1,9 @@
 // Faults: out-of-range indices that kernels have found.
 #include <jitkern/launch.h>
 
-#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <optional>
-#include <string>
-#include <vector>
 
 namespace jitkern {
 
@@ -68,8 +65,8 @@ void raise_pending_fault(Device& device) {
   if (!taken) return;
   const auto number = static_cast<u32>(taken->site);
   const Site site = sites()[number < sites().size() ? number : 0];
-  const std::string note = " (found by an earlier call on cuda:" + std::to_string(device.ordinal) +
-                           "; " + site.outcome + ")";
+  const auto note =
+      str(" (found by an earlier call on cuda:", device.ordinal, "; ", site.outcome, ")");
   try {
     site.raise(site.op, site.arg, taken->position, taken->value, taken->bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {

@@ -47,16 +47,12 @@ struct Loaded {
     error.clear();  // these are not required
     JITKERN_DRIVER_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
-    // Since 12.8: 0.10 us a call instead of 0.51 on an H200, as it does not look for errors.
-    if (void* const faster = dlsym(library, "cuEventElapsedTime_v2"); faster != nullptr) {
-      driver.cuEventElapsedTime = reinterpret_cast<decltype(driver.cuEventElapsedTime)>(faster);
-    }
     if (!error.empty()) return;
     if (const CUresult result = driver.cuInit(0); result != kCudaSuccess) {
       const char* name = "unknown error";
       driver.cuGetErrorName(result, &name);
-      error = std::string("jitkern: the CUDA driver did not start: ") + name +
-              "; check `nvidia-smi` and CUDA_VISIBLE_DEVICES";
+      error = str("jitkern: the CUDA driver did not start: ", name,
+                  "; check `nvidia-smi` and CUDA_VISIBLE_DEVICES");
     }
   }
 
@@ -64,8 +60,8 @@ struct Loaded {
   void resolve(void* library, const char* name, F& function) {
     function = reinterpret_cast<F>(dlsym(library, name));
     if (function == nullptr && error.empty()) {
-      error = std::string("jitkern: the CUDA driver has no ") + name +
-              "; install a driver for CUDA 11.8 or newer";
+      error = str("jitkern: the CUDA driver has no ", name,
+                  "; install a driver for CUDA 11.8 or newer");
     }
   }
 };
@@ -159,7 +155,7 @@ void Driver::check(CUresult result, const char* what) const {
   const char* text = "";
   cuGetErrorName(result, &name);
   cuGetErrorString(result, &text);
-  raise_error("RuntimeError", std::string("jitkern: ") + what + ": " + name + " (" + text + ")");
+  raise_error("RuntimeError", str("jitkern: ", what, ": ", name, " (", text, ")"));
 }
 
 Device* Device::find(int ordinal) {
@@ -170,26 +166,22 @@ Device* Device::find(int ordinal) {
 Device& Device::get(int ordinal) {
   if (Device* device = find(ordinal)) return *device;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
-    raise_error("RuntimeError", "jitkern: device cuda:" + std::to_string(ordinal) +
-                                    ", expected 0 to " + std::to_string(kMaxDevices - 1));
+    raise_error("RuntimeError",
+                str("jitkern: device cuda:", ordinal, ", expected 0 to ", kMaxDevices - 1));
   }
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (Device* device = find(ordinal)) return *device;
-  Device* device = open_device(ordinal).release();  // lives as long as the process
-  devices[ordinal].store(device, std::memory_order_release);
-  return *device;
+  if (find(ordinal) == nullptr) devices[ordinal] = open_device(ordinal).release();  // for good
+  return *devices[ordinal];
 }
 
-ContextScope::ContextScope(const Device& device) : previous_(nullptr), changed_(false) {
+ContextScope::ContextScope(const Device& device) : previous_(nullptr), own_(device.context) {
   JITKERN_CU(cuCtxGetCurrent, &previous_);
-  if (previous_ == device.context) return;
-  JITKERN_CU(cuCtxSetCurrent, device.context);
-  changed_ = true;
+  if (previous_ != own_) JITKERN_CU(cuCtxSetCurrent, own_);
 }
 
 ContextScope::~ContextScope() {
-  if (changed_) Driver::get().cuCtxSetCurrent(previous_);
+  if (previous_ != own_) Driver::get().cuCtxSetCurrent(previous_);
 }
 
 RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
@@ -199,18 +191,13 @@ RelaxedCapture::RelaxedCapture() : mode_(kCaptureModeRelaxed) {
 RelaxedCapture::~RelaxedCapture() { Driver::get().cuThreadExchangeStreamCaptureMode(&mode_); }
 
 MemoryRange memory_range(const void* address) {
-  u32 type = 0;
-  int ordinal = 0;
-  CUdeviceptr device_address = 0;
-  CUdeviceptr begin = 0;
-  size_t bytes = 0;
+  MemoryRange range{};
   int attributes[] = {kPointerMemoryType, kPointerDeviceOrdinal, kPointerDevicePointer,
                       kPointerRangeStart, kPointerRangeSize};
-  void* values[] = {&type, &ordinal, &device_address, &begin, &bytes};
+  void* values[] = {&range.type, &range.ordinal, &range.device_address, &range.begin, &range.bytes};
   // Succeeds for any address; if it is unknown to CUDA, the values stay zero.
   JITKERN_CU(cuPointerGetAttributes, 5, attributes, values, reinterpret_cast<CUdeviceptr>(address));
-  return {type, ordinal, reinterpret_cast<const char*>(device_address),
-          reinterpret_cast<const char*>(begin), static_cast<i64>(bytes)};
+  return range;
 }
 
 namespace {
@@ -228,7 +215,7 @@ CUmodule load_image(const Bytes& image, const char* op) {
   void* values[] = {log, reinterpret_cast<void*>(sizeof(log))};
   CUmodule module = nullptr;
   const CUresult result = driver.cuModuleLoadDataEx(&module, image.data(), 2, options, values);
-  driver.check(result, (std::string(op) + ": cuModuleLoadData " + log).c_str());
+  driver.check(result, str(op, ": cuModuleLoadData ", log).c_str());
   return module;
 }
 
@@ -251,22 +238,18 @@ Kernel load_kernel(CUmodule module, const char* name) {
   return kernel;
 }
 
-// The kNumThreads of a user's kernel, 0 if it has none. jit/device.py renders it as the size of an
-// array, plus 1.
-unsigned num_threads_of(CUmodule module, const std::string& kernel) {
-  CUdeviceptr pointer = 0;
-  size_t bytes = 1;
-  const std::string name = "jitkern_threads_" + kernel;
-  JITKERN_CU(cuModuleGetGlobal_v2, &pointer, &bytes, module, name.c_str());
-  return static_cast<unsigned>(bytes) - 1;
-}
-
-// Allows launches with the most shared memory that a block can have, and clusters of over 8 blocks.
-void allow_all(const Device& device, const Kernel& kernel) {
+// A user's kernel may have all shared memory of a block, and clusters of over 8 blocks.
+// jit/device.py renders its kNumThreads, 0 if it has none, as the size of an array, plus 1.
+void prepare_users(Kernel& kernel, const Device& device, CUmodule module, const std::string& name) {
   JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionMaxDynamicSharedBytes,
              device.max_shared_bytes - kernel.own_shared_bytes);
-  if (device.arch < 90) return;
-  JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionNonPortableClusterSize, 1);
+  if (device.arch >= 90) {
+    JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionNonPortableClusterSize, 1);
+  }
+  CUdeviceptr pointer = 0;
+  size_t bytes = 1;
+  JITKERN_CU(cuModuleGetGlobal_v2, &pointer, &bytes, module, ("jitkern_threads_" + name).c_str());
+  kernel.num_threads = static_cast<unsigned>(bytes) - 1;
 }
 
 }  // namespace
@@ -277,34 +260,27 @@ const LoadedKernels& KernelTable::load(const Device& device, const Spec& spec) {
   Array<String> names;
   for (const char* name : names_) names.push_back(name);
   Array<int64_t> values;
-  for (int i = 0; i < spec.size; ++i) values.push_back(spec[i]);
+  for (size_t i = 0; i < names.size(); ++i) values.push_back(spec.values[i]);
   const auto [image, entries, config] =
       resolve(op_, names, values, device.arch)
           .cast<tvm::ffi::Tuple<Bytes, Array<String>, Array<int64_t>>>();
 
   const std::lock_guard<std::mutex> lock(load_mutex);
-  std::atomic<Node*>& head = heads_[device.ordinal];
-  for (Node* node = head.load(); node != nullptr; node = node->next) {
-    if (node->kernels.spec == spec) return node->kernels;  // another thread was first
+  std::atomic<const LoadedKernels*>& head = heads_[device.ordinal];
+  for (const LoadedKernels* other = head; other != nullptr; other = other->next) {
+    if (other->spec == spec) return *other;  // another thread was first
   }
   const RelaxedCapture relaxed;
   const ContextScope scope(device);
   const CUmodule module = load_image(image, op_);
-  auto node = std::make_unique<Node>(Node{{spec, {}, {}}, head.load()});
+  auto loaded = std::make_unique<LoadedKernels>(LoadedKernels{spec, head, {}, {}, 0});
   for (const String& name : entries) {
-    node->kernels.entries.push_back(load_kernel(module, name.c_str()));
+    Kernel& kernel = loaded->entries.emplace_back(load_kernel(module, name.c_str()));
+    if (shape_of_ == nullptr) prepare_users(kernel, device, module, name);
   }
-  if (shape_of_ != nullptr) {
-    take_config(node->kernels, config);
-  } else {
-    for (size_t i = 0; i < entries.size(); ++i) {
-      Kernel& kernel = node->kernels.entries[i];
-      allow_all(device, kernel);
-      kernel.num_threads = num_threads_of(module, entries[i]);
-    }
-  }
-  head.store(node.get(), std::memory_order_release);
-  return node.release()->kernels;  // lives as long as the process
+  if (shape_of_ != nullptr) take_config(*loaded, config);
+  head.store(loaded.get(), std::memory_order_release);
+  return *loaded.release();  // lives as long as the process
 }
 
 void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& config) const {
@@ -316,22 +292,29 @@ void KernelTable::take_config(LoadedKernels& kernels, const Array<int64_t>& conf
     kernel.use_pdl = config[2 * i + 1] != 0;
     fits = kernel.num_threads >= 1 && kernel.num_threads <= kernel.max_threads;
   }
-  if (!fits) raise_error("RuntimeError", std::string(op_) + ": launched as it was not compiled");
+  if (!fits) raise_error("RuntimeError", str(op_, ": launched as it was not compiled"));
   kernels.in_flight = static_cast<int>(config[2 * count]);
   kernels.shape =
       shape_of_(kernels.spec, kernels.in_flight, static_cast<int>(config[2 * count + 1]));
 }
 
 void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) const {
-  JITKERN_CU(cuMemsetD8Async, reinterpret_cast<CUdeviceptr>(pointer), value,
-             static_cast<size_t>(bytes), stream_);
+  JITKERN_CU(cuMemsetD8Async, address(pointer), value, static_cast<size_t>(bytes), stream_);
 }
 
-void LaunchScope::check_params(const Kernel& kernel, i64 bytes) {
-  if (kernel.params_bytes == bytes || kernel.params_bytes == -1) return;
-  raise_error("RuntimeError",
-              "jitkern: a kernel's parameters are " + std::to_string(kernel.params_bytes) +
-                  " bytes on the device and " + std::to_string(bytes) + " on the host");
+void LaunchScope::launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
+                               unsigned num_threads, int grid_y, unsigned cluster) const {
+  if (kernel.params_bytes != bytes && kernel.params_bytes != -1) {  // a header has changed
+    raise_error("RuntimeError", str("jitkern: a kernel's parameters are ", kernel.params_bytes,
+                                    " bytes on the device and ", bytes, " on the host"));
+  }
+  Launch launch;
+  launch.config.grid[0] = static_cast<unsigned>(grid_x);
+  launch.config.grid[1] = static_cast<unsigned>(grid_y);
+  launch.config.block[0] = num_threads;
+  if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
+  if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
+  launch.run(kernel.function, stream_, params);
 }
 
 void Launch::run(CUfunction function, CUstream stream, const void* params) {

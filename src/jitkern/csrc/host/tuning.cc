@@ -55,8 +55,7 @@ void ask_for_figures(int ordinal) {
     measured = tuner(gpu_name(ordinal), driver_version()).cast<Map<String, int64_t>>();
   }
   for (int i = 0; i < kNumFigures; ++i) {
-    const auto found = measured.find(kDefaults[i].name);
-    of_devices[ordinal][i] = found != measured.end() ? (*found).second : kDefaults[i].value;
+    of_devices[ordinal][i] = measured.Get(kDefaults[i].name).value_or(kDefaults[i].value);
   }
 }
 
@@ -74,9 +73,8 @@ Map<String, int64_t> figures(int64_t ordinal) {
 // Sets a figure in this process. ValueError if there is no such device or figure.
 void set_figure(int64_t ordinal, String name, int64_t value) {
   if (ordinal < 0 || ordinal >= kMaxDevices || value < 1) {
-    raise_error("ValueError", "jitkern: figure " + std::string(name) + ": " +
-                                  std::to_string(value) + " on device " + std::to_string(ordinal) +
-                                  ", expected at least 1, on a device from 0 on");
+    raise_error("ValueError", str("jitkern: figure ", std::string(name), ": ", value, " on device ",
+                                  ordinal, ", expected at least 1, on a device from 0 on"));
   }
   figure(static_cast<int>(ordinal), kReachBytes);  // asks Python now, not after this is set
   for (int i = 0; i < kNumFigures; ++i) {

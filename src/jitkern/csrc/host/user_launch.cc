@@ -9,9 +9,6 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 namespace jitkern {
 
@@ -32,9 +29,7 @@ constexpr i64 kMaxParamsBytes = 32764;  // the driver's limit; 4,096 before CUDA
 constexpr int kNoDevice = -1;
 constexpr int kOnCpu = -2;
 
-std::string device_name(int ordinal) {
-  return ordinal == kOnCpu ? "cpu" : "cuda:" + std::to_string(ordinal);
-}
+std::string device_name(int ordinal) { return ordinal == kOnCpu ? "cpu" : str("cuda:", ordinal); }
 
 // A member of Params.
 struct Param {
@@ -55,9 +50,7 @@ struct Signature {
 
   // Messages name the kernel and its parameter if they are known, otherwise launch() and a number.
   const char* op() const { return params.empty() ? kOp : kernel.c_str(); }
-  std::string arg(int i) const {
-    return params.empty() ? "args[" + std::to_string(i) + "]" : params[i].name;
-  }
+  std::string arg(int i) const { return params.empty() ? str("args[", i, "]") : params[i].name; }
 };
 
 // The bytes of a C struct whose members are the arguments in order, and the device of its tensors.
@@ -67,13 +60,11 @@ struct Packed {
   alignas(16) char bytes[kMaxParamsBytes + 16];
 
   Packed(const Signature& signature, PackedArgs args) : signature_(signature) {
-    const auto& params = signature.params;
-    if (params.empty()) {
-      for (int i = 0; i < args.size(); ++i) put(i, args[i]);
-    } else {
-      if (args.size() != static_cast<int>(params.size())) wrong_count(args.size());
-      for (int i = 0; i < args.size(); ++i) put_member(i, args[i]);
+    const bool is_known = !signature.params.empty();
+    if (is_known && args.size() != static_cast<int>(signature.params.size())) {
+      wrong_count(args.size());
     }
+    for (int i = 0; i < args.size(); ++i) is_known ? put_member(i, args[i]) : put(i, args[i]);
     pad_to(alignment_);
   }
 
@@ -127,8 +118,8 @@ struct Packed {
   [[noreturn]] void wrong_count(int count) const {
     std::string names;
     for (const Param& param : signature_.params) names += (names.empty() ? "" : ", ") + param.name;
-    raise_value_error(signature_.op(), "args", std::to_string(count) + " arguments",
-                      std::to_string(signature_.params.size()) + ": " + names);
+    raise_value_error(signature_.op(), "args", str(count, " arguments"),
+                      str(signature_.params.size(), ": ", names));
   }
 
   // Packs an argument as the type of its member.
@@ -136,7 +127,12 @@ struct Packed {
     const Param& param = signature_.params[i];
     const int type = value.type_index();
     if (param.is_pointer && is_tensor(type)) {
-      check_tensor(param, value);
+      const Tensor tensor(signature_.op(), param.name.c_str(), value);
+      const bool is_any = param.dtype.bits == 0;
+      if (!is_any && tensor.dl->dtype != param.dtype) tensor.dtype_error(param.dtype_name);
+      if (!param.is_strided) {
+        tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
+      }
       return put_tensor(i, value);
     }
     if (param.is_pointer && type == TypeIndex::kTVMFFIOpaquePtr) {
@@ -145,8 +141,8 @@ struct Packed {
     if (const auto packed = value.try_cast<Bytes>()) {  // a ctypes value, of a type of its own
       const i64 bytes = static_cast<i64>(packed->size()) - 1;
       if (bytes == param.bytes()) return put_bytes(packed->data() + 1, bytes, bytes);
-      raise_value_error(signature_.op(), param.name.c_str(), std::to_string(bytes) + " bytes",
-                        std::to_string(param.bytes()) + ", those of " + expected(param));
+      raise_value_error(signature_.op(), param.name.c_str(), str(bytes, " bytes"),
+                        str(param.bytes(), ", those of ", expected(param)));
     }
     if (!is_number_for(param, type)) {
       raise_type_error(signature_.op(), param.name.c_str(), value, expected(param));
@@ -164,15 +160,6 @@ struct Packed {
   static std::string expected(const Param& param) {
     if (!param.is_pointer) return param.dtype_name;
     return param.dtype.bits == 0 ? "a tensor" : "a tensor of " + param.dtype_name;
-  }
-
-  void check_tensor(const Param& param, AnyView value) const {
-    const Tensor tensor(signature_.op(), param.name.c_str(), value);
-    if (param.dtype.bits != 0 && tensor.dl->dtype != param.dtype) {
-      tensor.type_error("dtype " + tensor.dtype_name(), param.dtype_name);
-    }
-    if (!param.is_strided)
-      tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
   }
 
   void put_number(const Param& param, AnyView value) {
@@ -207,7 +194,7 @@ struct Packed {
   void put_bytes(const void* from, i64 count, int alignment) {
     pad_to(alignment);
     if (size + count > kMaxParamsBytes) {
-      raise_value_error(kOp, "args", "more than " + std::to_string(kMaxParamsBytes) + " bytes",
+      raise_value_error(kOp, "args", str("more than ", kMaxParamsBytes, " bytes"),
                         "what the driver takes");
     }
     std::memcpy(bytes + size, from, static_cast<size_t>(count));
@@ -236,13 +223,12 @@ void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned
   const auto items = value.try_cast<Array<Any>>();
   const int count = items.has_value() ? static_cast<int>(items->size()) : 1;
   if (count < 1 || count > 3) {
-    raise_value_error(kOp, arg, std::to_string(count) + " sizes", "one to three");
+    raise_value_error(kOp, arg, str(count, " sizes"), "one to three");
   }
   for (int d = 0; d < count; ++d) {
     const i64 size = int_arg(kOp, arg, items.has_value() ? AnyView((*items)[d]) : value);
     if (size < 1 || size > limits[d]) {
-      raise_value_error(kOp, arg, std::to_string(size) + " in dimension " + std::to_string(d),
-                        "1 to " + std::to_string(limits[d]));
+      raise_value_error(kOp, arg, str(size, " in dimension ", d), str("1 to ", limits[d]));
     }
     sizes[d] = static_cast<unsigned>(size);
   }
@@ -257,7 +243,7 @@ Launch checked_launch(const AnyView* options) {
   if (!is_none(options[2])) take_sizes("block", options[2], kMaxBlock, config.block);
   const i64 shared_bytes = int_arg(kOp, "shared_bytes", options[3]);
   if (shared_bytes < 0 || shared_bytes > kMaxSharedBytes) {
-    raise_value_error(kOp, "shared_bytes", std::to_string(shared_bytes), "0 or more");
+    raise_value_error(kOp, "shared_bytes", str(shared_bytes), "0 or more");
   }
   config.shared_bytes = static_cast<unsigned>(shared_bytes);
   if (bool_arg(kOp, "cooperative", options[5])) launch.add(kLaunchCooperative, 1);
@@ -266,9 +252,8 @@ Launch checked_launch(const AnyView* options) {
   take_sizes("cluster", options[6], kMaxCluster, cluster);
   for (int d = 0; d < 3; ++d) {
     if (config.grid[d] % cluster[d] == 0) continue;
-    raise_value_error(kOp, "cluster",
-                      std::to_string(cluster[d]) + " in dimension " + std::to_string(d),
-                      "a divisor of the grid's " + std::to_string(config.grid[d]));
+    raise_value_error(kOp, "cluster", str(cluster[d], " in dimension ", d),
+                      str("a divisor of the grid's ", config.grid[d]));
   }
   launch.add(kLaunchClusterDimension, cluster[0], cluster[1], cluster[2]);
   return launch;
@@ -301,10 +286,8 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
   }
   // An empty struct has one byte.
   if (kernel.params_bytes != -1 && kernel.params_bytes != std::max(params.size, i64(1))) {
-    raise_value_error(
-        kOp, "args",
-        std::to_string(args.size()) + " of " + std::to_string(params.size) + " bytes in all",
-        std::to_string(kernel.params_bytes) + " bytes, the members of the kernel's Params");
+    raise_value_error(kOp, "args", str(args.size(), " of ", params.size, " bytes in all"),
+                      str(kernel.params_bytes, " bytes, the members of the kernel's Params"));
   }
   if (config.block[0] == 0) config.block[0] = kernel.num_threads;
   const unsigned threads = config.block[0] * config.block[1] * config.block[2];
@@ -312,17 +295,17 @@ void check_launch(const Device& device, const Kernel& kernel, const Signature& s
     raise_value_error(kOp, "block", "None", "threads: the kernel's class has no kNumThreads");
   }
   if (kernel.num_threads != 0 && threads != kernel.num_threads) {
-    raise_value_error(kOp, "block", std::to_string(threads) + " threads",
-                      std::to_string(kernel.num_threads) + ", the kernel's kNumThreads");
+    raise_value_error(kOp, "block", str(threads, " threads"),
+                      str(kernel.num_threads, ", the kernel's kNumThreads"));
   }
   if (threads > kernel.max_threads) {
-    raise_value_error(kOp, "block", std::to_string(threads) + " threads",
-                      "at most " + std::to_string(kernel.max_threads) + " for this kernel");
+    raise_value_error(kOp, "block", str(threads, " threads"),
+                      str("at most ", kernel.max_threads, " for this kernel"));
   }
   const i64 most = device.max_shared_bytes - kernel.own_shared_bytes;
   if (config.shared_bytes > most) {
-    raise_value_error(kOp, "shared_bytes", std::to_string(config.shared_bytes),
-                      "at most " + std::to_string(most) + " on this GPU");
+    raise_value_error(kOp, "shared_bytes", str(config.shared_bytes),
+                      str("at most ", most, " on this GPU"));
   }
   if (has_cluster && device.arch < 90) {
     raise_value_error(kOp, "cluster", "given", "None on a GPU before compute capability 9.0");

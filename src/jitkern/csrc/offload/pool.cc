@@ -1,6 +1,6 @@
 // The memory of a PinnedPool: mapped on whole huge pages, touched by threads, registered with CUDA.
 #include "host/objects.h"
-#include "host/pinned.h"
+#include "host/staging.h"
 #include "host/workers.h"
 
 #include <jitkern/launch.h>
@@ -47,8 +47,8 @@ void synchronize_devices() {
 void* map(void* at, i64 bytes, int protection, int flags, int fd) {
   void* const found = mmap(at, static_cast<size_t>(bytes), protection, flags, fd, 0);
   if (found != MAP_FAILED) return found;
-  throw tvm::ffi::Error(errno == ENOMEM ? "MemoryError" : "RuntimeError",
-                        std::string("PinnedPool: mmap: ") + std::strerror(errno), "");
+  raise_error(errno == ENOMEM ? "MemoryError" : "RuntimeError",
+              str("PinnedPool: mmap: ", std::strerror(errno)));
 }
 
 // Makes Linux back [base, base + num_bytes) with memory, and keeps its content. Returns errno.

@@ -55,10 +55,8 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
     for (i64 c = 0; c < columns; ++c) {
       const i64 value = from[i * row_stride + c * stride];
       if (value >= 0 && (!kIsShort[c] || value >> 32 == 0)) continue;
-      raise_value_error(
-          kPush, "descriptors",
-          kFields[c] + (" " + std::to_string(value)) + " of descriptor " + std::to_string(i),
-          kIsShort[c] ? "0 to 4294967295" : "0 or more");
+      raise_value_error(kPush, "descriptors", str(kFields[c], " ", value, " of descriptor ", i),
+                        kIsShort[c] ? "0 to 4294967295" : "0 or more");
     }
   }
   // Another thread has changed them meanwhile.
@@ -75,18 +73,17 @@ class DescriptorRing {
     const Tensor t(kPush, "descriptors", rows);
     const DLTensor& dl = *t.dl;
     if (t.on_cuda()) t.value_error("device " + t.device_name(), "cpu");
-    if (dl.dtype.code != kDLInt || dl.dtype.bits != 64 || dl.dtype.lanes != 1) {
-      t.type_error("dtype " + t.dtype_name(), "int64");
+    if (!t.has_dtype(kDLInt, 64)) {
+      t.dtype_error("int64");
     }
     const bool is_long = dl.ndim == 2 && dl.shape[1] == 6;
     if (dl.ndim != 2 || (dl.shape[1] != 3 && !is_long)) {
-      t.value_error("shape " + t.shape_text(), "[n, 3] or [n, 6]");
+      t.shape_error("[n, 3] or [n, 6]");
     }
     const i64 count = dl.shape[0], columns = dl.shape[1];
     const i64 most = producer_.header().max_descriptors;
     if (count > most) {
-      t.value_error(std::to_string(count) + " of them",
-                    "at most the " + std::to_string(most) + " of a slot");
+      t.value_error(str(count, " of them"), str("at most the ", most, " of a slot"));
     }
     const i64 row_stride = dl.strides == nullptr ? columns : dl.strides[0];
     const i64 stride = dl.strides == nullptr ? 1 : dl.strides[1];
@@ -205,18 +202,17 @@ Array<Function> make_ring(tvm::ffi::Tensor memory, u32 num_slots, u32 max_descri
 // -- consumed by kernels -------------------------------------------------------------------------
 
 [[noreturn]] void raise_busy(const char* op, const char* arg, i64, i64, i64, const char* note) {
-  raise_error("RuntimeError", std::string(op) + ": " + arg +
+  raise_error("RuntimeError", str(op, ": ", arg,
                                   ": another call, or a server, was consuming the ring; have one "
-                                  "follow the other on a stream, or by an event" +
-                                  note);
+                                  "follow the other on a stream, or by an event",
+                                  note));
 }
 [[noreturn]] void raise_broken(const char* op, const char* arg, i64 slot, i64, i64,
                                const char* note) {
-  raise_error("RuntimeError", std::string(op) + ": " + arg + ": a push in slot " +
-                                  std::to_string(slot) +
+  raise_error("RuntimeError", str(op, ": ", arg, ": a push in slot ", slot,
                                   " has seals that are not its word, as no producer of both/ring.h "
-                                  "leaves them" +
-                                  note);
+                                  "leaves them",
+                                  note));
 }
 
 const DescriptorSites kSites(true);
@@ -315,7 +311,7 @@ class RingOnGpu {
     const Rows& on_gpu = sides.src.on_cuda() ? sides.on_gpu() : sides.dst;
     if (!on_gpu.on_cuda() || on_gpu.ordinal() != ordinal) {
       on_gpu.value_error("device " + on_gpu.device_name(),
-                         "device cuda:" + std::to_string(ordinal) + ", the ring's");
+                         str("device cuda:", ordinal, ", the ring's"));
     }
     sides.check_sizes();
     return sides;

@@ -8,8 +8,6 @@
 #include <array>
 #include <utility>
 
-#include "host/pinned.h"
-
 namespace jitkern {
 
 namespace {

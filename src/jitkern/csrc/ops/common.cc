@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "floats.h"
-#include "host/pinned.h"
 
 namespace jitkern {
 

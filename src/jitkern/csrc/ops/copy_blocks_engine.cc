@@ -3,7 +3,6 @@
 
 #include "copy_blocks_host.h"
 #include "host/copy_2d.h"
-#include "host/pinned.h"
 #include "host/tuning.h"
 
 namespace jitkern {

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "index.h"
 #include "pairs_host.h"
 

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include "block_buffers.h"
-#include "host/pinned.h"
 
 namespace jitkern {
 

@@ -8,7 +8,6 @@
 #include <string>
 
 #include "host/copy_2d.h"
-#include "host/pinned.h"
 #include "unpack_host.h"
 
 namespace jitkern {

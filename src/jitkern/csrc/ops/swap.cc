@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "host/tuning.h"
 #include "pairs_host.h"
 

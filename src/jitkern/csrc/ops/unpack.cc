@@ -3,7 +3,6 @@
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "unpack_host.h"
 
 namespace jitkern {

@@ -112,22 +112,16 @@ struct Rows : Tensor {
   // ValueError unless rows are contiguous, equally spaced and in rising order.
   explicit Rows(const Tensor& tensor, int row_dims = 1);
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
-  // The indices as one row.
-  explicit Rows(const Indices& indices);
   // Rows of the given sizes from the tensor's first byte on.
   Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes);
 
   bool empty() const { return num_rows == 0 || row_bytes == 0; }
 
   // ValueError if rows share bytes; for tensors that the op writes.
-  void distinct_rows() const {
-    if (num_rows > 1 && stride_bytes < row_bytes) refuse_shared_rows();
-  }
+  void distinct_rows() const;
 
   // ValueError if a row shares a byte with a row of `other`. Rows may interleave.
-  void apart_from(const Rows& other, const char* expected = kOwnMemory) const {
-    if (begin < other.end && other.begin < end) apart_by_rows(other, expected);
-  }
+  void apart_from(const Rows& other, const char* expected = kOwnMemory) const;
 
   // ValueError unless rows have as many bytes, unless there are as many, or one for each index.
   void same_row_bytes(const Rows& other) const;
@@ -136,8 +130,6 @@ struct Rows : Tensor {
 
  private:
   void set_range();
-  [[noreturn]] void refuse_shared_rows() const;
-  void apart_by_rows(const Rows& other, const char* expected) const;
 };
 
 // Whether 0 <= index < bound, in one comparison.
@@ -170,12 +162,7 @@ struct Indices : Tensor {
   void check_below(i64 bound) const;
 
   // ValueError if an index lies in a row; between rows is allowed.
-  void apart_from(const Rows& rows) const {
-    const u64 begin = address(data);
-    if (begin < rows.end && rows.begin < begin + static_cast<u64>(count * index_bytes)) {
-      Rows(*this).apart_from(rows);
-    }
-  }
+  void apart_from(const Rows& rows) const;
 };
 
 // Python's error of this kind.

@@ -19,48 +19,27 @@ using CUevent = struct CUevent_st*;
 using CUmemHandle = u64;  // CUmemGenericAllocationHandle
 
 // Values of cuda.h that are part of the driver's stable ABI.
-enum : int {
-  kCudaSuccess = 0,
-  kCudaErrorOutOfMemory = 2,
-  kCudaErrorNotReady = 600,
-  kAttributeMaxPitch = 11,
-  kAttributeMultiprocessorCount = 16,
-  kAttributeComputeMajor = 75,
-  kAttributeComputeMinor = 76,
-  kAttributeMaxSharedBytesPerBlockOptin = 97,
-  kAttributeKnowsVmm = 102,    // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-  kAttributeExportsFds = 103,  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-  kFunctionMaxThreadsPerBlock = 0,
-  kFunctionSharedBytes = 1,
-  kFunctionMaxDynamicSharedBytes = 8,
-  kFunctionNonPortableClusterSize = 14,
-  kPointerMemoryType = 2,
-  kPointerDevicePointer = 3,
-  kPointerDeviceOrdinal = 9,
-  kPointerRangeStart = 11,
-  kPointerRangeSize = 12,
-  kMemoryTypeHost = 1,
-  kMemoryTypeDevice = 2,
-  kMemoryTypeUnified = 4,
-  kHostAllocPortable = 1,
-  kHostAllocDeviceMap = 2,
-  kCaptureModeRelaxed = 2,
-  kStreamNonBlocking = 1,
-  kHighestStreamPriority = -5,  // the driver clamps it
-  kEventDisableTiming = 2,
-  kSrcAccessOrderStream = 1,
-  kJitErrorLogBuffer = 5,
-  kJitErrorLogBufferBytes = 6,
-  kLaunchCooperative = 2,
-  kLaunchClusterDimension = 4,
-  kLaunchProgrammaticStreamSerialization = 6,
-  kWaitAtLeast = 0,  // CU_STREAM_WAIT_VALUE_GEQ, of differences modulo 2^32
-  kVmmPinned = 1,
-  kVmmOnDevice = 1,
-  kVmmAsFd = 1,
-  kVmmReadWrite = 3,
-  kVmmLeastGranularity = 0,
-};
+constexpr int kCudaSuccess = 0, kCudaErrorOutOfMemory = 2, kCudaErrorNotReady = 600;
+constexpr int kAttributeMaxPitch = 11, kAttributeMultiprocessorCount = 16;
+constexpr int kAttributeComputeMajor = 75, kAttributeComputeMinor = 76;
+constexpr int kAttributeMaxSharedBytesPerBlockOptin = 97;
+constexpr int kAttributeKnowsVmm = 102;    // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+constexpr int kAttributeExportsFds = 103;  // HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+constexpr int kFunctionMaxThreadsPerBlock = 0, kFunctionSharedBytes = 1;
+constexpr int kFunctionMaxDynamicSharedBytes = 8, kFunctionNonPortableClusterSize = 14;
+constexpr int kPointerMemoryType = 2, kPointerDevicePointer = 3, kPointerDeviceOrdinal = 9;
+constexpr int kPointerRangeStart = 11, kPointerRangeSize = 12;
+constexpr int kMemoryTypeHost = 1, kMemoryTypeDevice = 2, kMemoryTypeUnified = 4;
+constexpr int kHostAllocPortable = 1, kHostAllocDeviceMap = 2;
+constexpr int kCaptureModeRelaxed = 2, kSrcAccessOrderStream = 1;
+constexpr int kStreamNonBlocking = 1, kEventDisableTiming = 2;
+constexpr int kHighestStreamPriority = -5;  // the driver clamps it
+constexpr int kJitErrorLogBuffer = 5, kJitErrorLogBufferBytes = 6;
+constexpr int kLaunchCooperative = 2, kLaunchClusterDimension = 4;
+constexpr int kLaunchProgrammaticStreamSerialization = 6;
+constexpr int kWaitAtLeast = 0;  // CU_STREAM_WAIT_VALUE_GEQ, of differences modulo 2^32
+constexpr int kVmmPinned = 1, kVmmOnDevice = 1, kVmmAsFd = 1, kVmmReadWrite = 3;
+constexpr int kVmmLeastGranularity = 0;
 
 // CUlaunchAttribute: an id, padding to 8 bytes and a union of 64 bytes.
 struct LaunchAttribute {

@@ -49,7 +49,7 @@ class ContextScope {
 
  private:
   CUcontext previous_;
-  bool changed_;
+  const CUcontext own_;
 };
 
 // Lets this thread load code, allocate and query events while any thread captures a stream.
@@ -78,11 +78,10 @@ constexpr int kMaxSpec = 7;
 
 // The template arguments of a kernel, by the shapes and alignment of a call.
 struct Spec {
-  std::array<i64, kMaxSpec> values{};
-  int size = 0;
+  std::array<i64, kMaxSpec> values;
 
   template <class... Ints>
-  Spec(Ints... ints) : values{static_cast<i64>(ints)...}, size(sizeof...(ints)) {
+  Spec(Ints... ints) : values{static_cast<i64>(ints)...} {
     static_assert(sizeof...(ints) <= kMaxSpec, "raise kMaxSpec");
   }
   i64 operator[](int i) const { return values[i]; }
@@ -102,6 +101,7 @@ struct Kernel {
 // The kernels of one specialisation, loaded on one device.
 struct LoadedKernels {
   Spec spec;
+  const LoadedKernels* next;    // in the table's list for the device
   std::vector<Kernel> entries;  // in the order of the builder's device_wrappers
   GroupShape shape;             // of a kernel that copies rows
   int in_flight;                // vectors; its shape depends on it
@@ -123,19 +123,14 @@ class KernelTable {
 
   // The kernels of `spec` on `device`. Once loaded, a lock-free search of a short list.
   const LoadedKernels& find(const Device& device, const Spec& spec) {
-    const Node* node = heads_[device.ordinal].load(std::memory_order_acquire);
-    for (; node != nullptr; node = node->next) {
-      if (node->kernels.spec == spec) return node->kernels;
+    const LoadedKernels* loaded = heads_[device.ordinal].load(std::memory_order_acquire);
+    for (; loaded != nullptr; loaded = loaded->next) {
+      if (loaded->spec == spec) return *loaded;
     }
     return load(device, spec);
   }
 
  private:
-  struct Node {
-    LoadedKernels kernels;
-    Node* next;
-  };
-
   const LoadedKernels& load(const Device& device, const Spec& spec);
   void take_config(LoadedKernels& kernels, const tvm::ffi::Array<int64_t>& config) const;
 
@@ -143,7 +138,7 @@ class KernelTable {
   std::vector<const char*> names_;
   ShapeOf shape_of_;
   tvm::ffi::Function resolve_;
-  std::array<std::atomic<Node*>, kMaxDevices> heads_{};
+  std::array<std::atomic<const LoadedKernels*>, kMaxDevices> heads_{};
 };
 
 // A number for an index argument of an op, which kernels put into faults. `raise` raises a fault;
@@ -210,16 +205,7 @@ class LaunchScope {
 
   // The same with `num_threads` per block; the kernel takes the first `bytes` of `params`.
   void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
-                    unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const {
-    check_params(kernel, bytes);
-    Launch launch;
-    launch.config.grid[0] = static_cast<unsigned>(grid_x);
-    launch.config.grid[1] = static_cast<unsigned>(grid_y);
-    launch.config.block[0] = num_threads;
-    if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
-    if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
-    launch.run(kernel.function, stream_, params);
-  }
+                    unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const;
 
   // Sets device memory on the stream.
   void fill_bytes(void* pointer, unsigned char value, i64 bytes) const;
@@ -227,9 +213,6 @@ class LaunchScope {
   Device& device;
 
  private:
-  // RuntimeError if host and device disagree on the parameters' size: a header has changed.
-  static void check_params(const Kernel& kernel, i64 bytes);
-
   ContextScope context_;
   CUstream stream_;
 };
