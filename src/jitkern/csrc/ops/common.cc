@@ -137,23 +137,23 @@ std::vector<Rows> Grid::lines() const {
     length *= std::exchange(count, 1);
   }
   std::vector<Rows> lines;
-  for (i64 i = 0; i < count; ++i) {
-    Rows& line = lines.emplace_back(*this, length, row_bytes, stride);
-    const i64 ahead = data + i * step - line.data;
-    line.data += ahead;
-    line.begin += static_cast<u64>(ahead);
-    line.end += static_cast<u64>(ahead);
-  }
+  for (i64 i = 0; i < count; ++i)
+    lines.push_back(rows_at(data + i * step, length, row_bytes, stride));
   return lines;
 }
 
 Rows Grid::whole() const {
   const i64 bytes = static_cast<i64>(end - begin);
-  Rows row(*this, 1, bytes, bytes);
-  row.data = data;
-  row.begin = begin;
-  row.end = end;
-  return row;
+  return rows_at(data, 1, bytes, bytes);
+}
+
+Rows Grid::rows_at(char* first, i64 num_rows, i64 row_bytes, i64 stride_bytes) const {
+  Rows rows(*this, num_rows, row_bytes, stride_bytes);
+  const u64 ahead = address(first) - rows.begin;
+  rows.data = first;
+  rows.begin += ahead;
+  rows.end += ahead;
+  return rows;
 }
 
 char* Grid::on_gpu() const { return on_cuda() ? data : mapped_rows(whole()); }

@@ -64,6 +64,7 @@ struct Grid : Tensor {
   char* on_gpu() const;
 
  private:
+  Rows rows_at(char* first, i64 num_rows, i64 row_bytes, i64 stride_bytes) const;
   std::vector<Rows> lines() const;
 };
 

@@ -12,11 +12,11 @@ void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyVi
                  AnyView method) {
   PairArgs args(kOp, kSites, kHostTarget, src, dst, pairs, num_sms);
   const Lists lists{false, false, order_arg(kOp, order, args.traffic())};
-  const MethodArgs requested = check_method(method, nullptr, args);
+  args.take_method(method, nullptr);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   static KernelTable table = pair_kernels(kOp);
-  run_pairs(scope, args, table, lists, requested);
+  run_pairs(scope, args, table, lists);
 }
 
 JITKERN_EXPORT_OP(d2h_scatter, d2h_scatter);

@@ -182,9 +182,6 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
 // Entry point of a module: see kernel() in ops/index.py.
 constexpr int kPairsOfIndices = 1;
 
-// The largest row of an int32 pair.
-constexpr i64 kMaxListedRow = std::numeric_limits<i32>::max();
-
 PairCall fetch_call(const IndexArgs& args) {
   PairCall call;
   call.row_bytes = args.weights.row_bytes;
@@ -204,7 +201,8 @@ PairCall fetch_call(const IndexArgs& args) {
 
 bool is_large(const PairCall& call) {
   // Pairs have the type of the indices. A row of the second range may be too large for int32.
-  const bool fits = call.index_bytes == 8 || call.params.num_src_rows - 1 <= kMaxListedRow;
+  const bool fits =
+      call.index_bytes == 8 || call.params.num_src_rows - 1 <= std::numeric_limits<i32>::max();
   return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
          call.params.num_pairs <= kMaxListedPairs && fits;
 }

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "host/copy_2d.h"
+#include "host/cpu_copy.h"
 #include "host/pinned.h"
-#include "unpack_host.h"
 
 namespace jitkern {
 
@@ -148,7 +148,8 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
   const Rows from(src, height, width, spitch);
   if (dst.ordinal() == src.ordinal()) to.apart_from(from);
   if (kind == CopyKind::kH2H) {
-    unpack_by_cpu(to.data, from.data, {simplified({0, 0, width, height, spitch, dpitch})});
+    copy_rows<0>(height, width, height * width,
+                 [&](i64 i) { return CpuRow{to.data + i * dpitch, from.data + i * spitch}; });
     return kDone;
   }
   check_pending_fault(*device);

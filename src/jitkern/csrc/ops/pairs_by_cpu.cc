@@ -39,9 +39,9 @@ struct ChunkShape {
         has_slot_map(args.params.slot_map != nullptr) {
     const i64 most = kChunkBytes - kHostLineBytes - 3 * index_bytes;
     if (row_bytes > most) {
-      args.src.value_error("rows of " + std::to_string(row_bytes) + " bytes",
-                           "at most " + std::to_string(most) +
-                               " through the CPU; pin the host's memory, for method=\"sm\"");
+      args.src.value_error(
+          str("rows of ", row_bytes, " bytes"),
+          str("at most ", most, " through the CPU; pin the host's memory, for method=\"sm\""));
     }
     part_rows = std::clamp<i64>(kPartBytes / row_bytes, 1, kMaxPartRows);
     chunk_rows =
@@ -99,7 +99,10 @@ class GatherByCpu {
       ~Closing() { parts.close(); }
     } const closing{parts_};
     const i64 num_pairs = args_.params.num_pairs;
-    if (num_pairs > kBlockPairs) check_pairs();
+    if (num_pairs > kBlockPairs) {  // check all pairs first
+      start_copy({}, num_pairs);
+      finish_copy();
+    }
     for (block_begin_ = 0; block_begin_ < num_pairs; block_begin_ += kBlockPairs) {
       const i64 count = std::min(kBlockPairs, num_pairs - block_begin_);
       pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
@@ -144,12 +147,6 @@ class GatherByCpu {
   void publish(i64 count) {
     parts_.publish(count);
     workers_->wake();
-  }
-
-  // IndexError for the first pair that is out of range.
-  void check_pairs() {
-    start_copy({}, args_.params.num_pairs);
-    finish_copy();
   }
 
   // Publishes parts that check `count` pairs and copy them to `list`, if it has memory.
@@ -250,19 +247,7 @@ class GatherByCpu {
     return true;
   }
 
-  // Copies a chunk's rows from device memory to `dst`.
-  void copy_on_device(const Chunk& chunk, i64 count) {
-    PairCall call = args_;
-    call.set_source(chunk.device + shape_.rows_at(count), args_.row_bytes, count);
-    call.params.slot_rows = chunk.device + shape_.slot_rows_at(count);
-    call.params.pairs = chunk.device;
-    call.params.num_pairs = count;
-    call.index_bytes = shape_.index_bytes;
-    const LaunchScope places(scope_.device, staging_.places);
-    launch_pair_copy(places, call, kernels_, call.params, 0);
-  }
-
-  // Sends the oldest chunk if all its parts are done.
+  // Sends the oldest chunk if all its parts are done, and copies its rows to `dst`.
   bool send() {
     if (chunks_sent_ == chunks_published_) return false;
     const i64 number = chunks_sent_ % kNumChunks;
@@ -272,7 +257,14 @@ class GatherByCpu {
     copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
     record(chunk.copied, staging_.copies);
     wait_for(staging_.places, chunk.copied);
-    copy_on_device(chunk, work.count);
+    PairCall call = args_;
+    call.set_source(chunk.device + shape_.rows_at(work.count), args_.row_bytes, work.count);
+    call.params.slot_rows = chunk.device + shape_.slot_rows_at(work.count);
+    call.params.pairs = chunk.device;
+    call.params.num_pairs = work.count;
+    call.index_bytes = shape_.index_bytes;
+    const LaunchScope places(scope_.device, staging_.places);
+    launch_pair_copy(places, call, kernels_, call.params, 0);
     record(chunk.done, staging_.places);
     rows_sent_ += work.count;
     ++chunks_sent_;
@@ -287,11 +279,6 @@ class GatherByCpu {
     const i64 left = back_ - front_;
     const i64 count = static_cast<i64>(kFetchShare * share_of_sms() * double(left));
     if (count < (num_fetches_ > 0 ? kMinRowsOfSms : 1)) return false;
-    fetch(count);
-    return true;
-  }
-
-  void fetch(i64 count) {
     PairCall call = args_;
     const i64 at = pairs_.bytes(front_);
     char* list = static_cast<char*>(pairs_.data) + at;
@@ -311,6 +298,7 @@ class GatherByCpu {
     ++num_fetches_;
     front_ += count;
     rows_of_sms_ += count;
+    return true;
   }
 
   bool sms_are_free() {

@@ -21,7 +21,7 @@ struct UnpackSides {
   UnpackParams params() const;
 };
 
-// Copies valid, simplified pieces on the threads of the CPU.
+// Copies valid, simplified pieces by the CPU, each descriptor by one thread.
 void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list);
 
 // The fault sites of the parts of a call's descriptors, or of a ring's.
