@@ -38,6 +38,10 @@ void require_host_memory(const Rows& host, const Rows& device, const char* order
                    are_swapped ? str("cpu, in the order ", order) : "cpu");
 }
 
+char* address_on_gpu(const Rows& rows) {
+  return rows.on_cuda() || rows.empty() ? rows.data : mapped_rows(rows);
+}
+
 void require_last_dim(const Indices& indices, i64 size, const char* what) {
   const DLTensor& dl = *indices.dl;
   if (dl.ndim >= 1 && dl.shape[dl.ndim - 1] == size) return;

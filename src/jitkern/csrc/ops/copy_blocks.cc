@@ -65,17 +65,6 @@ void PairsArg::give_to(CopyBlocksParams& params) const {
   count.give_to(params);
 }
 
-BlockMethod block_method(AnyView value, const PairsArg& pairs) {
-  const auto method =
-      static_cast<BlockMethod>(choice_arg(kCopyBlocks, "method", value, {"auto", "sm", "engine"}));
-  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
-    raise_value_error(kCopyBlocks, "method",
-                      "\"engine\" with pairs on " + pairs.sources->device_name(),
-                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
-  }
-  return method;
-}
-
 namespace {
 
 constexpr const char* kOp = kCopyBlocks;
@@ -89,29 +78,22 @@ constexpr i64 kBytesInFlight = 512 << 10;
 constexpr i64 kBytesBesideCompute = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
 
-// A tensor as blocks, each a contiguous piece in every layer. ValueError unless `block_dim` is 0 or
-// 1.
-Grid blocks_of(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim_value) {
-  const Tensor tensor(kOp, arg, value);
-  const i64 block_dim = int_arg(kOp, dim_arg, block_dim_value);
-  if (block_dim != 0 && block_dim != 1) {
-    raise_value_error(kOp, dim_arg, std::to_string(block_dim),
-                      "0 or 1, the dimension that counts blocks; the other counts layers");
-  }
-  if (tensor.dl->ndim < 2) {
-    tensor.shape_error("at least 2 dimensions");
-  }
-  const int dim = static_cast<int>(block_dim);
-  return Grid(tensor, 1 - dim, dim, 2);
-}
-
 }  // namespace
 
 // -- sides ---------------------------------------------------------------------------------------
 
+// A tensor's blocks are contiguous pieces in every layer.
 Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
     : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
-  if (list == nullptr) grid = blocks_of(arg, value, dim_arg, block_dim);
+  if (list != nullptr) return;
+  const Tensor tensor(kOp, arg, value);
+  const i64 dim = int_arg(kOp, dim_arg, block_dim);
+  if (dim != 0 && dim != 1) {
+    raise_value_error(kOp, dim_arg, std::to_string(dim),
+                      "0 or 1, the dimension that counts blocks; the other counts layers");
+  }
+  if (tensor.dl->ndim < 2) tensor.shape_error("at least 2 dimensions");
+  grid.emplace(tensor, 1 - static_cast<int>(dim), static_cast<int>(dim), 2);
 }
 
 std::optional<Tensor> Side::tensor() const {
@@ -119,12 +101,6 @@ std::optional<Tensor> Side::tensor() const {
   if (!list->has_dtype()) return std::nullopt;
   return Tensor(kOp, arg, list->tensor(0));
 }
-
-std::string Side::device_name() const {
-  return on_cuda() ? "cuda:" + std::to_string(device().device_id) : "cpu";
-}
-
-std::string Side::shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
 
 BufferEntry Side::entry(i64 layer) const {
   if (list) return list->entries()[layer];
@@ -402,12 +378,13 @@ void blocks_op(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim, A
   if (signals == nullptr && !is_none(signals_value)) {
     raise_type_error(kOp, "signals", signals_value, "LayerSignals");
   }
-  BlockCall call{src_side,
-                 dst_side,
-                 pairs,
-                 signals,
-                 block_method(method_value, pairs),
-                 num_sms_arg(kOp, num_sms)};
+  const auto method =
+      static_cast<BlockMethod>(choice_arg(kOp, "method", method_value, {"auto", "sm", "engine"}));
+  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
+    raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.sources->device_name(),
+                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
+  }
+  BlockCall call{src_side, dst_side, pairs, signals, method, num_sms_arg(kOp, num_sms)};
   call.check();
   if (call.on_cpu()) {
     if (!call.empty()) run_on_cpu(call);

@@ -29,7 +29,6 @@ struct PairsArg {
 };
 
 enum class BlockMethod : int { kAuto, kSms, kEngine };
-BlockMethod block_method(AnyView value, const PairsArg& pairs);
 
 // A tensor whose layers are at one distance (the outer dimension; the inner one is blocks), or a
 // list of buffers.
@@ -43,10 +42,10 @@ struct Side {
 
   DLDevice device() const { return list ? list->device() : grid->dl->device; }
   bool on_cuda() const { return device().device_type == kDLCUDA; }
-  std::string device_name() const;
+  std::string device_name() const { return on_cuda() ? str("cuda:", device().device_id) : "cpu"; }
   // One that messages are about; none of a list of trusted addresses.
   std::optional<Tensor> tensor() const;
-  std::string shape_text() const;
+  std::string shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
   i64 num_layers() const { return list ? static_cast<i64>(list->entries().size()) : grid->outer; }
   i64 num_blocks() const { return list ? list->num_blocks() : grid->inner; }
   i64 num_parts() const { return list ? list->num_parts() : 1; }

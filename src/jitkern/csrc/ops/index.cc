@@ -6,7 +6,6 @@
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "index.h"
 #include "pairs_host.h"
 
@@ -222,7 +221,7 @@ void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& p
 // ValueError if the table is not pinned.
 void index_host_table(IndexArgs& args) {
   const LaunchScope scope(args.indices);
-  if (!args.weights.empty()) args.params.weights = mapped_rows(args.weights);
+  args.params.weights = address_on_gpu(args.weights);
   if (args.output.empty()) return;
   args.params.fault = scope.device.fault_device;
   PairCall call = fetch_call(args);

@@ -109,13 +109,8 @@ void PairArgs::update_slot_map() const {
 }
 
 void PairArgs::map_host_rows() {
-  if (host_rows().empty()) return;
-  char* const mapped = mapped_rows(host_rows());
-  if (host_side == kHostSource) {
-    params.src = mapped;
-  } else {
-    params.dst = mapped;
-  }
+  params.src = address_on_gpu(src);
+  params.dst = address_on_gpu(dst);
 }
 
 KernelTable pair_kernels(const char* op) {

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "host/cpu_copy.h"
-#include "host/pinned.h"
 #include "host/tuning.h"
 #include "pairs_host.h"
 
@@ -205,7 +204,7 @@ void swap_rows(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyVie
   const bool in_order = order_arg(kOp, order, args.traffic());
   if (!args.gpu.on_cuda()) return swap_cpu(args);
   const LaunchScope scope(args.gpu);
-  char* const host = args.host.empty() ? args.host.data : mapped_rows(args.host);
+  char* const host = address_on_gpu(args.host);
   if (args.bytes() == 0) return;
   SwapParams params{};
   params.host = host;
