@@ -15,7 +15,7 @@ constexpr i64 kStagingBytes = i64(64) << 20;
 constexpr i64 kDealSms = 4;
 
 // Whether one copy may take any part of a layer on this side.
-bool is_one_registration(const Side& side, i64 layer) {
+bool may_go_at_once(const Side& side, i64 layer) {
   if (side.on_cuda()) return true;
   return side.list ? side.list->is_one_registration(layer)
                    : is_one_registration(side.grid->whole(), kPinCure);
@@ -39,7 +39,7 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
   };
   for (i64 layer = 0; layer < call.num_layers; layer += at_once) {
     const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
-    const bool whole = is_one_registration(call.src, layer) && is_one_registration(call.dst, layer);
+    const bool whole = may_go_at_once(call.src, layer) && may_go_at_once(call.dst, layer);
     const i64 bytes = call.row_bytes(layer);
     // Neighbouring pairs whose blocks follow each other on both sides are one copy if blocks touch
     // (its rows are longer then), or if there is one layer (each block is a row).

@@ -108,7 +108,14 @@ class GatherByCpu {
       pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
                 shape_.index_bytes};
       start_copy(pairs_, count);
-      start_block(count);
+      front_ = 0;
+      back_ = count;
+      num_fetches_ = rows_of_sms_ = rows_sent_ = chunks_published_ = chunks_sent_ = 0;
+      sms_are_busy_ = false;
+      // Threads go on to rows at once. Nothing is sent before all pairs are checked.
+      while (publish_chunk()) {
+      }
+      if (with_sms_) on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
       finish_copy();
       if (block_begin_ == 0) turn_.begin();
       for (Backoff backoff; front_ != back_ || chunks_sent_ != chunks_published_;) {
@@ -128,19 +135,6 @@ class GatherByCpu {
     i64 count;
     std::atomic<i64> num_left;  // parts to be done
   };
-
-  void start_block(i64 count) {
-    front_ = 0;
-    back_ = count;
-    num_fetches_ = rows_of_sms_ = rows_sent_ = chunks_published_ = chunks_sent_ = 0;
-    sms_are_busy_ = false;
-    // Threads go on to rows at once. Nothing is sent before all pairs are checked.
-    while (publish_chunk()) {
-    }
-    if (with_sms_) {
-      on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
-    }
-  }
 
   // -- by CPU threads
 
