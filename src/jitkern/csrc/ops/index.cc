@@ -211,11 +211,13 @@ void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& p
   const i64 num_pairs = call.params.num_pairs;
   const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
   call.params.pairs = pairs.data_ptr();
-  const Lists lists{true, false, is_worth_ordering(call.traffic())};
-  const Kernel& make_pairs = find_pair_kernels(scope, call, table, lists).entries[kPairsOfIndices];
+  call.lists.search = true;
+  call.lists.ordered = is_worth_ordering(call.traffic());
+  call.table = &table;
+  const Kernel& make_pairs = find_pair_kernels(scope, call).entries[kPairsOfIndices];
   scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
                IndexPairsParams{params, pairs.data_ptr()});
-  launch_pairs(scope, call, table, lists);
+  launch_pairs(scope, call);
 }
 
 // ValueError if the table is not pinned.

@@ -185,8 +185,8 @@ constexpr i64 kMinRowsByCpu = 8192;
 constexpr i64 kMinRowsBothWays = 16384;
 
 // The fastest method if pairs are on the CPU. The device's context must be current.
-Method fastest_method(const PairArgs& args, const Lists& lists, i64 num_threads) {
-  if (lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
+Method fastest_method(const PairArgs& args, i64 num_threads) {
+  if (args.lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
   if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
   const HostTraffic traffic = args.traffic();
   if (args.empty() || traffic.num_rows < kMinRowsByCpu ||
@@ -201,11 +201,10 @@ Method fastest_method(const PairArgs& args, const Lists& lists, i64 num_threads)
 i64 default_threads() { return std::max<i64>(1, std::min(torch_num_threads(), num_cores() - 1)); }
 
 // Copies the pairs to the GPU and launches the call there.
-void upload_and_launch(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                       const Lists& lists, i64 num_threads) {
+void upload_and_launch(const LaunchScope& scope, const PairArgs& args, i64 num_threads) {
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
-  find_pair_kernels(scope, call, table, lists);
+  find_pair_kernels(scope, call);
   const i64 num_pairs = args.params.num_pairs;
   const auto copy = [&](const PairList& list, i64 begin, i64 count) {
     std::atomic<bool> any_outside{false};
@@ -222,12 +221,12 @@ void upload_and_launch(const LaunchScope& scope, const PairArgs& args, KernelTab
       scope, num_pairs, PairList::bytes(1, call.index_bytes),
       [&](char* block, i64 begin, i64 count) { copy({block, call.index_bytes}, begin, count); });
   call.params.pairs = list.data_ptr();
-  launch_pairs(scope, call, table, lists);
+  launch_pairs(scope, call);
 }
 
 }  // namespace
 
-void PairArgs::take_method(AnyView method_arg, AnyView threads_arg, bool reuse_resident) {
+void PairArgs::take_method(AnyView method_arg, AnyView threads_arg) {
   const char* op = src.op;
   method = static_cast<Method>(
       host_side == kHostSource ? choice_arg(op, "method", method_arg, {"auto", "sm", "cpu", "both"})
@@ -246,34 +245,34 @@ void PairArgs::take_method(AnyView method_arg, AnyView threads_arg, bool reuse_r
     raise_value_error(op, "method", actual + " with pairs on " + pairs.device_name(),
                       "pairs on the CPU, whose cores read them, or \"sm\"");
   }
-  if (reuse_resident) {
+  if (lists.reuse_resident) {
     raise_value_error(op, "method", actual + " with reuse_resident",
                       "\"sm\": the slot map is on the GPU");
   }
 }
 
-void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists) {
+void run_pairs(const LaunchScope& scope, PairArgs& args) {
   const bool pairs_on_cpu = !args.pairs.on_cuda();
   i64 num_threads = args.num_threads;
   if (pairs_on_cpu && num_threads == 0) num_threads = default_threads();
   Method method = args.method;
   if (method == Method::kAuto) {
     args.max_sms = kMaxSmsBeside;
-    method = pairs_on_cpu ? fastest_method(args, lists, num_threads) : Method::kSms;
+    method = pairs_on_cpu ? fastest_method(args, num_threads) : Method::kSms;
   }
   args.params.fault = scope.device.fault_device;
   if (method != Method::kCpu) args.map_host_rows();
   if (args.empty()) return;
-  if (!pairs_on_cpu) return launch_pairs(scope, args, table, lists);
+  if (!pairs_on_cpu) return launch_pairs(scope, args);
 
   require_no_capture(
       scope, args.pairs,
       "device " + args.device_rows().device_name() + ": a replay would not read them again");
   const RelaxedCapture relaxed;
   if (method == Method::kSms) {
-    return upload_and_launch(scope, args, table, lists, num_threads);
+    return upload_and_launch(scope, args, num_threads);
   }
-  gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);
+  gather_by_cpu(scope, args, method == Method::kBoth, num_threads);
 }
 
 }  // namespace jitkern

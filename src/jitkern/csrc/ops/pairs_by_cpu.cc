@@ -74,8 +74,8 @@ void prefetch_row(const char* row, i64 row_bytes) {
 class GatherByCpu {
  public:
   // `kernels` copy rows from chunks to the GPU's tensor.
-  GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-              const LoadedKernels& kernels, const Lists& lists, bool with_sms, i64 num_threads)
+  GatherByCpu(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
+              bool with_sms, i64 num_threads)
       : args_(args),
         num_threads_(num_threads),
         scope_(scope),
@@ -83,9 +83,7 @@ class GatherByCpu {
         staging_(Staging::get(scope)),
         turn_(staging_, scope.stream()),
         chunks_(staging_.chunks()),
-        table_(table),
         kernels_(kernels),
-        lists_(lists),
         with_sms_(with_sms) {}
 
   // Publishes parts and queues work on the GPU; this thread takes parts too. Call it once.
@@ -286,7 +284,7 @@ class GatherByCpu {
     call.params.pairs = list;
     call.params.num_pairs = count;
     call.index_bytes = pairs_.index_bytes;
-    launch_pairs(scope_, call, table_, lists_);
+    launch_pairs(scope_, call);
     record(staging_.fetched, scope_.stream());
     sms_are_busy_ = true;
     ++num_fetches_;
@@ -326,9 +324,7 @@ class GatherByCpu {
   Staging& staging_;
   Staging::Turn turn_;
   Chunk* const chunks_;
-  KernelTable& table_;
   const LoadedKernels& kernels_;
-  const Lists lists_;
   const bool with_sms_;
   Parts parts_;
   Workers* workers_ = nullptr;       // a local of run()
@@ -376,15 +372,14 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
   return any_outside;
 }
 
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                   const Lists& lists, bool with_sms, i64 num_threads) {
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads) {
   // Finding kernels may compile them in Python, so no lock may be held.
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
-  if (with_sms) find_pair_kernels(scope, call, table, lists, true);
+  if (with_sms) find_pair_kernels(scope, call, true);
   call.set_source(nullptr, args.row_bytes, 0);  // the rows of a chunk begin on a line
-  const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, false));
-  GatherByCpu(scope, args, table, kernels, lists, with_sms, num_threads).run();
+  const LoadedKernels& kernels = args.table->find(scope.device, pair_spec(call, false));
+  GatherByCpu(scope, args, kernels, with_sms, num_threads).run();
 }
 
 }  // namespace jitkern

@@ -139,6 +139,14 @@ struct PairSites {
   const FaultSite src, dst;
 };
 
+// How the pairs of a call are sorted before the copy: see ListParams.
+struct Lists {
+  bool search = false;  // each source row crosses the link once, repeats are copied on the GPU
+  bool reuse_resident = false;  // rows that slot_map has are copied on the GPU too; needs `search`
+  bool ordered = false;         // rows are sorted by host address
+  FaultSite slot_map_site{};
+};
+
 // A copy by pairs.
 struct PairCall {
   PairCopyParams params{};
@@ -149,6 +157,8 @@ struct PairCall {
   DLDevice device{};
   std::optional<i64> num_sms;  // the caller's choice
   i64 max_sms = kMaxSms;       // of a large call without `num_sms`
+  Lists lists{};
+  KernelTable* table = nullptr;
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
@@ -178,8 +188,8 @@ struct PairArgs : PairCall {
   // Checks `slot_map`, None or [num_src_rows], and adds it to `params`.
   void take_slot_map(AnyView slot_map);
 
-  // Checks and sets the method, which has to fit the call.
-  void take_method(AnyView method, AnyView num_threads, bool reuse_resident = false);
+  // Checks and sets the method, which has to fit the call and its `lists`.
+  void take_method(AnyView method, AnyView num_threads);
 
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
@@ -204,14 +214,6 @@ struct PairArgs : PairCall {
   std::optional<Indices> slot_map;
   Method method = Method::kAuto;
   i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
-};
-
-// How the pairs of a call are sorted before the copy: see ListParams.
-struct Lists {
-  bool search;          // each source row crosses the link once, repeats are copied on the GPU
-  bool reuse_resident;  // rows that slot_map has are copied on the GPU too; needs `search`
-  bool ordered;         // rows are sorted by host address
-  FaultSite slot_map_site{};
 };
 
 // The kernels of `op`; the first entry is a PairCopy.
@@ -247,15 +249,13 @@ constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 // Loads the kernels of a call, if `in_parts` also those for parts of it. Call it before any launch,
 // as it may compile.
 const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       KernelTable& table, const Lists& lists,
                                        bool in_parts = false);
 
 // Launches a call: one copy, or a sort and the copies of its lists.
-void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                  const Lists& lists);
+void launch_pairs(const LaunchScope& scope, const PairCall& call);
 
 // Runs a call on a GPU by its method.
-void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists);
+void run_pairs(const LaunchScope& scope, PairArgs& args);
 
 // -- pairs in host memory ------------------------------------------------------------------------
 
@@ -269,7 +269,6 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
 // Runs a gather through chunks, and `with_sms` by SMs too, which needs mapped host rows. IndexError
 // before anything is queued; pairs that go out of range later are skipped. Returns once the CPU has
 // read its host rows and the rest is queued on the scope's stream.
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                   const Lists& lists, bool with_sms, i64 num_threads);
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads);
 
 }  // namespace jitkern
