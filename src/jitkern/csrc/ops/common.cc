@@ -2,8 +2,6 @@
 
 #include <tvm/ffi/string.h>
 
-#include <utility>
-
 #include "floats.h"
 #include "host/pinned.h"
 
@@ -130,16 +128,12 @@ void Grid::apart_from(const Grid& other, const char* expected) const {
   }
 }
 
-// The grid as lines of equally spaced rows: one line if possible, else along the longer dimension.
+// The grid as lines of equally spaced rows, along the longer dimension.
 std::vector<Rows> Grid::lines() const {
   const bool by_outer = outer < inner;
-  i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
+  const i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
   const i64 step = by_outer ? outer_stride : inner_stride;
-  i64 stride = by_outer ? inner_stride : outer_stride;
-  if (step == stride * length || stride == step * count) {
-    stride = step == stride * length ? stride : step;
-    length *= std::exchange(count, 1);
-  }
+  const i64 stride = by_outer ? inner_stride : outer_stride;
   std::vector<Rows> lines;
   for (i64 i = 0; i < count; ++i)
     lines.push_back(rows_at(data + i * step, length, row_bytes, stride));
