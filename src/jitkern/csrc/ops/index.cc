@@ -195,6 +195,8 @@ PairCall fetch_call(const IndexArgs& args) {
   p.num_pairs = params.num_rows;
   p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
   p.fault = params.fault;
+  call.lists.search = true;
+  call.lists.ordered = is_worth_ordering(call.traffic());
   return call;
 }
 
@@ -202,8 +204,8 @@ bool is_large(const PairCall& call) {
   // Pairs have the type of the indices. A row of the second range may be too large for int32.
   const bool fits =
       call.index_bytes == 8 || call.params.num_src_rows - 1 <= std::numeric_limits<i32>::max();
-  return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
-         call.params.num_pairs <= kMaxListedPairs && fits;
+  return (call.lists.ordered || !is_small_call(call)) && call.params.num_pairs <= kMaxListedPairs &&
+         fits;
 }
 
 void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& params) {
@@ -211,8 +213,6 @@ void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& p
   const i64 num_pairs = call.params.num_pairs;
   const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
   call.params.pairs = pairs.data_ptr();
-  call.lists.search = true;
-  call.lists.ordered = is_worth_ordering(call.traffic());
   call.table = &table;
   const Kernel& make_pairs = find_pair_kernels(scope, call).entries[kPairsOfIndices];
   scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
