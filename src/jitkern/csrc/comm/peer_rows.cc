@@ -57,10 +57,9 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
 void run_on_cpu(const RowsCall& call) {
   call.check_pairs();
   call.barrier();
-  const i64 num_pairs = call.params.num_pairs;
-  call.repeats() ? call.copy_on_cpu(0, num_pairs)
-                 : call.copy_on_cpu(num_pairs * call.rank / call.num_ranks,
-                                    num_pairs * (call.rank + 1) / call.num_ranks);
+  const i64 count = call.params.num_pairs, rank = call.rank, ranks = call.num_ranks;
+  call.repeats() ? call.copy_on_cpu(0, count)
+                 : call.copy_on_cpu(count * rank / ranks, count * (rank + 1) / ranks);
   call.barrier();
 }
 
