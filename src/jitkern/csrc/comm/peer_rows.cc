@@ -52,11 +52,13 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
   }
 }
 
-// peer_gather: each rank copies all rows to its own memory. peer_scatter: every num_ranks-th pair.
+// peer_gather: each rank copies all rows to its own memory. peer_scatter: its part of the pairs.
 void run_on_cpu(const RowsCall& call) {
   call.check_pairs();
   call.barrier();
-  call.host_side == kHostSource ? call.copy_on_cpu() : call.copy_on_cpu(call.rank, call.num_ranks);
+  const i64 count = call.params.num_pairs, rank = call.rank, ranks = call.num_ranks;
+  call.repeats() ? call.copy_on_cpu(0, count)
+                 : call.copy_on_cpu(count * rank / ranks, count * (rank + 1) / ranks);
   call.barrier();
 }
 

@@ -37,13 +37,6 @@ Dims sorted(Dims dims) {
 
 }  // namespace
 
-i64 max_lead(u64 data, u64 stride_bits) {
-  const u64 line = kHostLineBytes;
-  if (stride_bits % line == 0) return static_cast<i64>(data % line);
-  const u64 bits = data | stride_bits | line;
-  return static_cast<i64>(line - (bits & ~(bits - 1)));
-}
-
 BlockBuffers::BlockBuffers(Array<tvm::ffi::Tensor> tensors, i64 block_dims) : id_(new_id()) {
   if (block_dims != 1 && block_dims != 2) {
     raise_value_error(kName, "block_dims", std::to_string(block_dims), "1 or 2");
@@ -72,8 +65,7 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   tensor.same_device(first);
   tensor.same_dtype(first);
   if (dl.ndim < block_dims) {
-    tensor.value_error("shape " + tensor.shape_text(),
-                       "at least " + std::to_string(block_dims) + " dimensions");
+    tensor.shape_error(str("at least ", block_dims, " dimensions"));
   }
   for (int dim = 0; dim < dl.ndim; ++dim) {
     if (dl.shape[dim] > 1 && tensor.stride(dim) < 0) tensor.refuse_stride(dim);
@@ -105,8 +97,8 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   const auto require = [&](i64 came, i64& expected, const char* what) {
     if (layer == 0) expected = came;
     if (came == expected) return;
-    tensor.value_error(std::to_string(came) + what + " (shape " + tensor.shape_text() + ")",
-                       std::to_string(expected) + " as in tensors[0]");
+    tensor.value_error(str(came, what, " (shape ", tensor.shape_text(), ")"),
+                       str(expected, " as in tensors[0]"));
   };
   require(dl.shape[0] * parts, num_blocks_, " blocks");
   require(parts, num_parts_, " parts of a block");
@@ -121,15 +113,6 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   }
   bits_ |= entry.address | static_cast<u64>(entry.block_bytes | entry.part_bytes | row_stride |
                                             row_items * tensor.item_bytes());
-}
-
-i64 BlockBuffers::max_lead() const {
-  i64 most = 0;
-  for (const BufferEntry& entry : entries_) {
-    const u64 bits = static_cast<u64>(entry.block_bytes | entry.part_bytes | row_stride_);
-    most = std::max(most, jitkern::max_lead(entry.address, bits));
-  }
-  return most;
 }
 
 u64 BlockBuffers::end_of(i64 layer) const {
@@ -181,10 +164,9 @@ void BlockBuffers::require_distinct(const char* op, const char* arg) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (are_distinct_ || is_empty()) return;
   const auto refuse = [&](i64 layer, i64 other) {
-    raise_value_error(op, arg,
-                      "buffer " + std::to_string(layer) +
-                          (layer == other ? ", whose blocks overlap"
-                                          : ", which overlaps buffer " + std::to_string(other)),
+    const std::string how =
+        layer == other ? ", whose blocks overlap" : str(", which overlaps buffer ", other);
+    raise_value_error(op, arg, str("buffer ", layer, how),
                       "memory of its own for each block that is written");
   };
   const auto count = static_cast<i64>(entries_.size());
@@ -224,8 +206,7 @@ bool BlockBuffers::meets(const BlockBuffers& other) {
 // A buffer, first byte to last, as one row.
 Rows BlockBuffers::rows_of(i64 layer, const char* op, const char* arg) const {
   const i64 bytes = static_cast<i64>(end_of(layer) - entries_[layer].address);
-  Rows rows(Tensor(op, arg, tensors_[layer]), 1, bytes, bytes);
-  return rows;
+  return Rows(Tensor(op, arg, tensors_[layer]), 1, bytes, bytes);
 }
 
 bool BlockBuffers::is_one_registration(i64 layer) const {
@@ -240,7 +221,7 @@ const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op,
   if (table.on_gpu != nullptr && (!is_host || table.num_closed == num_closed)) return table.on_gpu;
   std::vector<BufferEntry> mapped = entries_;
   for (size_t i = 0; is_host && !tensors_.empty() && i < mapped.size(); ++i) {
-    const std::string name = std::string(arg) + "[" + std::to_string(i) + "]";
+    const std::string name = str(arg, "[", i, "]");
     mapped[i].address = address(mapped_rows(rows_of(i, op, name.c_str())));
   }
   table.num_closed = num_closed;

@@ -11,9 +11,6 @@
 
 namespace jitkern {
 
-// The largest distance of a piece at `data` from the line below it.
-i64 max_lead(u64 data, u64 stride_bits);
-
 // A buffer for each layer, checked once; all have as many blocks.
 class BlockBuffers : public tvm::ffi::Object {
  public:
@@ -38,7 +35,6 @@ class BlockBuffers : public tvm::ffi::Object {
   i64 row_stride() const { return row_stride_; }
   bool are_alike() const { return are_alike_; }  // all blocks have as many bytes
   u64 bits() const { return bits_; }             // of all addresses, strides and sizes
-  i64 max_lead() const;
   bool is_empty() const { return num_blocks_ == 0 || entries_[0].piece_bytes == 0; }
 
   // The entries in the memory of the scope's GPU, with addresses as it has them. ValueError if host

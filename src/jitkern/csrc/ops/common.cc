@@ -2,8 +2,6 @@
 
 #include <tvm/ffi/string.h>
 
-#include <utility>
-
 #include "floats.h"
 
 namespace jitkern {
@@ -35,6 +33,10 @@ void require_host_memory(const Rows& host, const Rows& device, const char* order
   const bool are_swapped = !device.on_cuda();
   host.value_error("device " + host.device_name(),
                    are_swapped ? str("cpu, in the order ", order) : "cpu");
+}
+
+char* address_on_gpu(const Rows& rows) {
+  return rows.on_cuda() || rows.empty() ? rows.data : mapped_rows(rows);
 }
 
 void require_last_dim(const Indices& indices, i64 size, const char* what) {
@@ -125,34 +127,30 @@ void Grid::apart_from(const Grid& other, const char* expected) const {
   }
 }
 
-// The grid as lines of equally spaced rows: one line if possible, else along the longer dimension.
+// The grid as lines of equally spaced rows, along the longer dimension.
 std::vector<Rows> Grid::lines() const {
   const bool by_outer = outer < inner;
-  i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
+  const i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
   const i64 step = by_outer ? outer_stride : inner_stride;
-  i64 stride = by_outer ? inner_stride : outer_stride;
-  if (step == stride * length || stride == step * count) {
-    stride = step == stride * length ? stride : step;
-    length *= std::exchange(count, 1);
-  }
+  const i64 stride = by_outer ? inner_stride : outer_stride;
   std::vector<Rows> lines;
-  for (i64 i = 0; i < count; ++i) {
-    Rows& line = lines.emplace_back(*this, length, row_bytes, stride);
-    const i64 ahead = data + i * step - line.data;
-    line.data += ahead;
-    line.begin += static_cast<u64>(ahead);
-    line.end += static_cast<u64>(ahead);
-  }
+  for (i64 i = 0; i < count; ++i)
+    lines.push_back(rows_at(data + i * step, length, row_bytes, stride));
   return lines;
 }
 
 Rows Grid::whole() const {
   const i64 bytes = static_cast<i64>(end - begin);
-  Rows row(*this, 1, bytes, bytes);
-  row.data = data;
-  row.begin = begin;
-  row.end = end;
-  return row;
+  return rows_at(data, 1, bytes, bytes);
+}
+
+Rows Grid::rows_at(char* first, i64 num_rows, i64 row_bytes, i64 stride_bytes) const {
+  Rows rows(*this, num_rows, row_bytes, stride_bytes);
+  const u64 ahead = address(first) - rows.begin;
+  rows.data = first;
+  rows.begin += ahead;
+  rows.end += ahead;
+  return rows;
 }
 
 char* Grid::on_gpu() const { return on_cuda() ? data : mapped_rows(whole()); }

@@ -24,6 +24,9 @@ std::optional<i64> num_sms_arg(const char* op, AnyView value);
 // ValueError unless `host` is in host memory. It names the right `order` if the two are swapped.
 void require_host_memory(const Rows& host, const Rows& device, const char* order);
 
+// The address of rows as the GPU has it. ValueError if they are in host memory that is not pinned.
+char* address_on_gpu(const Rows& rows);
+
 // ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)".
 void require_last_dim(const Indices& indices, i64 size, const char* what);
 
@@ -64,6 +67,7 @@ struct Grid : Tensor {
   char* on_gpu() const;
 
  private:
+  Rows rows_at(char* first, i64 num_rows, i64 row_bytes, i64 stride_bytes) const;
   std::vector<Rows> lines() const;
 };
 

@@ -9,53 +9,45 @@
 
 namespace jitkern {
 
-PairsArg::PairsArg(AnyView pairs, AnyView count) {
+PairsArg::PairsArg(AnyView pairs, AnyView count_arg) {
   const auto is_tensor = [](const tvm::ffi::Any& one) {
     return one.as<tvm::ffi::Tensor>().has_value();
   };
-  both_ = pairs.as<tvm::ffi::Array<tvm::ffi::Any>>();
-  if (!both_ || both_->size() != 2 || !is_tensor((*both_)[0]) || !is_tensor((*both_)[1])) {
-    sources_.emplace(kCopyBlocks, "pairs", pairs);
-    require_last_dim(*sources_, 2, "source block, destination block");
-    size_ = sources_->count / 2;
+  both = pairs.as<tvm::ffi::Array<tvm::ffi::Any>>();
+  if (!both || both->size() != 2 || !is_tensor((*both)[0]) || !is_tensor((*both)[1])) {
+    sources.emplace(kCopyBlocks, "pairs", pairs);
+    require_last_dim(*sources, 2, "source block, destination block");
+    size = sources->count / 2;
   } else {
-    sources_.emplace(kCopyBlocks, "pairs[0]", (*both_)[0]);
-    destinations_.emplace(kCopyBlocks, "pairs[1]", (*both_)[1]);
-    destinations_->same_device(*sources_);
-    destinations_->same_dtype(*sources_);
-    size_ = sources_->count;
-    if (destinations_->count != size_) {
-      destinations_->value_error(std::to_string(destinations_->count) + " blocks",
-                                 std::to_string(size_) + " as in pairs[0]");
+    sources.emplace(kCopyBlocks, "pairs[0]", (*both)[0]);
+    destinations.emplace(kCopyBlocks, "pairs[1]", (*both)[1]);
+    destinations->same_device(*sources);
+    destinations->same_dtype(*sources);
+    size = sources->count;
+    if (destinations->count != size) {
+      destinations->value_error(str(destinations->count, " blocks"), str(size, " as in pairs[0]"));
     }
   }
-  count_ = CountArg(kCopyBlocks, count, *sources_);
+  count = CountArg(kCopyBlocks, count_arg, *sources);
 }
 
 std::vector<Pair> PairsArg::read(i64 num_src_blocks, i64 num_dst_blocks) const {
-  const i64 bound = count_.read(size_);
+  const i64 bound = count.read(size);
   std::vector<Pair> found;
   found.reserve(static_cast<size_t>(bound));
+  const char* const src_arg = destinations ? "pairs[0]" : kSrcArg;
+  const char* const dst_arg = destinations ? "pairs[1]" : kDstArg;
   const auto add = [&](i64 i, const Pair& pair) {
     if (pair.is_padding()) return;
-    if (destinations_) {
-      if (pair.src_row >= num_src_blocks) {
-        raise_index_error(kCopyBlocks, "pairs[0]", i, pair.src_row, num_src_blocks);
-      }
-      if (pair.dst_row >= num_dst_blocks) {
-        raise_index_error(kCopyBlocks, "pairs[1]", i, pair.dst_row, num_dst_blocks);
-      }
-    } else {
-      pair.require_inside(kCopyBlocks, i, num_src_blocks, num_dst_blocks);
-    }
+    pair.require_inside(kCopyBlocks, i, num_src_blocks, num_dst_blocks, src_arg, dst_arg);
     found.push_back(pair);
   };
-  sources_->with_index([&](const auto index_at) {
-    if (!destinations_) {
+  sources->with_index([&](const auto index_at) {
+    if (!destinations) {
       for (i64 i = 0; i < bound; ++i) add(i, Pair(index_at, i));
       return;
     }
-    destinations_->with_index([&](const auto destination_at) {
+    destinations->with_index([&](const auto destination_at) {
       for (i64 i = 0; i < bound; ++i) add(i, Pair(index_at(i), destination_at(i)));
     });
   });
@@ -63,27 +55,14 @@ std::vector<Pair> PairsArg::read(i64 num_src_blocks, i64 num_dst_blocks) const {
 }
 
 void PairsArg::give_to(CopyBlocksParams& params) const {
-  static const FaultSite src_site = fault_site(kCopyBlocks, "pairs[..., 0]");
-  static const FaultSite dst_site = fault_site(kCopyBlocks, "pairs[..., 1]");
-  static const FaultSite src_vector_site = fault_site(kCopyBlocks, "pairs[0]");
-  static const FaultSite dst_vector_site = fault_site(kCopyBlocks, "pairs[1]");
-  params.src_site = destinations_ ? src_vector_site : src_site;
-  params.dst_site = destinations_ ? dst_vector_site : dst_site;
-  params.pairs = sources_->data;
-  params.dst_blocks = destinations_ ? destinations_->data : nullptr;
-  params.num_pairs = size_;
-  count_.give_to(params);
-}
-
-BlockMethod block_method(AnyView value, const PairsArg& pairs) {
-  const auto method =
-      static_cast<BlockMethod>(choice_arg(kCopyBlocks, "method", value, {"auto", "sm", "engine"}));
-  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
-    raise_value_error(kCopyBlocks, "method",
-                      "\"engine\" with pairs on " + pairs.sources().device_name(),
-                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
-  }
-  return method;
+  static const PairSites of_pairs(kCopyBlocks);
+  static const PairSites of_vectors(kCopyBlocks, "pairs[0]", "pairs[1]");
+  params.src_site = (destinations ? of_vectors : of_pairs).src;
+  params.dst_site = (destinations ? of_vectors : of_pairs).dst;
+  params.pairs = sources->data;
+  params.dst_blocks = destinations ? destinations->data : nullptr;
+  params.num_pairs = size;
+  count.give_to(params);
 }
 
 namespace {
@@ -99,29 +78,22 @@ constexpr i64 kBytesInFlight = 512 << 10;
 constexpr i64 kBytesBesideCompute = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
 
-// A tensor as blocks, each a contiguous piece in every layer. ValueError unless `block_dim` is 0 or
-// 1.
-Grid blocks_of(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim_value) {
-  const Tensor tensor(kOp, arg, value);
-  const i64 block_dim = int_arg(kOp, dim_arg, block_dim_value);
-  if (block_dim != 0 && block_dim != 1) {
-    raise_value_error(kOp, dim_arg, std::to_string(block_dim),
-                      "0 or 1, the dimension that counts blocks; the other counts layers");
-  }
-  if (tensor.dl->ndim < 2) {
-    tensor.value_error("shape " + tensor.shape_text(), "at least 2 dimensions");
-  }
-  const int dim = static_cast<int>(block_dim);
-  return Grid(tensor, 1 - dim, dim, 2);
-}
-
 }  // namespace
 
 // -- sides ---------------------------------------------------------------------------------------
 
+// A tensor's blocks are contiguous pieces in every layer.
 Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
     : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
-  if (list == nullptr) grid = blocks_of(arg, value, dim_arg, block_dim);
+  if (list != nullptr) return;
+  const Tensor tensor(kOp, arg, value);
+  const i64 dim = int_arg(kOp, dim_arg, block_dim);
+  if (dim != 0 && dim != 1) {
+    raise_value_error(kOp, dim_arg, std::to_string(dim),
+                      "0 or 1, the dimension that counts blocks; the other counts layers");
+  }
+  if (tensor.dl->ndim < 2) tensor.shape_error("at least 2 dimensions");
+  grid.emplace(tensor, 1 - static_cast<int>(dim), static_cast<int>(dim), 2);
 }
 
 std::optional<Tensor> Side::tensor() const {
@@ -129,12 +101,6 @@ std::optional<Tensor> Side::tensor() const {
   if (!list->has_dtype()) return std::nullopt;
   return Tensor(kOp, arg, list->tensor(0));
 }
-
-std::string Side::device_name() const {
-  return on_cuda() ? "cuda:" + std::to_string(device().device_id) : "cpu";
-}
-
-std::string Side::shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
 
 BufferEntry Side::entry(i64 layer) const {
   if (list) return list->entries()[layer];
@@ -149,24 +115,11 @@ u64 Side::bits() const {
   return own | static_cast<u64>(row_stride);
 }
 
-i64 Side::max_lead() const {
-  const u64 rows = static_cast<u64>(row_stride);
-  if (grid) return jitkern::max_lead(address(grid->data), grid->stride_bits() | rows);
-  return rows % kHostLineBytes == 0 ? list->max_lead() : kHostLineBytes - widest_vec(bits());
-}
-
 // -- checks --------------------------------------------------------------------------------------
 
-BlockCall::BlockCall(Side src_side, Side dst_side, const PairsArg& pairs, LayerSignals* signals,
-                     BlockMethod method, std::optional<i64> num_sms)
-    : src(std::move(src_side)),
-      dst(std::move(dst_side)),
-      pairs(pairs),
-      signals(signals),
-      method(method),
-      num_sms(num_sms),
-      num_layers(dst.num_layers()),
-      num_rows(std::max(src.num_rows(), dst.num_rows())) {
+void BlockCall::check() {
+  num_layers = dst.num_layers();
+  num_rows = std::max(src.num_rows(), dst.num_rows());
   check_places();
   check_shapes();
   check_memory();
@@ -180,7 +133,7 @@ void BlockCall::check_places() const {
     src.value_error("device " + src.device_name(), "device " + dst.device_name() + " as dst");
   }
   if (!pairs.on_cuda() && on_gpu().on_cuda()) return;
-  const Indices& list = pairs.sources();
+  const Indices& list = *pairs.sources;
   if (const auto near = on_gpu().tensor()) return list.same_device(*near);
   if (list.device_name() != on_gpu().device_name()) {
     list.value_error("device " + list.device_name(), "device " + on_gpu().device_name());
@@ -207,8 +160,8 @@ void BlockCall::check_shapes() {
     block_bytes += alike ? bytes * num_layers : bytes;
     max_row_bytes = std::max(max_row_bytes, bytes / num_rows);
     if (bytes % num_rows != 0) {
-      src.value_error(std::to_string(num_rows) + " rows of a block",
-                      "a number that divides its " + std::to_string(bytes) + " bytes");
+      src.value_error(str(num_rows, " rows of a block"),
+                      str("a number that divides its ", bytes, " bytes"));
     }
   }
   // A block that is contiguous on one side only has the other's rows, one after the other.
@@ -236,13 +189,16 @@ void BlockCall::check_memory() const {
     if (overlaps) dst.value_error("overlaps src", kOwnMemory);
   }
   if (dst.empty()) return;
-  pairs.each([this](const Indices& list) {
+  const auto check = [this](const Indices& list) {
     if (dst.grid) return list.apart_from(dst.grid->whole());
     const u64 begin = address(list.data);
     if (dst.list->spans(begin, begin + static_cast<u64>(list.count * list.index_bytes))) {
       list.value_error("overlaps dst", kOwnMemory);
     }
-  });
+  };
+  check(*pairs.sources);
+  if (pairs.destinations) check(*pairs.destinations);
+  if (pairs.count.indices) check(*pairs.count.indices);
 }
 
 void BlockCall::check_signals() const {
@@ -250,8 +206,7 @@ void BlockCall::check_signals() const {
     raise_value_error(kOp, "signals", came, expected);
   };
   if (const i64 count = signals->num_layers(); num_layers % count != 0) {
-    refuse(std::to_string(count) + " layers",
-           "a number that divides the " + std::to_string(num_layers) + " of dst");
+    refuse(str(count, " layers"), str("a number that divides the ", num_layers, " of dst"));
   }
   if (const int of = signals->ordinal();
       of != (on_gpu().on_cuda() ? on_gpu().device().device_id : -1)) {
@@ -276,8 +231,7 @@ void BlockCall::merge_layers() {
   num_layers = 1;
 }
 
-// -- by the CPU, and by SMs
-// ------------------------------------------------------------------------
+// -- by the CPU, and by SMs ----------------------------------------------------------------------
 
 namespace {
 
@@ -313,8 +267,10 @@ struct BlockLaunch {
     params.fault = scope.device.fault_device;
     lines_of_dst = !call.over_link() || call.to_host();
     vec_bytes = widest_vec(call.src.bits() | call.dst.bits());
-    const Side& lines = lines_of_dst ? call.dst : call.src;
-    params.num_segments = segments_of(call.max_row_bytes, lines.max_lead(), vec_bytes);
+    // A piece begins at a multiple of the lowest bit of these, so this far into a line at most.
+    const u64 bits = (lines_of_dst ? call.dst : call.src).bits() | kHostLineBytes;
+    const i64 max_lead = kHostLineBytes - static_cast<i64>(bits & ~(bits - 1));
+    params.num_segments = segments_of(call.max_row_bytes, max_lead, vec_bytes);
   }
 
   const LoadedKernels& kernels(const LaunchScope& scope, int index_bytes) const {
@@ -332,10 +288,9 @@ struct BlockLaunch {
     const double pieces = double(params.num_pairs) * double(call.num_layers * call.num_rows);
     const double batches = std::ceil(pieces * double(params.num_segments) / kernels.in_flight);
     if (batches >= std::numeric_limits<u32>::max()) {
-      call.pairs.sources().value_error(std::to_string(params.num_pairs) + " pairs of " +
-                                           std::to_string(params.num_layers) + " layers of " +
-                                           std::to_string(call.max_row_bytes) + " bytes",
-                                       "less in one call");
+      call.pairs.sources->value_error(str(params.num_pairs, " pairs of ", params.num_layers,
+                                          " layers of ", call.max_row_bytes, " bytes"),
+                                      "less in one call");
     }
     const i64 warps = kernels.entries[0].num_threads / kWarpLanes;
     const i64 row_bytes = call.block_bytes / std::max<i64>(1, call.num_layers * call.num_rows);
@@ -392,7 +347,7 @@ void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
                         const std::vector<Pair>* listed) {
   BlockLaunch launch(scope, call);
   if (listed == nullptr) {
-    return launch.run(scope, call, launch.kernels(scope, call.pairs.sources().index_bytes));
+    return launch.run(scope, call, launch.kernels(scope, call.pairs.sources->index_bytes));
   }
   const auto count = static_cast<i64>(listed->size());
   if (count == 0 && call.signals == nullptr) return;
@@ -423,8 +378,14 @@ void blocks_op(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim, A
   if (signals == nullptr && !is_none(signals_value)) {
     raise_type_error(kOp, "signals", signals_value, "LayerSignals");
   }
-  const BlockCall call(std::move(src_side), std::move(dst_side), pairs, signals,
-                       block_method(method_value, pairs), num_sms_arg(kOp, num_sms));
+  const auto method =
+      static_cast<BlockMethod>(choice_arg(kOp, "method", method_value, {"auto", "sm", "engine"}));
+  if (method == BlockMethod::kEngine && pairs.on_cuda()) {
+    raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.sources->device_name(),
+                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
+  }
+  BlockCall call{src_side, dst_side, pairs, signals, method, num_sms_arg(kOp, num_sms)};
+  call.check();
   if (call.on_cpu()) {
     if (!call.empty()) run_on_cpu(call);
     if (signals) signals->set_all();
@@ -434,7 +395,7 @@ void blocks_op(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim, A
   if (call.empty() && signals == nullptr) return;
   if (pairs.on_cuda()) return copy_blocks_by_sms(scope, call);
   if (call.method != BlockMethod::kEngine) {
-    require_no_capture(scope, pairs.sources(),
+    require_no_capture(scope, *pairs.sources,
                        "device " + call.on_gpu().device_name() +
                            ", or method=\"engine\", whose copies keep these pairs");
   }

@@ -13,96 +13,11 @@ namespace {
 constexpr i64 kStagingBytes = i64(64) << 20;
 constexpr i64 kDealSms = 4;
 
-// Neighbouring pairs whose blocks follow each other on both sides.
-struct Run {
-  i64 src_block;
-  i64 dst_block;
-  i64 num_blocks;
-
-  bool takes(const Pair& pair) const {
-    return num_blocks > 0 && pair.src_row == src_block + num_blocks &&
-           pair.dst_row == dst_block + num_blocks;
-  }
-};
-
-// One strided copy for each run of pairs.
-void copy_tensors(CopyBatch& batch, const BlockCall& call, const std::vector<Pair>& pairs) {
-  const Grid& dst = *call.dst.grid;
-  const Grid& src = *call.src.grid;
-  const i64 bytes = call.max_row_bytes;
-  const bool one_registration =
-      !call.over_link() || is_one_registration((call.to_host() ? dst : src).whole(), kPinCure);
-  // A run is one copy if blocks of a layer touch (its rows are longer then) or if there is one
-  // layer (each block is a row).
-  const auto touch = [&call, bytes](const Grid& side) {
-    return side.inner_stride == bytes &&
-           (call.num_layers == 1 || side.outer_stride >= side.inner * bytes);
-  };
-  const bool blocks_touch = touch(dst) && touch(src);
-  const bool blocks_are_rows =
-      call.num_layers == 1 && dst.inner_stride >= bytes && src.inner_stride >= bytes;
-  const bool layers_are_rows =
-      call.num_layers == 1 || (dst.outer_stride >= bytes && src.outer_stride >= bytes);
-  const auto queue = [&](const Run& run) {
-    if (run.num_blocks == 0) return;
-    Copy2D copy{dst.row(0, run.dst_block),
-                src.row(0, run.src_block),
-                dst.outer_stride,
-                src.outer_stride,
-                bytes,
-                call.num_layers};
-    if (blocks_touch) {
-      copy.width *= run.num_blocks;
-    } else if (blocks_are_rows) {
-      copy.dst_pitch = dst.inner_stride;
-      copy.src_pitch = src.inner_stride;
-      copy.height = run.num_blocks;
-    }
-    if (layers_are_rows) return batch.add(copy, one_registration);
-    // Layers that overlap, or are expanded: piece by piece.
-    for (i64 layer = 0; layer < call.num_layers; ++layer) {
-      Copy2D piece = copy;
-      piece.dst += layer * dst.outer_stride;
-      piece.src += layer * src.outer_stride;
-      piece.height = 1;
-      batch.add(piece, one_registration);
-    }
-  };
-  const i64 longest_run = blocks_touch || blocks_are_rows ? call.pairs.size() : 1;
-  Run run{};
-  for (const Pair& pair : pairs) {
-    if (run.num_blocks < longest_run && run.takes(pair)) {
-      ++run.num_blocks;
-      continue;
-    }
-    queue(run);
-    run = {pair.src_row, pair.dst_row, 1};
-  }
-  queue(run);
-}
-
-// With lists: a copy for each piece, or for a run whose blocks touch on both sides.
-void copy_lists(CopyBatch& batch, const BlockCall& call, const std::vector<Pair>& pairs) {
-  for (i64 layer = 0; layer < call.num_layers; ++layer) {
-    const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
-    bool whole = true;  // may be copied at once
-    for (const Side* side : {&call.src, &call.dst}) {
-      if (side->on_cuda()) continue;
-      whole &= side->list ? side->list->is_one_registration(layer)
-                          : is_one_registration(side->grid->whole(), kPinCure);
-    }
-    const i64 bytes = call.row_bytes(layer);
-    const bool touch = call.num_rows == 1 && call.src.num_parts() == 1 &&
-                       call.dst.num_parts() == 1 && from.block_bytes == bytes &&
-                       to.block_bytes == bytes;
-    for (size_t i = 0; i < pairs.size();) {
-      Run run{pairs[i].src_row, pairs[i].dst_row, 1};
-      while (++i < pairs.size() && touch && run.takes(pairs[i])) ++run.num_blocks;
-      batch.add({call.dst.piece(to, run.dst_block), call.src.piece(from, run.src_block),
-                 call.dst.row_stride, call.src.row_stride, bytes * run.num_blocks, call.num_rows},
-                whole);
-    }
-  }
+// Whether one copy may take any part of a layer on this side.
+bool may_go_at_once(const Side& side, i64 layer) {
+  if (side.on_cuda()) return true;
+  return side.list ? side.list->is_one_registration(layer)
+                   : is_one_registration(side.grid->whole(), kPinCure);
 }
 
 }  // namespace
@@ -112,7 +27,52 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
   CopyBatch batch(scope, !call.over_link() ? CopyKind::kD2D
                          : call.to_host()  ? CopyKind::kD2H
                                            : CopyKind::kH2D);
-  call.of_tensors() ? copy_tensors(batch, call, pairs) : copy_lists(batch, call, pairs);
+  // The layers of tensors are rows of one copy, unless they overlap or are expanded.
+  const auto has_layers_apart = [&call](const Side& side) {
+    return side.grid && side.grid->outer_stride >= call.max_row_bytes;
+  };
+  const bool are_apart = has_layers_apart(call.src) && has_layers_apart(call.dst);
+  const i64 at_once = are_apart ? call.num_layers : 1;
+  const auto pitch = [at_once](const Side& side) {
+    return at_once > 1 ? side.grid->outer_stride : side.row_stride;
+  };
+  for (i64 layer = 0; layer < call.num_layers; layer += at_once) {
+    const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
+    const bool whole = may_go_at_once(call.src, layer) && may_go_at_once(call.dst, layer);
+    const i64 bytes = call.row_bytes(layer);
+    // Neighbouring pairs whose blocks follow each other on both sides are one copy if blocks touch
+    // (its rows are longer then), or if there is one layer (each block is a row).
+    const auto blocks_touch = [&](const Side& side, const BufferEntry& entry) {
+      return side.num_parts() == 1 && entry.block_bytes == bytes &&
+             (at_once == 1 || side.grid->outer_stride >= side.num_blocks() * bytes);
+    };
+    const bool touch =
+        call.num_rows == 1 && blocks_touch(call.src, from) && blocks_touch(call.dst, to);
+    const bool are_rows = call.of_tensors() && call.num_layers == 1 && from.block_bytes >= bytes &&
+                          to.block_bytes >= bytes;
+    for (size_t i = 0; i < pairs.size();) {
+      const Pair& first = pairs[i];
+      i64 run = 1;
+      while (++i < pairs.size() && (touch || are_rows) && pairs[i].src_row == first.src_row + run &&
+             pairs[i].dst_row == first.dst_row + run) {
+        ++run;
+      }
+      Copy2D copy{call.dst.piece(to, first.dst_row),
+                  call.src.piece(from, first.src_row),
+                  pitch(call.dst),
+                  pitch(call.src),
+                  bytes,
+                  at_once * call.num_rows};
+      if (touch) {
+        copy.width *= run;
+      } else if (are_rows) {
+        copy.dst_pitch = to.block_bytes;
+        copy.src_pitch = from.block_bytes;
+        copy.height = run;
+      }
+      batch.add(copy, whole);
+    }
+  }
   batch.flush();
 }
 
@@ -147,7 +107,7 @@ void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
   staged.grid->inner_stride = block_bytes;
   BlockCall pages = call;
   (call.to_host() ? pages.src : pages.dst).grid = staged.grid;
-  pages.max_row_bytes = block_bytes;
+  pages.dst.grid->row_bytes = block_bytes;
   pages.num_layers = 1;
   for (i64 begin = 0; begin < count; begin += at_once) {
     std::vector<Pair> to_staging, from_staging;

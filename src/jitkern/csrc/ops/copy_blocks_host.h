@@ -13,36 +13,22 @@ namespace jitkern {
 constexpr const char* kCopyBlocks = "copy_blocks";
 
 // Pairs of blocks: [..., 2], or a vector each of sources and destinations.
-class PairsArg {
- public:
+struct PairsArg {
+  std::optional<tvm::ffi::Array<tvm::ffi::Any>> both;
+  std::optional<Indices> sources, destinations;  // sources hold pairs if there are no destinations
+  CountArg count;
+  i64 size = 0;
+
   PairsArg(AnyView pairs, AnyView count);
 
-  bool on_cuda() const { return sources_->on_cuda(); }
-  const Indices& sources() const { return *sources_; }
-  const void* destinations() const { return destinations_ ? destinations_->data : nullptr; }
-  i64 size() const { return size_; }
-  const CountArg& count() const { return count_; }
-  // Calls `check` with each list of numbers.
-  template <class Check>
-  void each(const Check& check) const {
-    check(*sources_);
-    if (destinations_) check(*destinations_);
-    if (count_.indices) check(*count_.indices);
-  }
+  bool on_cuda() const { return sources->on_cuda(); }
   // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
   // for the first that is out of range.
   std::vector<Pair> read(i64 num_src_blocks, i64 num_dst_blocks) const;
   void give_to(CopyBlocksParams& params) const;
-
- private:
-  std::optional<tvm::ffi::Array<tvm::ffi::Any>> both_;
-  std::optional<Indices> sources_, destinations_;
-  CountArg count_;
-  i64 size_ = 0;
 };
 
 enum class BlockMethod : int { kAuto, kSms, kEngine };
-BlockMethod block_method(AnyView value, const PairsArg& pairs);
 
 // A tensor whose layers are at one distance (the outer dimension; the inner one is blocks), or a
 // list of buffers.
@@ -56,10 +42,10 @@ struct Side {
 
   DLDevice device() const { return list ? list->device() : grid->dl->device; }
   bool on_cuda() const { return device().device_type == kDLCUDA; }
-  std::string device_name() const;
+  std::string device_name() const { return on_cuda() ? str("cuda:", device().device_id) : "cpu"; }
   // One that messages are about; none of a list of trusted addresses.
   std::optional<Tensor> tensor() const;
-  std::string shape_text() const;
+  std::string shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
   i64 num_layers() const { return list ? static_cast<i64>(list->entries().size()) : grid->outer; }
   i64 num_blocks() const { return list ? list->num_blocks() : grid->inner; }
   i64 num_parts() const { return list ? list->num_parts() : 1; }
@@ -75,7 +61,6 @@ struct Side {
            block % num_parts() * entry.part_bytes;
   }
   u64 bits() const;
-  i64 max_lead() const;
   [[noreturn]] void value_error(const std::string& came, const std::string& expected) const {
     raise_value_error(kCopyBlocks, arg, came, expected);
   }
@@ -87,14 +72,14 @@ struct BlockCall {
   LayerSignals* signals;
   BlockMethod method;
   std::optional<i64> num_sms;  // as the caller says
-  i64 num_layers;
-  i64 num_rows;
+  // Set by check().
+  i64 num_layers = 0;
+  i64 num_rows = 0;
   i64 max_row_bytes = 0;
   i64 block_bytes = 0;  // of all layers
 
   // Checks everything but pairs on the CPU.
-  BlockCall(Side src, Side dst, const PairsArg& pairs, LayerSignals* signals, BlockMethod method,
-            std::optional<i64> num_sms);
+  void check();
 
   bool on_cpu() const { return !src.on_cuda() && !dst.on_cuda(); }
   const Side& on_gpu() const { return dst.on_cuda() ? dst : src; }
@@ -103,7 +88,7 @@ struct BlockCall {
   bool of_tensors() const { return src.grid && dst.grid; }
   // Few SMs, as a model may run beside the call.
   bool beside_compute() const { return method == BlockMethod::kAuto && !num_sms; }
-  bool empty() const { return pairs.size() == 0 || src.empty() || dst.empty(); }
+  bool empty() const { return pairs.size == 0 || src.empty() || dst.empty(); }
   i64 row_bytes(i64 layer) const { return dst.entry(layer).piece_bytes / num_rows; }
 
  private:

@@ -11,12 +11,13 @@ const PairSites kSites(kOp);
 void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyView order,
                  AnyView method) {
   PairArgs args(kOp, kSites, kHostTarget, src, dst, pairs, num_sms);
-  const Lists lists{false, false, order_arg(kOp, order, args.traffic())};
-  const MethodArgs requested = check_method(method, nullptr, args);
+  args.lists.ordered = order_arg(kOp, order, args.traffic());
+  args.take_method(method, nullptr);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   static KernelTable table = pair_kernels(kOp);
-  run_pairs(scope, args, table, lists, requested);
+  args.table = &table;
+  run_pairs(scope, args);
 }
 
 JITKERN_EXPORT_OP(d2h_scatter, d2h_scatter);

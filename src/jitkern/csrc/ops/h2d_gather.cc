@@ -62,14 +62,15 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   }
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, args.traffic());
-  const Lists lists{search, reuse_resident, ordered, kSlotMapSite};
-  const MethodArgs requested = check_method(method, num_threads, args, reuse_resident);
+  args.lists = {search, reuse_resident, ordered, kSlotMapSite};
+  args.take_method(method, num_threads);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }
   const LaunchScope scope(args.dst);
   static KernelTable table = pair_kernels(kOp);
-  run_pairs(scope, args, table, lists, requested);
+  args.table = &table;
+  run_pairs(scope, args);
 }
 
 JITKERN_EXPORT_OP(h2d_gather, h2d_gather);

@@ -181,9 +181,6 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
 // Entry point of a module: see kernel() in ops/index.py.
 constexpr int kPairsOfIndices = 1;
 
-// The largest row of an int32 pair.
-constexpr i64 kMaxListedRow = std::numeric_limits<i32>::max();
-
 PairCall fetch_call(const IndexArgs& args) {
   PairCall call;
   call.row_bytes = args.weights.row_bytes;
@@ -198,14 +195,17 @@ PairCall fetch_call(const IndexArgs& args) {
   p.num_pairs = params.num_rows;
   p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
   p.fault = params.fault;
+  call.lists.search = true;
+  call.lists.ordered = is_worth_ordering(call.traffic());
   return call;
 }
 
 bool is_large(const PairCall& call) {
   // Pairs have the type of the indices. A row of the second range may be too large for int32.
-  const bool fits = call.index_bytes == 8 || call.params.num_src_rows - 1 <= kMaxListedRow;
-  return (is_worth_ordering(call.traffic()) || !is_small_call(call)) &&
-         call.params.num_pairs <= kMaxListedPairs && fits;
+  const bool fits =
+      call.index_bytes == 8 || call.params.num_src_rows - 1 <= std::numeric_limits<i32>::max();
+  return (call.lists.ordered || !is_small_call(call)) && call.params.num_pairs <= kMaxListedPairs &&
+         fits;
 }
 
 void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& params) {
@@ -213,17 +213,17 @@ void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& p
   const i64 num_pairs = call.params.num_pairs;
   const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
   call.params.pairs = pairs.data_ptr();
-  const Lists lists{true, false, is_worth_ordering(call.traffic())};
-  const Kernel& make_pairs = find_pair_kernels(scope, call, table, lists).entries[kPairsOfIndices];
+  call.table = &table;
+  const Kernel& make_pairs = find_pair_kernels(scope, call).entries[kPairsOfIndices];
   scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
                IndexPairsParams{params, pairs.data_ptr()});
-  launch_pairs(scope, call, table, lists);
+  launch_pairs(scope, call);
 }
 
 // ValueError if the table is not pinned.
 void index_host_table(IndexArgs& args) {
   const LaunchScope scope(args.indices);
-  if (!args.weights.empty()) args.params.weights = mapped_rows(args.weights);
+  args.params.weights = address_on_gpu(args.weights);
   if (args.output.empty()) return;
   args.params.fault = scope.device.fault_device;
   PairCall call = fetch_call(args);

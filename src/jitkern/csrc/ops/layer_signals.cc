@@ -1,16 +1,9 @@
 // Flags that say which layers of a copy have come, for streams and for the host.
 #include <tvm/ffi/function.h>
-#include <unistd.h>
 
 #include "block_buffers.h"
 
 namespace jitkern {
-
-namespace {
-
-constexpr const char* kName = "LayerSignals";
-
-}  // namespace
 
 LayerSignals::LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past)
     : flags_(std::move(flags)), num_past_(std::move(num_past)) {
@@ -19,7 +12,7 @@ LayerSignals::LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past)
   if (ordinal_ < 0) return;
   const LaunchScope scope(ordinal_);
   const i64 bytes = 2 * num_layers() * 4;
-  const Rows rows(Tensor(kName, "flags", flags_), 1, bytes, bytes);
+  const Rows rows(Tensor("LayerSignals", "flags", flags_), 1, bytes, bytes);
   on_gpu_ = reinterpret_cast<u32*>(mapped_rows(rows));
   const RelaxedCapture relaxed;
   armed_ = make_event();
@@ -110,8 +103,8 @@ tvm::ffi::ObjectRef make_layer_signals(tvm::ffi::Tensor flags, tvm::ffi::Tensor 
 
 i64 layer_arg(const char* name, const LayerSignals& signals, int64_t layer) {
   if (is_below(layer, signals.num_layers())) return layer;
-  raise_error("IndexError", std::string(name) + ": layer: " + std::to_string(layer) +
-                                ", expected 0 to " + std::to_string(signals.num_layers() - 1));
+  raise_error("IndexError", str(name, ": layer: ", static_cast<i64>(layer), ", expected 0 to ",
+                                signals.num_layers() - 1));
 }
 
 void wait_layer_signal(AnyView signals, int64_t layer, int64_t stream) {

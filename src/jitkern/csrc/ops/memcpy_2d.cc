@@ -56,14 +56,6 @@ i64 pitch_arg(const char* arg, AnyView value, i64 width, i64 height) {
   return height > 1 ? pitch : width;
 }
 
-// Bytes from the start of the first row to the end of the last, on one side.
-i64 reach_bytes(i64 pitch, i64 width, i64 height) {
-  i64 reach = 0;
-  const bool overflows = __builtin_mul_overflow(pitch, height - 1, &reach) ||
-                         __builtin_add_overflow(reach, width, &reach);
-  return overflows ? std::numeric_limits<i64>::max() : reach;
-}
-
 // Bytes from the start of the view to its end.
 i64 extent_bytes(const Tensor& view) {
   if (view.dl->strides == nullptr || view.numel() == 0) return view.numel() * view.item_bytes();
@@ -78,7 +70,11 @@ i64 extent_bytes(const Tensor& view) {
 // Whether the reach is within the view or its storage. `storages` is None, or the address and bytes
 // of each side's storage. False if these are needed; ValueError if the reach is too long.
 bool is_within(const Tensor& view, i64 pitch, i64 width, i64 height, AnyView storages, int side) {
-  const i64 reach = reach_bytes(pitch, width, height);
+  i64 reach = 0;  // from the start of the first row to the end of the last
+  if (__builtin_mul_overflow(pitch, height - 1, &reach) ||
+      __builtin_add_overflow(reach, width, &reach)) {
+    reach = std::numeric_limits<i64>::max();
+  }
   if (reach <= extent_bytes(view)) return true;
   i64 bytes = 0;  // an empty view has no address
   if (view.numel() > 0) {

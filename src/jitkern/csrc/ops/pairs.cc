@@ -20,18 +20,6 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
 
 }  // namespace
 
-void PairCall::set_source(const char* rows, i64 stride_bytes, i64 count) {
-  params.src = rows;
-  params.src_stride_bytes = stride_bytes;
-  params.num_src_rows = count;
-}
-
-void PairCall::set_target(char* rows, i64 stride_bytes, i64 count) {
-  params.dst = rows;
-  params.dst_stride_bytes = stride_bytes;
-  params.num_dst_rows = count;
-}
-
 PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src_arg,
                    AnyView dst_arg, AnyView pairs_arg, AnyView num_sms_value)
     : src(op, "src", src_arg), dst(op, "dst", dst_arg), pairs(op, "pairs", pairs_arg) {
@@ -64,9 +52,7 @@ void PairArgs::take_slot_map(AnyView value) {
   slot_map.emplace(src.op, "slot_map", value);
   slot_map->same_device(device_rows());
   if (slot_map->dl->ndim != 1 || slot_map->count != src.num_rows) {
-    slot_map->value_error(
-        "shape " + slot_map->shape_text(),
-        "shape [" + std::to_string(src.num_rows) + "], one entry for each row of src");
+    slot_map->shape_error(str("shape [", src.num_rows, "], one entry for each row of src"));
   }
   if (slot_map->index_bytes == 4 && dst.num_rows > std::numeric_limits<i32>::max()) {
     slot_map->type_error("dtype int32", "int64 for a dst of 2^31 or more rows");
@@ -91,25 +77,22 @@ void PairArgs::check_pairs() const {
 void PairArgs::run_on_cpu() const {
   if (empty()) return;
   check_pairs();
-  copy_on_cpu();
+  copy_on_cpu(0, params.num_pairs);
   update_slot_map();
 }
 
-void PairArgs::copy_on_cpu(i64 first, i64 step) const {
+void PairArgs::copy_on_cpu(i64 begin, i64 end) const {
   const PairCopyParams& p = params;
-  const auto copy = [&](i64 count, const auto& pair_at) {
-    copy_rows<kRandomBoth>(count, row_bytes, p.num_dst_rows * row_bytes, [&p, pair_at](i64 i) {
-      const Pair pair = pair_at(i);
+  Indices part = pairs;
+  part.data = static_cast<const char*>(pairs.data) + PairList::bytes(begin, index_bytes);
+  part.with_index([&](const auto index_at) {
+    const i64 dst_bytes = p.num_dst_rows * row_bytes;
+    copy_rows<kRandomBoth>(end - begin, row_bytes, dst_bytes, [&p, index_at](i64 i) {
+      const Pair pair(index_at, i);
       if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
       return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
                     p.src + pair.src_row * p.src_stride_bytes};
     });
-  };
-  pairs.with_index([&](const auto index_at) {
-    // A separate case saves 3 % of the instructions for rows of 1 KiB.
-    if (step == 1) return copy(p.num_pairs, [index_at](i64 i) { return Pair(index_at, i); });
-    copy(ceil_div(p.num_pairs - first, step),
-         [index_at, first, step](i64 i) { return Pair(index_at, first + i * step); });
   });
 }
 
@@ -125,13 +108,8 @@ void PairArgs::update_slot_map() const {
 }
 
 void PairArgs::map_host_rows() {
-  if (host_rows().empty()) return;
-  char* const mapped = mapped_rows(host_rows());
-  if (host_side == kHostSource) {
-    params.src = mapped;
-  } else {
-    params.dst = mapped;
-  }
+  params.src = address_on_gpu(src);
+  params.dst = address_on_gpu(dst);
 }
 
 KernelTable pair_kernels(const char* op) {
@@ -188,24 +166,6 @@ void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const Load
 
 namespace {
 
-Method method_arg(const char* op, AnyView value, HostSide host_side) {
-  const int choice = host_side == kHostSource
-                         ? choice_arg(op, "method", value, {"auto", "sm", "cpu", "both"})
-                         : choice_arg(op, "method", value, {"auto", "sm"});
-  return static_cast<Method>(choice);
-}
-
-i64 num_threads_arg(const char* op, AnyView value) {
-  if (is_none(value)) return 0;
-  const i64 cores = num_cores();
-  const i64 count = int_arg(op, "num_threads", value);
-  if (count < 1 || count > cores) {
-    raise_value_error(op, "num_threads", std::to_string(count),
-                      "1 to " + std::to_string(cores) + ", the cores of this process");
-  }
-  return count;
-}
-
 // Whether SMs are bound by page translations, not by bytes, even in the order of host memory.
 bool is_bound_by_pages(const HostTraffic& traffic) {
   constexpr double kPageBytes = 64 << 10;
@@ -224,8 +184,8 @@ constexpr i64 kMinRowsByCpu = 8192;
 constexpr i64 kMinRowsBothWays = 16384;
 
 // The fastest method if pairs are on the CPU. The device's context must be current.
-Method fastest_method(const PairArgs& args, const Lists& lists, i64 num_threads) {
-  if (lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
+Method fastest_method(const PairArgs& args, i64 num_threads) {
+  if (args.lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
   if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
   const HostTraffic traffic = args.traffic();
   if (args.empty() || traffic.num_rows < kMinRowsByCpu ||
@@ -240,11 +200,10 @@ Method fastest_method(const PairArgs& args, const Lists& lists, i64 num_threads)
 i64 default_threads() { return std::max<i64>(1, std::min(torch_num_threads(), num_cores() - 1)); }
 
 // Copies the pairs to the GPU and launches the call there.
-void upload_and_launch(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                       const Lists& lists, i64 num_threads) {
+void upload_and_launch(const LaunchScope& scope, const PairArgs& args, i64 num_threads) {
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
-  find_pair_kernels(scope, call, table, lists);
+  find_pair_kernels(scope, call);
   const i64 num_pairs = args.params.num_pairs;
   const auto copy = [&](const PairList& list, i64 begin, i64 count) {
     std::atomic<bool> any_outside{false};
@@ -261,52 +220,58 @@ void upload_and_launch(const LaunchScope& scope, const PairArgs& args, KernelTab
       scope, num_pairs, PairList::bytes(1, call.index_bytes),
       [&](char* block, i64 begin, i64 count) { copy({block, call.index_bytes}, begin, count); });
   call.params.pairs = list.data_ptr();
-  launch_pairs(scope, call, table, lists);
+  launch_pairs(scope, call);
 }
 
 }  // namespace
 
-MethodArgs check_method(AnyView method, AnyView num_threads, const PairArgs& args,
-                        bool reuse_resident) {
-  const char* op = args.src.op;
-  const MethodArgs requested{method_arg(op, method, args.host_side),
-                             num_threads_arg(op, num_threads)};
-  if (requested.method != Method::kCpu && requested.method != Method::kBoth) return requested;
-  const std::string actual = requested.method == Method::kCpu ? "\"cpu\"" : "\"both\"";
-  if (args.pairs.on_cuda()) {
-    raise_value_error(op, "method", actual + " with pairs on " + args.pairs.device_name(),
+void PairArgs::take_method(AnyView method_arg, AnyView threads_arg) {
+  const char* op = src.op;
+  method = static_cast<Method>(
+      host_side == kHostSource ? choice_arg(op, "method", method_arg, {"auto", "sm", "cpu", "both"})
+                               : choice_arg(op, "method", method_arg, {"auto", "sm"}));
+  if (!is_none(threads_arg)) {
+    const i64 cores = num_cores();
+    num_threads = int_arg(op, "num_threads", threads_arg);
+    if (num_threads < 1 || num_threads > cores) {
+      raise_value_error(op, "num_threads", std::to_string(num_threads),
+                        str("1 to ", cores, ", the cores of this process"));
+    }
+  }
+  if (method != Method::kCpu && method != Method::kBoth) return;
+  const std::string actual = method == Method::kCpu ? "\"cpu\"" : "\"both\"";
+  if (pairs.on_cuda()) {
+    raise_value_error(op, "method", actual + " with pairs on " + pairs.device_name(),
                       "pairs on the CPU, whose cores read them, or \"sm\"");
   }
-  if (reuse_resident) {
+  if (lists.reuse_resident) {
     raise_value_error(op, "method", actual + " with reuse_resident",
                       "\"sm\": the slot map is on the GPU");
   }
-  return requested;
 }
 
-void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
-               const MethodArgs& requested) {
+void run_pairs(const LaunchScope& scope, PairArgs& args) {
   const bool pairs_on_cpu = !args.pairs.on_cuda();
-  i64 num_threads = requested.num_threads;
+  i64 num_threads = args.num_threads;
   if (pairs_on_cpu && num_threads == 0) num_threads = default_threads();
-  Method method = requested.method;
+  Method method = args.method;
   if (method == Method::kAuto) {
     args.max_sms = kMaxSmsBeside;
-    method = pairs_on_cpu ? fastest_method(args, lists, num_threads) : Method::kSms;
+    method = pairs_on_cpu ? fastest_method(args, num_threads) : Method::kSms;
   }
   args.params.fault = scope.device.fault_device;
   if (method != Method::kCpu) args.map_host_rows();
   if (args.empty()) return;
-  if (!pairs_on_cpu) return launch_pairs(scope, args, table, lists);
+  if (!pairs_on_cpu) return launch_pairs(scope, args);
 
   require_no_capture(
       scope, args.pairs,
       "device " + args.device_rows().device_name() + ": a replay would not read them again");
   const RelaxedCapture relaxed;
   if (method == Method::kSms) {
-    return upload_and_launch(scope, args, table, lists, num_threads);
+    return upload_and_launch(scope, args, num_threads);
   }
-  gather_by_cpu(scope, args, table, lists, method == Method::kBoth, num_threads);
+  gather_by_cpu(scope, args, method == Method::kBoth, num_threads);
 }
 
 }  // namespace jitkern

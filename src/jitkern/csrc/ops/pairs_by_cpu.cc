@@ -39,9 +39,9 @@ struct ChunkShape {
         has_slot_map(args.params.slot_map != nullptr) {
     const i64 most = kChunkBytes - kHostLineBytes - 3 * index_bytes;
     if (row_bytes > most) {
-      args.src.value_error("rows of " + std::to_string(row_bytes) + " bytes",
-                           "at most " + std::to_string(most) +
-                               " through the CPU; pin the host's memory, for method=\"sm\"");
+      args.src.value_error(
+          str("rows of ", row_bytes, " bytes"),
+          str("at most ", most, " through the CPU; pin the host's memory, for method=\"sm\""));
     }
     part_rows = std::clamp<i64>(kPartBytes / row_bytes, 1, kMaxPartRows);
     chunk_rows =
@@ -74,8 +74,8 @@ void prefetch_row(const char* row, i64 row_bytes) {
 class GatherByCpu {
  public:
   // `kernels` copy rows from chunks to the GPU's tensor.
-  GatherByCpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-              const LoadedKernels& kernels, const Lists& lists, bool with_sms, i64 num_threads)
+  GatherByCpu(const LaunchScope& scope, const PairArgs& args, const LoadedKernels& kernels,
+              bool with_sms, i64 num_threads)
       : args_(args),
         num_threads_(num_threads),
         scope_(scope),
@@ -83,9 +83,7 @@ class GatherByCpu {
         staging_(Staging::get(scope)),
         turn_(staging_, scope.stream()),
         chunks_(staging_.chunks()),
-        table_(table),
         kernels_(kernels),
-        lists_(lists),
         with_sms_(with_sms) {}
 
   // Publishes parts and queues work on the GPU; this thread takes parts too. Call it once.
@@ -99,13 +97,23 @@ class GatherByCpu {
       ~Closing() { parts.close(); }
     } const closing{parts_};
     const i64 num_pairs = args_.params.num_pairs;
-    if (num_pairs > kBlockPairs) check_pairs();
+    if (num_pairs > kBlockPairs) {  // check all pairs first
+      start_copy({}, num_pairs);
+      finish_copy();
+    }
     for (block_begin_ = 0; block_begin_ < num_pairs; block_begin_ += kBlockPairs) {
       const i64 count = std::min(kBlockPairs, num_pairs - block_begin_);
       pairs_ = {staging_.uploads.take(PairList::bytes(count, shape_.index_bytes)),
                 shape_.index_bytes};
       start_copy(pairs_, count);
-      start_block(count);
+      front_ = 0;
+      back_ = count;
+      num_fetches_ = rows_of_sms_ = rows_sent_ = chunks_published_ = chunks_sent_ = 0;
+      sms_are_busy_ = false;
+      // Threads go on to rows at once. Nothing is sent before all pairs are checked.
+      while (publish_chunk()) {
+      }
+      if (with_sms_) on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
       finish_copy();
       if (block_begin_ == 0) turn_.begin();
       for (Backoff backoff; front_ != back_ || chunks_sent_ != chunks_published_;) {
@@ -126,30 +134,11 @@ class GatherByCpu {
     std::atomic<i64> num_left;  // parts to be done
   };
 
-  void start_block(i64 count) {
-    front_ = 0;
-    back_ = count;
-    num_fetches_ = rows_of_sms_ = rows_sent_ = chunks_published_ = chunks_sent_ = 0;
-    sms_are_busy_ = false;
-    // Threads go on to rows at once. Nothing is sent before all pairs are checked.
-    while (publish_chunk()) {
-    }
-    if (with_sms_) {
-      on_device_ = allocate_bytes(pairs_.bytes(count), args_.device);
-    }
-  }
-
   // -- by CPU threads
 
   void publish(i64 count) {
     parts_.publish(count);
     workers_->wake();
-  }
-
-  // IndexError for the first pair that is out of range.
-  void check_pairs() {
-    start_copy({}, args_.params.num_pairs);
-    finish_copy();
   }
 
   // Publishes parts that check `count` pairs and copy them to `list`, if it has memory.
@@ -250,19 +239,7 @@ class GatherByCpu {
     return true;
   }
 
-  // Copies a chunk's rows from device memory to `dst`.
-  void copy_on_device(const Chunk& chunk, i64 count) {
-    PairCall call = args_;
-    call.set_source(chunk.device + shape_.rows_at(count), args_.row_bytes, count);
-    call.params.slot_rows = chunk.device + shape_.slot_rows_at(count);
-    call.params.pairs = chunk.device;
-    call.params.num_pairs = count;
-    call.index_bytes = shape_.index_bytes;
-    const LaunchScope places(scope_.device, staging_.places);
-    launch_pair_copy(places, call, kernels_, call.params, 0);
-  }
-
-  // Sends the oldest chunk if all its parts are done.
+  // Sends the oldest chunk if all its parts are done, and copies its rows to `dst`.
   bool send() {
     if (chunks_sent_ == chunks_published_) return false;
     const i64 number = chunks_sent_ % kNumChunks;
@@ -272,7 +249,14 @@ class GatherByCpu {
     copy_to_device(chunk.device, chunk.host, shape_.bytes(work.count), staging_.copies);
     record(chunk.copied, staging_.copies);
     wait_for(staging_.places, chunk.copied);
-    copy_on_device(chunk, work.count);
+    PairCall call = args_;
+    call.set_source(chunk.device + shape_.rows_at(work.count), args_.row_bytes, work.count);
+    call.params.slot_rows = chunk.device + shape_.slot_rows_at(work.count);
+    call.params.pairs = chunk.device;
+    call.params.num_pairs = work.count;
+    call.index_bytes = shape_.index_bytes;
+    const LaunchScope places(scope_.device, staging_.places);
+    launch_pair_copy(places, call, kernels_, call.params, 0);
     record(chunk.done, staging_.places);
     rows_sent_ += work.count;
     ++chunks_sent_;
@@ -287,11 +271,6 @@ class GatherByCpu {
     const i64 left = back_ - front_;
     const i64 count = static_cast<i64>(kFetchShare * share_of_sms() * double(left));
     if (count < (num_fetches_ > 0 ? kMinRowsOfSms : 1)) return false;
-    fetch(count);
-    return true;
-  }
-
-  void fetch(i64 count) {
     PairCall call = args_;
     const i64 at = pairs_.bytes(front_);
     char* list = static_cast<char*>(pairs_.data) + at;
@@ -305,12 +284,13 @@ class GatherByCpu {
     call.params.pairs = list;
     call.params.num_pairs = count;
     call.index_bytes = pairs_.index_bytes;
-    launch_pairs(scope_, call, table_, lists_);
+    launch_pairs(scope_, call);
     record(staging_.fetched, scope_.stream());
     sms_are_busy_ = true;
     ++num_fetches_;
     front_ += count;
     rows_of_sms_ += count;
+    return true;
   }
 
   bool sms_are_free() {
@@ -344,9 +324,7 @@ class GatherByCpu {
   Staging& staging_;
   Staging::Turn turn_;
   Chunk* const chunks_;
-  KernelTable& table_;
   const LoadedKernels& kernels_;
-  const Lists lists_;
   const bool with_sms_;
   Parts parts_;
   Workers* workers_ = nullptr;       // a local of run()
@@ -394,15 +372,14 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
   return any_outside;
 }
 
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                   const Lists& lists, bool with_sms, i64 num_threads) {
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads) {
   // Finding kernels may compile them in Python, so no lock may be held.
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
-  if (with_sms) find_pair_kernels(scope, call, table, lists, true);
+  if (with_sms) find_pair_kernels(scope, call, true);
   call.set_source(nullptr, args.row_bytes, 0);  // the rows of a chunk begin on a line
-  const LoadedKernels& kernels = table.find(scope.device, pair_spec(call, false));
-  GatherByCpu(scope, args, table, kernels, lists, with_sms, num_threads).run();
+  const LoadedKernels& kernels = args.table->find(scope.device, pair_spec(call, false));
+  GatherByCpu(scope, args, kernels, with_sms, num_threads).run();
 }
 
 }  // namespace jitkern

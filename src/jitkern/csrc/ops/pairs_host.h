@@ -81,6 +81,9 @@ class Scratch {
 
 // -- pairs ---------------------------------------------------------------------------------------
 
+constexpr const char* kSrcArg = "pairs[..., 0]";
+constexpr const char* kDstArg = "pairs[..., 1]";
+
 // A copy of a pair, as another thread may write the list.
 struct Pair {
   i64 src_row;
@@ -96,9 +99,10 @@ struct Pair {
     return is_below(src_row, p.num_src_rows) && is_below(dst_row, p.num_dst_rows);
   }
   // IndexError if this pair, number i, is out of range. It must not be padding.
-  void require_inside(const char* op, i64 i, i64 num_src_rows, i64 num_dst_rows) const {
-    if (src_row >= num_src_rows) raise_index_error(op, "pairs[..., 0]", i, src_row, num_src_rows);
-    if (dst_row >= num_dst_rows) raise_index_error(op, "pairs[..., 1]", i, dst_row, num_dst_rows);
+  void require_inside(const char* op, i64 i, i64 num_src_rows, i64 num_dst_rows,
+                      const char* src_arg = kSrcArg, const char* dst_arg = kDstArg) const {
+    if (src_row >= num_src_rows) raise_index_error(op, src_arg, i, src_row, num_src_rows);
+    if (dst_row >= num_dst_rows) raise_index_error(op, dst_arg, i, dst_row, num_dst_rows);
   }
 };
 
@@ -109,13 +113,9 @@ struct PairList {
 
   static i64 bytes(i64 count, int index_bytes) { return 2 * count * index_bytes; }
   i64 bytes(i64 count) const { return bytes(count, index_bytes); }
-  Pair at(i64 i) const { return Pair(item(2 * i), item(2 * i + 1)); }
   void set(i64 i, i64 src_row, i64 dst_row) const {
     set_item(2 * i, src_row);
     set_item(2 * i + 1, dst_row);
-  }
-  i64 item(i64 i) const {
-    return index_bytes == 4 ? i64(static_cast<int32_t*>(data)[i]) : static_cast<int64_t*>(data)[i];
   }
   void set_item(i64 i, i64 value) const {
     if (index_bytes == 4) {
@@ -134,9 +134,17 @@ constexpr i64 kMaxSmsBeside = 2;
 
 // The fault sites of `pairs`.
 struct PairSites {
-  explicit PairSites(const char* op)
-      : src(fault_site(op, "pairs[..., 0]")), dst(fault_site(op, "pairs[..., 1]")) {}
+  explicit PairSites(const char* op, const char* src_arg = kSrcArg, const char* dst_arg = kDstArg)
+      : src(fault_site(op, src_arg)), dst(fault_site(op, dst_arg)) {}
   const FaultSite src, dst;
+};
+
+// How the pairs of a call are sorted before the copy: see ListParams.
+struct Lists {
+  bool search = false;  // each source row crosses the link once, repeats are copied on the GPU
+  bool reuse_resident = false;  // rows that slot_map has are copied on the GPU too; needs `search`
+  bool ordered = false;         // rows are sorted by host address
+  FaultSite slot_map_site{};
 };
 
 // A copy by pairs.
@@ -149,13 +157,27 @@ struct PairCall {
   DLDevice device{};
   std::optional<i64> num_sms;  // the caller's choice
   i64 max_sms = kMaxSms;       // of a large call without `num_sms`
+  Lists lists{};
+  KernelTable* table = nullptr;
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
   HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
-  void set_source(const char* rows, i64 stride_bytes, i64 count);
-  void set_target(char* rows, i64 stride_bytes, i64 count);
+  void set_source(const char* rows, i64 stride_bytes, i64 count) {
+    params.src = rows;
+    params.src_stride_bytes = stride_bytes;
+    params.num_src_rows = count;
+  }
+  void set_target(char* rows, i64 stride_bytes, i64 count) {
+    params.dst = rows;
+    params.dst_stride_bytes = stride_bytes;
+    params.num_dst_rows = count;
+  }
 };
+
+// How rows cross the link: read or written by SMs, gathered by CPU threads into pinned chunks, or
+// both at once for a part each. kAuto: the fastest, with at most kMaxSmsBeside SMs.
+enum class Method : int { kAuto, kSms, kCpu, kBoth };
 
 // The checked arguments of an op on pairs.
 struct PairArgs : PairCall {
@@ -166,6 +188,9 @@ struct PairArgs : PairCall {
   // Checks `slot_map`, None or [num_src_rows], and adds it to `params`.
   void take_slot_map(AnyView slot_map);
 
+  // Checks and sets the method, which has to fit the call and its `lists`.
+  void take_method(AnyView method, AnyView num_threads);
+
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
   bool empty() const { return bytes() == 0; }
@@ -175,8 +200,8 @@ struct PairArgs : PairCall {
 
   // These take CPU tensors. run_on_cpu() raises IndexError before anything is written.
   void run_on_cpu() const;
-  // Copies pairs first, first + step, ...
-  void copy_on_cpu(i64 first = 0, i64 step = 1) const;
+  // Copies pairs [begin, end).
+  void copy_on_cpu(i64 begin, i64 end) const;
   // Does nothing without a slot map.
   void update_slot_map() const;
 
@@ -187,14 +212,8 @@ struct PairArgs : PairCall {
   Rows dst;
   Indices pairs;
   std::optional<Indices> slot_map;
-};
-
-// How the pairs of a call are sorted before the copy: see ListParams.
-struct Lists {
-  bool search;          // each source row crosses the link once, repeats are copied on the GPU
-  bool reuse_resident;  // rows that slot_map has are copied on the GPU too; needs `search`
-  bool ordered;         // rows are sorted by host address
-  FaultSite slot_map_site{};
+  Method method = Method::kAuto;
+  i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
 };
 
 // The kernels of `op`; the first entry is a PairCopy.
@@ -230,29 +249,13 @@ constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 // Loads the kernels of a call, if `in_parts` also those for parts of it. Call it before any launch,
 // as it may compile.
 const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       KernelTable& table, const Lists& lists,
                                        bool in_parts = false);
 
 // Launches a call: one copy, or a sort and the copies of its lists.
-void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                  const Lists& lists);
+void launch_pairs(const LaunchScope& scope, const PairCall& call);
 
-// How rows cross the link: read or written by SMs, gathered by CPU threads into pinned chunks, or
-// both at once for a part each. kAuto: the fastest, with at most kMaxSmsBeside SMs.
-enum class Method : int { kAuto, kSms, kCpu, kBoth };
-
-struct MethodArgs {
-  Method method = Method::kAuto;
-  i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
-};
-
-// TypeError or ValueError if an argument is wrong or the method does not fit the call.
-MethodArgs check_method(AnyView method, AnyView num_threads, const PairArgs& args,
-                        bool reuse_resident = false);
-
-// Runs a call on a GPU by the method that was asked for.
-void run_pairs(const LaunchScope& scope, PairArgs& args, KernelTable& table, const Lists& lists,
-               const MethodArgs& requested);
+// Runs a call on a GPU by its method.
+void run_pairs(const LaunchScope& scope, PairArgs& args);
 
 // -- pairs in host memory ------------------------------------------------------------------------
 
@@ -266,7 +269,6 @@ bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 
 // Runs a gather through chunks, and `with_sms` by SMs too, which needs mapped host rows. IndexError
 // before anything is queued; pairs that go out of range later are skipped. Returns once the CPU has
 // read its host rows and the rest is queued on the scope's stream.
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, KernelTable& table,
-                   const Lists& lists, bool with_sms, i64 num_threads);
+void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads);
 
 }  // namespace jitkern

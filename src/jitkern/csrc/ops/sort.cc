@@ -26,8 +26,8 @@ constexpr i64 kLargeSpanBytes = i64(8) << 30;
 // SMs, 20.7 on 8.
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
-bool goes_by_lists(const PairCall& call, const Lists& lists) {
-  return (lists.search || lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
+bool goes_by_lists(const PairCall& call) {
+  return (call.lists.search || call.lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
 }
 
 const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
@@ -36,8 +36,8 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
 }
 
 // Sorts the pairs of the call into lists, and copies these.
-void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
-                   const Lists& lists) {
+void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels) {
+  const Lists& lists = call.lists;
   const PairCopyParams& p = call.params;
   ListParams list{p};
   list.slot_map_site = lists.slot_map_site;
@@ -126,18 +126,17 @@ i64 table_size_for(i64 num_pairs) {
 }
 
 const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       KernelTable& table, const Lists& lists, bool in_parts) {
-  const bool listed = goes_by_lists(call, lists);
+                                       bool in_parts) {
+  const bool listed = goes_by_lists(call);
   const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
-  if (in_parts && !listed) table.find(scope.device, pair_spec(call, !large));
-  return table.find(scope.device, pair_spec(call, large));
+  if (in_parts && !listed) call.table->find(scope.device, pair_spec(call, !large));
+  return call.table->find(scope.device, pair_spec(call, large));
 }
 
-void launch_pairs(const LaunchScope& scope, const PairCall& call, KernelTable& table,
-                  const Lists& lists) {
-  const LoadedKernels& kernels = find_pair_kernels(scope, call, table, lists);
-  if (goes_by_lists(call, lists)) return copy_by_lists(scope, call, kernels, lists);
+void launch_pairs(const LaunchScope& scope, const PairCall& call) {
+  const LoadedKernels& kernels = find_pair_kernels(scope, call);
+  if (goes_by_lists(call)) return copy_by_lists(scope, call, kernels);
   launch_pair_copy(scope, call, kernels, call.params, kBytesInFlight);
 }
 

@@ -1,5 +1,6 @@
 // swap_rows on the host: checks, CPU implementation, launch.
 #include <algorithm>
+#include <cstring>
 #include <unordered_map>
 #include <vector>
 
@@ -91,8 +92,8 @@ void check_order_free(const std::vector<Triple>& triples) {
                       str("distinct ", what, "; nothing was written"));
   };
   Positions slots, written;
-  for (const Triple& triple : triples) add(slots, triple.slot, triple.position, kSlotArg, "slots");
   for (const Triple& triple : triples) {
+    add(slots, triple.slot, triple.position, kSlotArg, "slots");
     if (triple.back < 0) continue;
     add(written, triple.back, triple.position, kBackArg, "rows to write back to");
   }
@@ -111,37 +112,23 @@ void swap_cpu(const SwapArgs& args) {
   const Rows& gpu = args.gpu;
   const i64 row_bytes = gpu.row_bytes;
   if (args.bytes() == 0) return;
-  std::vector<Triple> moves = read_triples(args);
-  check_order_free(moves);
-  // A triple that writes back to the row it fetches is an exchange, made in place.
-  const auto first_exchange = std::partition(moves.begin(), moves.end(), [](const Triple& triple) {
-    return triple.fetch < 0 || triple.fetch != triple.back;
-  });
-  const std::vector<Triple> exchanges(first_exchange, moves.end());
-  moves.erase(first_exchange, moves.end());
-
-  const auto host_row = [&host](i64 row) { return host.data + row * host.stride_bytes; };
-  const auto gpu_row = [&gpu](i64 slot) { return gpu.data + slot * gpu.stride_bytes; };
-  const i64 count = static_cast<i64>(moves.size());
-  copy_rows<kRandomBoth>(count, row_bytes, host.num_rows * row_bytes, [&](i64 i) {
-    const Triple& triple = moves[i];
-    if (triple.back < 0) return CpuRow{nullptr, nullptr};
-    return CpuRow{host_row(triple.back), gpu_row(triple.slot)};
-  });
-  copy_rows<kRandomBoth>(count, row_bytes, gpu.num_rows * row_bytes, [&](i64 i) {
-    const Triple& triple = moves[i];
-    if (triple.fetch < 0) return CpuRow{nullptr, nullptr};
-    return CpuRow{gpu_row(triple.slot), host_row(triple.fetch)};
-  });
-
-  const auto exchange = [&](i64 begin, i64 end) {
+  const std::vector<Triple> triples = read_triples(args);
+  check_order_free(triples);
+  const auto swap_part = [&](i64 begin, i64 end) {
     for (i64 i = begin; i < end; ++i) {
-      char* row = host_row(exchanges[i].back);
-      std::swap_ranges(row, row + row_bytes, gpu_row(exchanges[i].slot));
+      const Triple& triple = triples[i];
+      const auto host_row = [&host](i64 row) { return host.data + row * host.stride_bytes; };
+      char* const slot = gpu.data + triple.slot * gpu.stride_bytes;
+      if (triple.back >= 0 && triple.back == triple.fetch) {
+        std::swap_ranges(slot, slot + row_bytes, host_row(triple.back));
+        continue;
+      }
+      if (triple.back >= 0) std::memcpy(host_row(triple.back), slot, row_bytes);
+      if (triple.fetch >= 0) std::memcpy(slot, host_row(triple.fetch), row_bytes);
     }
   };
-  const i64 num_exchanges = static_cast<i64>(exchanges.size());
-  for_parts(num_exchanges, threads_for(num_exchanges, 4 * num_exchanges * row_bytes), exchange);
+  const auto count = static_cast<i64>(triples.size());
+  for_parts(count, threads_for(count, 4 * count * row_bytes), swap_part);
 }
 
 // -- on a GPU ------------------------------------------------------------------------------------
@@ -152,34 +139,8 @@ constexpr i64 kMaxScratchBytes = i64(512) << 20;
 // Entry points of the module for sorted calls: see kernel() in ops/swap.py.
 enum Entry : int { kSwapStaged, kPlaceStaged };
 
-// One part of a sorted call: sorts its triples into moves, makes these, and copies the fetched rows
-// from staging to their slots.
-void swap_part(const LaunchScope& scope, const SwapArgs& args, const LoadedKernels& kernels,
-               const LoadedKernels& sort, const SwapListParams& list, i64 ones_bytes) {
-  const i64 count = list.num_triples;
-  scope.fill_bytes(list.regions.last_ranks, 0xff, ones_bytes);
-  launch_sort(scope, sort, count, list);
-
-  SwapParams moves = list;
-  moves.triples = list.moves;
-  moves.last_batch = list.regions.last_entry + 1;
-  scope.launch(kernels.entries[kSwapStaged], num_copy_blocks(scope, kernels, count, args.max_sms()),
-               moves);
-
-  PairCopyParams places{};
-  places.dst = moves.gpu;
-  places.src = moves.staging;
-  places.dst_stride_bytes = moves.gpu_stride_bytes;
-  places.src_stride_bytes = args.gpu.row_bytes;
-  places.pairs = list.places;
-  places.num_pairs = places.num_src_rows = count;
-  places.num_dst_rows = moves.num_slots;
-  places.src_site = places.dst_site = moves.slot_site;
-  places.fault = moves.fault;
-  scope.launch(kernels.entries[kPlaceStaged], scope.device.num_sms, places);
-}
-
-// Swaps in the order of host memory, part by part.
+// Swaps in the order of host memory, part by part: sorts the triples of a part into moves, makes
+// these, and copies the fetched rows from staging to their slots.
 void swap_in_order(const LaunchScope& scope, const SwapArgs& args, const SwapParams& params,
                    const LoadedKernels& kernels) {
   const i64 index_bytes = args.triples.index_bytes;
@@ -209,7 +170,26 @@ void swap_in_order(const LaunchScope& scope, const SwapArgs& args, const SwapPar
     list.triples = static_cast<const char*>(params.triples) + 3 * first * index_bytes;
     list.first_position = first;
     list.num_triples = std::min(of_part, count - first);
-    swap_part(scope, args, kernels, sort, list, ones_bytes);
+    scope.fill_bytes(list.regions.last_ranks, 0xff, ones_bytes);
+    launch_sort(scope, sort, list.num_triples, list);
+
+    SwapParams moves = list;
+    moves.triples = list.moves;
+    moves.last_batch = list.regions.last_entry + 1;
+    const i64 blocks = num_copy_blocks(scope, kernels, list.num_triples, args.max_sms());
+    scope.launch(kernels.entries[kSwapStaged], blocks, moves);
+
+    PairCopyParams places{};
+    places.dst = list.gpu;
+    places.src = list.staging;
+    places.dst_stride_bytes = list.gpu_stride_bytes;
+    places.src_stride_bytes = row_bytes;
+    places.pairs = list.places;
+    places.num_pairs = places.num_src_rows = list.num_triples;
+    places.num_dst_rows = list.num_slots;
+    places.src_site = places.dst_site = list.slot_site;
+    places.fault = list.fault;
+    scope.launch(kernels.entries[kPlaceStaged], scope.device.num_sms, places);
   }
 }
 
@@ -224,7 +204,7 @@ void swap_rows(AnyView host_arg, AnyView device_arg, AnyView triples_arg, AnyVie
   const bool in_order = order_arg(kOp, order, args.traffic());
   if (!args.gpu.on_cuda()) return swap_cpu(args);
   const LaunchScope scope(args.gpu);
-  char* const host = args.host.empty() ? args.host.data : mapped_rows(args.host);
+  char* const host = address_on_gpu(args.host);
   if (args.bytes() == 0) return;
   SwapParams params{};
   params.host = host;

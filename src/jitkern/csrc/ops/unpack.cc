@@ -51,11 +51,6 @@ Indices descriptors_of(AnyView value) {
   return Indices(tensor);
 }
 
-// A side as the GPU has it.
-char* address_on_gpu(const Rows& side) {
-  return side.on_cuda() || side.empty() ? side.data : mapped_rows(side);
-}
-
 constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
 
 struct UnpackCall : UnpackSides {
@@ -122,8 +117,20 @@ KernelTable& kernels() {
   return table;
 }
 
-// Uploads the descriptors as rows of six, then launches the kernel.
-void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
+void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count_arg) {
+  const UnpackCall call(src, dst, descriptors, count_arg);
+  if (!call.on_gpu().on_cuda()) {
+    return unpack_by_cpu(call.dst.data, call.src.data, call.checked_descriptors());
+  }
+  call.check_sizes();
+  if (call.num_descriptors > kMostDescriptors) {
+    call.descriptors.value_error(str(call.num_descriptors, " descriptors"), "less in one call");
+  }
+  const LaunchScope scope(call.on_gpu());
+  if (call.num_descriptors == 0) return;
+  if (call.descriptors.on_cuda()) return launch_unpack(scope, call.format, call.kernel_params());
+  require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
+  // Uploads the descriptors as rows of six.
   UnpackParams params = call.kernel_params();
   const std::vector<Pieces> list = call.checked_descriptors();
   const i64 count = static_cast<i64>(list.size());
@@ -136,22 +143,6 @@ void launch_from_host(const LaunchScope& scope, const UnpackCall& call) {
   params.descriptors = rows.data_ptr();
   params.num_descriptors = static_cast<u32>(count);
   launch_unpack(scope, kSextuples, params);
-}
-
-void unpack_op(AnyView src, AnyView dst, AnyView descriptors, AnyView count) {
-  const UnpackCall call(src, dst, descriptors, count);
-  if (!call.on_gpu().on_cuda()) {
-    return unpack_by_cpu(call.dst.data, call.src.data, call.checked_descriptors());
-  }
-  call.check_sizes();
-  if (call.num_descriptors > kMostDescriptors) {
-    call.descriptors.value_error(str(call.num_descriptors, " descriptors"), "less in one call");
-  }
-  const LaunchScope scope(call.on_gpu());
-  if (call.num_descriptors == 0) return;
-  if (call.descriptors.on_cuda()) return launch_unpack(scope, call.format, call.kernel_params());
-  require_no_capture(scope, call.descriptors, "device " + call.on_gpu().device_name());
-  launch_from_host(scope, call);
 }
 
 JITKERN_EXPORT_OP(unpack, unpack_op);
