@@ -47,9 +47,8 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
     entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
-    module = load_entries("peer_reduce", "peer_reduce.cu", entries, args, in_flight, "comm")
-    module.hint = record_hint  # `jitkern warm` has no option for it
-    return module
+    file = "comm/peer_reduce.cu"
+    return load_entries("peer_reduce", file, entries, args, in_flight, record_hint)
 
 
 host.builds("peer_reduce", kernel)

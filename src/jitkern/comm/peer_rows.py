@@ -16,7 +16,7 @@ from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
-from jitkern.ops.pairs import load_sort, pair_kernels
+from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels
 
 # Vectors in flight, as of h2d_gather and d2h_scatter, which move the same bytes over each link.
 _COPIES = {"peer_gather": ("PeerGather", 8), "peer_scatter": ("PeerScatter", 4)}
@@ -33,20 +33,15 @@ def copy_kernel(
     """Return the device module that copies rows to all ranks, or to the host."""
     copy, in_flight = _COPIES[op]
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    module = pair_kernels(op, copy, in_flight, spec, path=("comm", "peer_copy.cu"))
-    module.hint = record_hint  # `jitkern warm` has no option for it
-    return module
+    return pair_kernels(op, copy, in_flight, spec, "comm/peer_copy.cu", record_hint)
 
 
 @cache
 def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that finds a rank's part of the pairs."""
-    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
-    spec, sides = (index_bytes, host_target), f", jitkern::{side}"
-    path = ("comm", "peer_lists.cu")
-    module = load_sort("peer_lists", "PeerPairs", f"peer_{what}", spec, sides, path)
-    module.hint = record_hint
-    return module
+    (side, what), spec = HOST_SIDES[host_target], (index_bytes, host_target)
+    kernels = ("peer_lists", "comm/peer_lists.cu", "PeerPairs", f"peer_{what}")
+    return load_sort(*kernels, spec, side, record_hint)
 
 
 host.builds("peer_lists", list_kernel)

@@ -17,16 +17,8 @@ def widest_vec_bytes(row_bytes: int) -> int:
     return min(16, row_bytes & -row_bytes)
 
 
-def entry_name(
-    stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, *, kind: str = ""
-) -> str:
-    """Return what a profiler shows of an op's kernel.
-
-    Examples
-    --------
-    >>> entry_name("index", 656, 16, 8)
-    'jitkern_index_656B_v16_i64'
-    """
+def entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, kind: str = "") -> str:
+    """Return what a profiler shows of an op's kernel, such as ``jitkern_index_656B_v16_i64``."""
     name = f"jitkern_{stem}_{row_bytes}B_v{vec_bytes}_i{8 * index_bytes}"
     return f"{name}_{kind}" if kind else name
 

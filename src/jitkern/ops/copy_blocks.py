@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
-from jitkern.ops.pairs import load_entries, threads_of
+from jitkern.ops.pairs import load_entries
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
     the destination, which is in host memory or on the same GPU.
     """
     in_flight = WRITE_IN_FLIGHT if to_host else READ_IN_FLIGHT
-    values = (vec_bytes, index_bytes, *threads_of(CONFIG), in_flight)
+    values = (vec_bytes, index_bytes, *CONFIG[:2], in_flight)
     lines, what = ("kHostTarget", "write") if to_host else ("kHostSource", "read")
     pairs = f"i{8 * index_bytes}" if index_bytes else "inline"
     name = f"jitkern_copy_blocks_v{vec_bytes}_{pairs}_{what}"
     entry = (name, f"CopyBlocks<{make_cpp_args(*values)}, jitkern::{lines}>", CONFIG)
     args = make_cpp_args(*values, bool(to_host))
-    return load_entries("copy_blocks", "copy_blocks.cu", [entry], args, in_flight)
+    return load_entries("copy_blocks", "ops/copy_blocks.cu", [entry], args, in_flight)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:

@@ -42,10 +42,10 @@ def kernel(
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
     name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
     args = pairs.pair_copy_args(*spec, TABLE_IN_FLIGHT)
-    list_args = make_cpp_args(*spec[:3], *pairs.threads_of(pairs.LIST_CONFIG))
+    list_args = make_cpp_args(*spec[:3], *pairs.LIST_CONFIG[:2])
     listed = f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{list_args}>"
     entries = [(name, f"H2DGather<{args}>", pairs.pair_config(large)), (*listed, pairs.LIST_CONFIG)]
-    return pairs.load_entries("index", "index.cu", entries, args, TABLE_IN_FLIGHT)
+    return pairs.load_entries("index", "ops/index.cu", entries, args, TABLE_IN_FLIGHT)
 
 
 shared_kernels = partial(pairs.list_kernels, host_target=0)  # of tables in host memory

@@ -28,7 +28,7 @@ def kernel(
     sizes = (row_bytes, vec_bytes, index_bytes)
     spec = (*sizes, line_aligned, large)
     if not in_order:
-        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, ("ops", "swap.cu"))
+        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, "ops/swap.cu")
     args = pairs.pair_copy_args(*spec, LARGE_IN_FLIGHT)
     place = pairs.pair_copy_args(*sizes, 1, 1, PLACE_IN_FLIGHT)
     config = pairs.pair_config(large)
@@ -36,15 +36,15 @@ def kernel(
         (entry_name("swap", *sizes, kind="in_order"), f"SwapRows<{args}, true>", config),
         (entry_name("place", *sizes, kind="in_order"), f"H2DGather<{place}>", config),
     ]
-    module = pairs.load_entries("swap_in_order", "swap.cu", entries, args, LARGE_IN_FLIGHT)
-    module.hint = partial(warm_hint, "swap", str(row_bytes))
-    return module
+    hint = partial(warm_hint, "swap", str(row_bytes))
+    file = "ops/swap.cu"
+    return pairs.load_entries("swap_in_order", file, entries, args, LARGE_IN_FLIGHT, hint)
 
 
 @cache
 def list_kernel(index_bytes: int) -> DeviceModule:
     """Return the device module that sorts the triples of calls in order."""
-    return pairs.load_sort("swap_lists", "Triples", "triples", (index_bytes,))
+    return pairs.load_sort("swap_lists", "ops/sort.cuh", "Triples", "triples", (index_bytes,))
 
 
 host_module.builds("swap_lists", list_kernel)

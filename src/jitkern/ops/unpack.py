@@ -64,9 +64,8 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
-    module = load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
-    module.hint = rows_hint
-    return module
+    file = "ops/unpack_ring.cu"
+    return load_entries("unpack_ring", file, entries, consume, RING_IN_FLIGHT, rows_hint)
 
 
 host.builds("unpack", kernel)  # a ring may ask for it first
