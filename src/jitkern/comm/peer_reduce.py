@@ -17,7 +17,7 @@ from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.pairs import load_entries
+from jitkern.ops.common import load_entries
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}

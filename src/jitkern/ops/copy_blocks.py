@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
-from jitkern.ops.pairs import load_entries
+from jitkern.ops.common import INDEX_BYTES, load_entries, widest_vec_bytes
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ def copy_blocks(
         source and a destination.
     pairs : Tensor or tuple of two Tensors
         ``[..., 2]`` of (source block, destination block), or a vector of each; int32 or int64,
-        contiguous, on the GPU or the CPU. A pair with a negative member is skipped. A repeated
-        destination ends undefined. Pairs on the CPU are read before the call returns.
+        contiguous, on the GPU, or on the CPU, where they are read before the call returns. A pair
+        with a negative member is skipped. A repeated destination ends undefined.
     src_block_dim, dst_block_dim : int
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
@@ -97,8 +96,7 @@ def copy_blocks(
         SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
         "sm". Ignored by "engine". Within one GPU the default is all SMs.
     signals : LayerSignals, optional
-        Layers are copied one after the other, and each is signalled when it has arrived. Not with
-        "engine".
+        Layers are copied in order, and each is signalled when it has arrived. Not with "engine".
 
     Raises
     ------

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, rows_hint
+from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, Hint, entry_name, load_entries, widest_vec_bytes
 
 # A large call runs on a few full blocks, each lane with several vectors on their way; in a small
 # one, spread over the GPU, vectors are spread over threads instead.
@@ -37,22 +37,6 @@ def pair_copy_args(
 
 PairSpec = tuple[int, int, int, int, int]
 """Row bytes, vector bytes, index bytes, and whether rows lie on lines and the call is large."""
-
-Entry = tuple[str, str, KernelConfig]
-"""An entry point of a module: its name, its type in ``jitkern::``, how it is launched."""
-
-Hint = Callable[[object], str] | None
-"""Advises how to build a kernel beforehand; None: by its row size."""
-
-
-def load_entries(
-    op: str, file: str, entries: Sequence[Entry], args: CppArgs, in_flight: int, hint: Hint = None
-) -> DeviceModule:
-    """Return the device module of some entry points; `args` tell it from the op's others."""
-    wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
-    module = load_own(op, *args, device_files=[file], device_wrappers=wrappers)
-    module.hint = hint or module.hint
-    return module.launched_with(*(config for *_, config in entries), in_flight=in_flight)
 
 
 def pair_kernels(

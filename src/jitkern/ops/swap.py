@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule, warm_hint
 from jitkern.ops import pairs
-from jitkern.ops.common import INDEX_BYTES, entry_name
+from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def kernel(
     ]
     hint = partial(warm_hint, "swap", str(row_bytes))
     file = "ops/swap.cu"
-    return pairs.load_entries("swap_in_order", file, entries, args, LARGE_IN_FLIGHT, hint)
+    return load_entries("swap_in_order", file, entries, args, LARGE_IN_FLIGHT, hint)
 
 
 @cache
@@ -76,8 +76,7 @@ def swap_rows(
     and ``host[triples[i, 0]]`` into ``device[triples[i, 1]]``. One kernel on a few SMs keeps both
     directions of the link busy, asynchronously on the current stream. Keep ``host`` allocated until
     the stream has passed the call. Calls in the order of ``host`` take scratch memory: the rows'
-    bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call, also the
-    first.
+    bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call.
 
     Parameters
     ----------
@@ -90,16 +89,13 @@ def swap_rows(
     triples : Tensor
         ``[..., 3]`` of (host row to fetch, slot, host row to write to), int32 or int64, contiguous,
         on the device of ``device``. A negative host row leaves out that half; a negative slot skips
-        the triple. Equal host rows exchange the two. Slots should be distinct, and so should rows
-        that are written; no triple should fetch a row that another one writes. Several may fetch
-        the same row. Otherwise the CPU raises ValueError, and on a GPU those rows end undefined.
+        the triple. Equal host rows exchange the two. Slots are distinct, and so are rows that are
+        written; no triple fetches a row that another one writes. Otherwise the CPU raises
+        ValueError, and on a GPU those rows end undefined.
     num_sms : int, optional
-        SMs that work on the link, each with a block of 1024 threads. Default: 2, so that a decode
-        step beside the call takes 1.06 of its time; 4 to 8 fill the link. Small calls use the whole
-        GPU for a few microseconds.
+        As of ``h2d_gather``. Default: 2; 4 to 8 fill the link.
     order : {"auto", "given", "host"}
-        Order in which rows cross the link; the result is the same. "auto" sorts by place in
-        ``host`` if that is faster; see ``h2d_gather``.
+        Order in which rows cross the link, "host" by place in ``host``; see ``h2d_gather``.
 
     Raises
     ------

@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, rows_hint
+from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.pairs import load_entries
+from jitkern.ops.common import load_entries
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def kernel(descriptor_format: int) -> DeviceModule:
     segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     name = f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}"
-    wrappers = [(name, f"jitkern::Unpack<{args}>")]
-    module = load_own("unpack", *args, device_files=["ops/unpack.cu"], device_wrappers=wrappers)
-    return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
+    entry = (name, f"Unpack<{args}>", CONFIG)
+    return load_entries("unpack", "ops/unpack.cu", [entry], args, IN_FLIGHT, splits=OWN_SEGMENTS)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
@@ -146,9 +145,8 @@ def unpack(
     descriptors : Tensor or DescriptorRing
         int64, contiguous. ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of
         (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
-        sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
-        end undefined. On the GPU or the CPU; those on the CPU are read before the call returns. Or
-        a ``offload.DescriptorRing``.
+        sign. Bytes of ``dst`` that several pieces write end undefined. On the GPU, or on the CPU,
+        where they are read before the call returns. Or a ``offload.DescriptorRing``.
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
         Clamped to 0 and their number.
