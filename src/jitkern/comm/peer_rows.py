@@ -26,14 +26,10 @@ _GATHER_NAMES = [
 ]
 
 
-@cache
-def copy_kernel(
-    op: str, row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-) -> DeviceModule:
-    """Return the device module that copies rows to all ranks, or to the host."""
-    copy, in_flight = _COPIES[op]
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    return pair_kernels(op, copy, in_flight, spec, "comm/peer_copy.cu", record_hint)
+def copy_kernels(op: str) -> host.Builder:
+    """Return the cached builder of an op; see ``pair_kernels`` for its arguments."""
+    copy = partial(pair_kernels, op, *_COPIES[op], file="comm/peer_copy.cu", hint=record_hint)
+    return cache(copy)
 
 
 @cache
@@ -49,7 +45,7 @@ host.builds("peer_lists", list_kernel)
 
 @cache
 def _function(op: str) -> Callable[..., bool]:
-    return host.op(op, partial(copy_kernel, op))
+    return host.op(op, copy_kernels(op))
 
 
 def peer_gather(

@@ -36,9 +36,9 @@ _SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a seco
 class OffloadEngine(Closing):
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
-    A call is one call of ``copy_blocks`` for K and V of its blocks, asynchronous on
-    torch's current stream. The caller, or a ``SlotPipeline`` (``load_blocks_into``),
-    orders it with other streams that use a slot. An engine is for one thread at a time.
+    A call is one ``copy_blocks`` of K and V, asynchronous on torch's current stream. The caller, or
+    a ``SlotPipeline`` (``load_blocks_into``), orders it with other streams that use a slot. An
+    engine is for one thread at a time.
 
     Parameters
     ----------
@@ -56,17 +56,16 @@ class OffloadEngine(Closing):
         ...]``, where a block is contiguous over all layers, K before V.
     pool : PinnedPool, optional
         Gives the memory of the CPU cache, its next part; by default the engine makes a pool.
-    method
+    method : {"auto", "sm", "engine"}
         As of ``copy_blocks``.
 
     Attributes
     ----------
     cpu_cache, gpu_cache : Tensor
-        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, and the same of the slots.
-        Of a block-first CPU cache ``[num_cpu_blocks, 2, num_layers, ...]``. Without the 2 for
-        ``kind="mla"``.
+        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, or block-first
+        ``[num_cpu_blocks, 2, num_layers, ...]``; and the same of the slots. No 2 for ``"mla"``.
     cpu_k, cpu_v, gpu_k, gpu_v : Tensor
-        K and V of these; not for ``kind="mla"``.
+        K and V of these; not for ``"mla"``.
 
     Raises
     ------
@@ -148,9 +147,9 @@ class OffloadEngine(Closing):
         Parameters
         ----------
         slots, blocks : int, sequence of int or Tensor
-            As many of each, each number once. Both on the host, where they are checked before
-            anything is queued. Or int32 or int64 on the GPU, where only the kernel reads them: a
-            pair with a negative number is skipped, one past the end is skipped and raised later.
+            As many of each, each number once. Both on the host, checked before anything is queued;
+            or int32 or int64 on the GPU, where a pair with a negative number is skipped, and one
+            past the end is skipped and raised later.
         layer : int, optional
             Only this one; by default all.
         num_tokens : int, optional
@@ -189,13 +188,13 @@ class OffloadEngine(Closing):
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
         Block i goes to place i of at least as many. The rest is as of ``load``.
         """
-        self._move("load_blocks_into", None, blocks, layer, None, tensor)
+        self._move("load_blocks_into", None, blocks, layer, tensor=tensor)
 
     def store_blocks_from(
         self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
-        self._move("store_blocks_from", None, blocks, layer, None, tensor)
+        self._move("store_blocks_from", None, blocks, layer, tensor=tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
@@ -258,15 +257,9 @@ class OffloadEngine(Closing):
             raise RuntimeError(f"{call}: the engine is closed; make another one")
 
     def _move(
-        self,
-        name: str,
-        slots: Any,
-        blocks: Any,
-        layer: Any,
-        num_tokens: Any,
-        tensor: Any = None,
-        signals: LayerSignals | None = None,
-    ) -> None:
+        self, name: str, slots: Any, blocks: Any, layer: Any = None, num_tokens: Any = None,
+        *, tensor: Any = None, signals: LayerSignals | None = None,
+    ) -> None:  # fmt: skip
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
         call, to_gpu = f"{_CALL}.{name}", name.startswith("load")
         self._require_open(call)
@@ -291,8 +284,8 @@ class OffloadEngine(Closing):
         """Copy all slots step by step; each is waited for once the next one is queued."""
         call, count, to_gpu = f"{_CALL}.{name}", self.num_slots, name.startswith("load")
         self._require_open(call)
-        most = self.num_cpu_blocks - count
-        first = int_arg(call, "first_block", first, 0, most, error=IndexError)
+        last = self.num_cpu_blocks - count
+        first = int_arg(call, "first_block", first, 0, last, error=IndexError)
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
             torch.cuda.synchronize(self.device)
@@ -343,7 +336,10 @@ class OffloadEngine(Closing):
         if found is None:
             gpu, cpu = self._sides(None, num_tokens)
             sides = ((gpu, 0), (cpu, 1 - self._block_dim))
-            made = [BlockBuffers(*_by_parts(self.kind, side.unbind(dim))) for side, dim in sides]
+            made = []
+            for side, dim in sides:
+                parts = side.chunk(_PARTS[self.kind], dim)  # the layers of K, and those of V
+                made.append(BlockBuffers(*(part.unbind(dim) for part in parts)))
             found = self._buffers[num_tokens] = made[0], made[1]
         return found
 
@@ -404,12 +400,6 @@ class OffloadEngine(Closing):
         both = array("q", bytes(16 * count))
         both[0::2], both[1::2] = array("q", sources), array("q", targets)
         return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
-
-
-def _by_parts(kind: str, layers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the layers of K, then those of V; or all."""
-    count = len(layers) // _PARTS[kind]
-    return [layers[i : i + count] for i in range(0, len(layers), count)]
 
 
 def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:

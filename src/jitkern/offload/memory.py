@@ -29,7 +29,7 @@ Shown = Callable[[str, float], None]
 """Is told the step, and the part of it that is done, 0 to 1."""
 
 
-def _show_nothing(what: str, done: float) -> None:
+def _quiet(what: str, done: float) -> None:
     pass
 
 
@@ -46,9 +46,8 @@ class PinnedMemory:
         fd: int = -1,
         rank: int = 0,
         num_ranks: int = 1,
-        shown: Shown = _show_nothing,
+        shown: Shown = _quiet,
     ) -> None:
-
         made = host.module()["make_pinned_memory"](num_bytes, fd)
         with torch.inference_mode(False):  # or it could not be written outside of that
             self.tensor: torch.Tensor = from_dlpack(made[0])
@@ -77,7 +76,7 @@ class PinnedMemory:
             shown("touching", (begin + count - first) / (last - first))
         return node
 
-    def register(self, shown: Shown = _show_nothing) -> None:
+    def register(self, shown: Shown = _quiet) -> None:
         """Register it for all GPUs, if there are any, after all ranks have touched their parts.
 
         CUDA would touch the rest by one thread.
@@ -160,7 +159,7 @@ def display(
 
         console = Console(stderr=True, force_terminal=True if progress else None)
     if console is None or not console.is_terminal:
-        yield _show_nothing
+        yield _quiet
         return
     with Progress(
         console=console, transient=True, redirect_stdout=False, redirect_stderr=False

@@ -155,14 +155,11 @@ class PinnedPool(Closing):
         if not isinstance(handle, PoolHandle):
             given = type(handle).__name__
             raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
-        fd = handle.open()
-        try:
+        with Descriptors({0: handle.open()}) as fds:
             pool = cls.__new__(cls)
-            pool._shape, pool._dtype = [os.fstat(fd).st_size], None
-            pool._make(pool._shape[0], None, fd)
+            pool._shape, pool._dtype = [os.fstat(fds[0]).st_size], None
+            pool._make(pool._shape[0], None, fds[0])
             return pool
-        finally:
-            os.close(fd)
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern.ops.pairs import list_kernels, pair_builder
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 from jitkern.ops.register import op
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
-kernel = pair_builder("d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT)
+kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
 shared_kernels = partial(list_kernels, host_target=1)  # of any row size
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from jitkern.host import module as host
@@ -35,24 +35,24 @@ def pair_copy_args(
     return make_cpp_args(row_bytes, *pair_config(large)[:2], *rest)
 
 
-PairSpec = tuple[int, int, int, int, int]
-"""Row bytes, vector bytes, index bytes, and whether rows lie on lines and the call is large."""
-
-
 def pair_kernels(
     op: str,
     copy: str,
     large_in_flight: int,
-    spec: PairSpec,
+    row_bytes: int,
+    vec_bytes: int,
+    index_bytes: int,
+    line_aligned: int,
+    large: int,
+    *,
     file: str = "ops/pairs.cuh",
     hint: Hint = None,
 ) -> DeviceModule:
     """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``."""
-    row_bytes, vec_bytes, index_bytes, _, large = spec
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
-    args = pair_copy_args(*spec, in_flight)
-    kind = "large" if large else "small"
-    name = entry_name(op, row_bytes, vec_bytes, index_bytes, kind=kind)
+    sizes = (row_bytes, vec_bytes, index_bytes)
+    args = pair_copy_args(*sizes, line_aligned, large, in_flight)
+    name = entry_name(op, *sizes, kind="large" if large else "small")
     entry = (name, f"{copy}<{args}>", pair_config(large))
     return load_entries(op, file, [entry], args, in_flight, hint)
 
@@ -76,19 +76,6 @@ def load_sort(
     ]
     args = make_cpp_args(*spec, *threads, *scan_threads)
     return load_entries(op, file, entries, args, in_flight=1, hint=hint or rows_hint)
-
-
-def pair_builder(op: str, copy: str, large_in_flight: int) -> Callable[..., DeviceModule]:
-    """Return the cached builder of an op on pairs: see ``PairSpec`` for its arguments."""
-
-    @cache
-    def kernel(
-        row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-    ) -> DeviceModule:
-        spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-        return pair_kernels(op, copy, large_in_flight, spec)
-
-    return kernel
 
 
 HOST_SIDES = ((", jitkern::kHostSource", "sources"), (", jitkern::kHostTarget", "targets"))

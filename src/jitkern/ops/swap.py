@@ -26,9 +26,9 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one specialisation; ``in_order``: sorted by host memory."""
     sizes = (row_bytes, vec_bytes, index_bytes)
-    spec = (*sizes, line_aligned, large)
+    spec, file = (*sizes, line_aligned, large), "ops/swap.cu"
     if not in_order:
-        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, "ops/swap.cu")
+        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, *spec, file=file)
     args = pairs.pair_copy_args(*spec, LARGE_IN_FLIGHT)
     place = pairs.pair_copy_args(*sizes, 1, 1, PLACE_IN_FLIGHT)
     config = pairs.pair_config(large)
@@ -37,7 +37,6 @@ def kernel(
         (entry_name("place", *sizes, kind="in_order"), f"H2DGather<{place}>", config),
     ]
     hint = partial(warm_hint, "swap", str(row_bytes))
-    file = "ops/swap.cu"
     return load_entries("swap_in_order", file, entries, args, LARGE_IN_FLIGHT, hint)
 
 
