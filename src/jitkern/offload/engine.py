@@ -27,8 +27,6 @@ Blocks = int | Sequence[int] | Tensor
 _CALL = "OffloadEngine"
 _PARTS = {"kv": 2, "mla": 1}  # caches that move together: K and V, or the latent one
 _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
-_LAYOUTS = ("layer_first", "block_first")
-_METHODS = ("auto", "sm", "engine")
 _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
 _SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a second
 
@@ -98,8 +96,8 @@ class OffloadEngine(Closing):
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
         self.kind: str = choice_arg(_CALL, "kind", kind, tuple(_PARTS))
-        self.layout: str = choice_arg(_CALL, "layout", layout, _LAYOUTS)
-        self._method: str = choice_arg(_CALL, "method", method, _METHODS)
+        self.layout: str = choice_arg(_CALL, "layout", layout, ("layer_first", "block_first"))
+        self._method: str = choice_arg(_CALL, "method", method, ("auto", "sm", "engine"))
         optional_arg(_CALL, "pool", pool, PinnedPool)
         on_gpu = self.device.type == "cuda"
         if pool is not None and on_gpu and not pool.stats.is_registered:
@@ -148,8 +146,7 @@ class OffloadEngine(Closing):
         ----------
         slots, blocks : int, sequence of int or Tensor
             As many of each, each number once. Both on the host, checked before anything is queued;
-            or int32 or int64 on the GPU, where a pair with a negative number is skipped, and one
-            past the end is skipped and raised later.
+            or int32 or int64 on the GPU, where a pair with a negative number is skipped.
         layer : int, optional
             Only this one; by default all.
         num_tokens : int, optional
@@ -161,8 +158,8 @@ class OffloadEngine(Closing):
         Raises
         ------
         IndexError
-            A number on the host is no block or slot. For one on the GPU the next jitkern call on
-            the device or ``check`` raises.
+            A number is no block or slot. On the GPU its pair is skipped, and the next jitkern call
+            on the device or ``check`` raises.
         TypeError, ValueError
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
@@ -204,9 +201,9 @@ class OffloadEngine(Closing):
         """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
 
         The copy engine copies, on the current stream, after all earlier work of the device.
-        `progress` says whether to show progress on standard error; by default from 64 GiB on, on a
-        terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
-        an index out of range: nothing was queued.
+        `progress` says whether to show it on standard error; by default from 64 GiB on, on a
+        terminal. IndexError, with nothing queued, if there are not as many blocks, or an earlier op
+        on this GPU has met an index out of range.
         """
         self._move_all("store_all", first_block, progress)
 
@@ -252,17 +249,18 @@ class OffloadEngine(Closing):
             f"{self.num_slots} slots on {self.device}, {gpu})"
         )
 
-    def _require_open(self, call: str) -> None:
+    def _begin(self, name: str) -> tuple[str, bool]:
+        """Return the call for messages, and whether it loads."""
         if not self._is_open:
-            raise RuntimeError(f"{call}: the engine is closed; make another one")
+            raise RuntimeError(f"{_CALL}.{name}: the engine is closed; make another one")
+        return f"{_CALL}.{name}", name.startswith("load")
 
     def _move(
         self, name: str, slots: Any, blocks: Any, layer: Any = None, num_tokens: Any = None,
         *, tensor: Any = None, signals: LayerSignals | None = None,
     ) -> None:  # fmt: skip
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
-        call, to_gpu = f"{_CALL}.{name}", name.startswith("load")
-        self._require_open(call)
+        call, to_gpu = self._begin(name)
         if signals is not None and layer is not None:
             raise ValueError(f"{call}: signals: with layer={layer}, expected None")
         if layer is not None:
@@ -282,8 +280,7 @@ class OffloadEngine(Closing):
 
     def _move_all(self, name: str, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
-        call, count, to_gpu = f"{_CALL}.{name}", self.num_slots, name.startswith("load")
-        self._require_open(call)
+        (call, to_gpu), count = self._begin(name), self.num_slots
         last = self.num_cpu_blocks - count
         first = int_arg(call, "first_block", first, 0, last, error=IndexError)
         on_gpu = self.device.type == "cuda"

@@ -55,7 +55,9 @@ class PinnedMemory:
         self.is_registered = False
         self.register_s = 0.0
         begin = time.perf_counter()
-        self.numa_node = self._touch_part(*_part(num_bytes, rank, num_ranks), shown)
+        pages = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES))  # of each rank, rounded up
+        first, last = (min(i * pages * _HUGE_PAGE_BYTES, num_bytes) for i in (rank, rank + 1))
+        self.numa_node = self._touch_part(first, last, shown)
         self.touch_s: float = time.perf_counter() - begin
 
     def _touch_part(self, first: int, last: int, shown: Shown) -> int | None:
@@ -119,13 +121,6 @@ def _node_of_gpu() -> int | None:
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
             return node if 0 <= node < 64 else None
     return None
-
-
-def _part(num_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return where a rank's huge pages begin, and where they end."""
-    part = -(-num_bytes // num_ranks)
-    part = -(-part // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    return min(rank * part, num_bytes), min((rank + 1) * part, num_bytes)
 
 
 def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:

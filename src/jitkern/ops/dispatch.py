@@ -136,10 +136,8 @@ def require_wrapper(
     for name, tensor in arguments.items():
         if name in options or not isinstance(tensor, torch.Tensor) or tensor.is_nested:
             continue
-        if (
-            torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        ):
+        is_subclass = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if is_subclass or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
     name_unreadable(error, op, options, **arguments)
 
