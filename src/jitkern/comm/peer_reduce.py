@@ -63,8 +63,7 @@ class PeerReducer:
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
     graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
-    one, whose stream must still exist; the order of graph replays is up to the caller. Use it from
-    one thread at a time.
+    one, whose stream must still exist; the caller orders graph replays. One thread at a time.
 
     Parameters
     ----------
@@ -137,16 +136,15 @@ class PeerReducer:
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum; less is sent, in two trips. By default by size. On the
-            CPU always one shot.
+            sums one part and sends the sum: less, in two trips. Default: by size; CPU: one shot.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError
             A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
         CommTimeoutError
-            Ranks did not come in time to an earlier call, or on the CPU to this one; it names
-            them. All later calls raise it, until ``reset``.
+            Ranks, which it names, did not come to an earlier call, or on the CPU to this one. All
+            later calls raise it, until ``reset``.
         IndexError
             An earlier op on this GPU found an index out of range. The sum was made all the same.
         """

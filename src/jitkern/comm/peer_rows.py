@@ -70,16 +70,14 @@ def peer_gather(
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, the same rows on all ranks, such as a
-        ``offload.PinnedPool`` that they share. Pinned if ``dsts`` are on GPUs. Rows
-        contiguous, row stride free, any row size.
+        ``[num_src_rows, ...]`` in host memory, the same on all ranks, such as a shared
+        ``offload.PinnedPool``; pinned if ``dsts`` are on GPUs. Rows contiguous, row stride free.
     dsts : sequence of Tensor
         ``[num_dst_rows, ...]`` by rank: ``peers.remote(rank, ...)`` of a ``PeerMemory``. Same
         shape, strides and dtype; dtype as ``src``. They overlap neither each other nor ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dsts``, at most 2**30. A pair with a negative member is skipped. Destinations should be
-        distinct.
+        ``dsts``, at most 2**30. A negative member skips the pair. Destinations should be distinct.
     group : PeerCommunicator or PeerReducer
         The ranks, with their barriers and deadline. One rank: ``h2d_gather``.
     num_sms : int, optional

@@ -194,8 +194,7 @@ class LayerSignals:
         IndexError
             No such layer.
         RuntimeError
-            No copy was queued with these signals, or one of the two is in a graph and the other
-            is not.
+            No copy was queued with these signals, or only one of the two is in a graph.
         """
         import torch
 

@@ -37,8 +37,7 @@ def d2h_scatter(
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]``, on a GPU or the CPU. Rows contiguous, row stride free, 1 byte or
-        more.
+        ``[num_src_rows, ...]``, on a GPU or the CPU. Rows contiguous, 1 byte or more, stride free.
     dst : Tensor
         ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row of ``src``, pinned if
         ``src`` is on a GPU. Rows share no memory with each other or with ``src``.

@@ -42,8 +42,7 @@ def in_inference_mode() -> bool:
 def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
     """Tell whether a call that writes may go straight to C++; not to be asked in inference mode.
 
-    Given its tensors except indices, which have no gradient. C++ takes another library's, and names
-    what is no tensor.
+    Indices, which have no gradient, are not given. C++ also takes another library's tensors.
     """
     if _forward_ad._current_level >= 0:
         return False

@@ -104,20 +104,18 @@ def indexing(
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
         host memory, larger than the GPU's, with ``indices`` on a GPU: each row asked for crosses
-        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep
-        it allocated and unchanged until the stream has passed the call. Large calls then take
-        scratch memory from PyTorch's caching allocator.
+        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep it
+        allocated and unchanged until the stream has passed the call. Large calls then take scratch
+        memory from PyTorch's caching allocator.
     indices : Tensor
         Any shape, int32 or int64, on the device of ``weights``, or on a GPU for a table in host
         memory. A negative index gives zeros. A tensor that is not contiguous is copied.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``. It is
-        returned; default: a new tensor.
+        ``indices``, rows contiguous and equally spaced; overlaps no row of ``weights``. Returned.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
-        that is split over ranks. Other indices give zeros, so that a sum over ranks is the whole
-        row.
+        split over ranks. Other indices give zeros, so that a sum over ranks is the whole row.
     added_range : (int, int), optional
         ``(start, length)``: a second range, such as added tokens. Its rows follow those of
         ``vocab_range`` in ``weights``. The two share no index.

@@ -138,8 +138,7 @@ def merge_state(
     lse_a, lse_b : Tensor
         ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
-        Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
-        from `out_b` and `lse_b`.
+        Only the first N tokens have a partial result `a`; that of the others is `b`, copied.
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
@@ -167,8 +166,7 @@ def merge_states(
     tensor as `lse` is given. Returns the result and its LSE.
 
     An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
-    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
-    in an LSE gives NaN.
+    does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.
 
     Parameters
     ----------
@@ -198,9 +196,8 @@ def merge_states(
     Raises
     ------
     TypeError, ValueError
-        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; none or more than 64
-        partials; pageable memory; memory that overlaps; a float8 `output` without `scale`. Nothing
-        was written.
+        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; 0 or over 64 partials;
+        pageable or overlapping memory; a float8 `output` without `scale`. Nothing was written.
     RuntimeError
         `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
         outside of inference mode.

@@ -62,9 +62,8 @@ def load_sort(
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
-    Of any row size: it takes 100 ms to compile, which with each row size would double the first
-    large call of each. `rows` are its kernels' and `what` their names'; `spec` begins with the
-    bytes of an index.
+    Of any row size: to compile it, 100 ms, would double the first large call of each. `rows` is in
+    its kernels' types, `what` in their names; `spec` begins with the bytes of an index.
     """
     index_bytes, threads, scan_threads = spec[0], LIST_CONFIG[:2], SCAN_CONFIG[:2]
     listed = f"{make_cpp_args(index_bytes, *threads)}{side}"

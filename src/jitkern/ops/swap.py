@@ -83,8 +83,7 @@ def swap_rows(
         ``[num_host_rows, ...]`` in host memory, pinned if ``device`` is on a GPU. Rows contiguous,
         row stride free, 1 byte or more. Rows share no memory with each other or with ``device``.
     device : Tensor
-        ``[num_slots, ...]``, dtype and bytes per row of ``host``, on a GPU or the CPU. Rows share
-        no memory.
+        ``[num_slots, ...]`` on a GPU or the CPU, dtype and bytes per row of ``host``; no overlap.
     triples : Tensor
         ``[..., 3]`` of (host row to fetch, slot, host row to write to), int32 or int64, contiguous,
         on the device of ``device``. A negative host row leaves out that half; a negative slot skips

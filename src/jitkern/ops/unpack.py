@@ -129,8 +129,7 @@ def unpack(
 
     One call moves any number of pieces of any size and alignment, asynchronously on the current
     stream. With ``descriptors`` on the GPU nothing is allocated, and a CUDA graph may capture the
-    call; each replay reads them again. Keep host memory allocated until the stream has passed the
-    call.
+    call; each replay reads them again. Keep host memory allocated until the stream has passed it.
 
     A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
     ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
@@ -148,8 +147,7 @@ def unpack(
         sign. Bytes of ``dst`` that several pieces write end undefined. On the GPU, or on the CPU,
         where they are read before the call returns. Or a ``offload.DescriptorRing``.
     count : Tensor, optional
-        One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
-        Clamped to 0 and their number.
+        One int32 or int64 on the device of ``descriptors``: how many; clamped to 0 and theirs.
     num_slots : int, optional
         For a ring: how many slots are looked at.
 
