@@ -160,10 +160,10 @@ def merge_states(
     """Merge partial results of attention over parts of the keys into the result over all.
 
     For each token and head, with ``w_i = exp(lse_i - max)``: the result is ``sum(w_i * out_i) /
-    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream.
-    Computed in fp32 and summed in the order of the partials, so that ranks get the same bits. A
-    CUDA graph may capture any call. Differentiable in `outs` and `lses`, unless `output` or a
-    tensor as `lse` is given. Returns the result and its LSE.
+    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
+    each partial is read once. Computed in fp32 and summed in the order of the partials, so that
+    ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
+    unless `output` or a tensor as `lse` is given. Returns the result and its LSE.
 
     An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
     does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.
@@ -323,7 +323,7 @@ def _through_torch(
     if output is None:
         output = _new_out(outs[0])
     to_lse: Any = _new_lse(lses[0]) if lse is None else None if lse is False else lse
-    rest |= {"output": output, "lse": to_lse, "scale": scale}
+    rest = {"output": output, "lse": to_lse, "scale": scale, **rest}
     dispatch.through_torch("merge_states", "out", outs=outs, lses=lses, **rest)
     return output, to_lse
 
