@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_VOCABULARY = ("vocab_range", "added_range", "vocab_size")
-
-
 def _indexing(weights: Tensor, indices: Tensor, *vocabulary: Any) -> Tensor:
-    rest = dict(zip(_VOCABULARY, vocabulary, strict=True))
-    result: Tensor = dispatch.through_torch("indexing", weights=weights, indices=indices, **rest)
+    names = ("weights", "indices", "vocab_range", "added_range", "vocab_size")
+    given = zip(names, (weights, indices, *vocabulary), strict=True)
+    result: Tensor = dispatch.through_torch("indexing", **dict(given))
     return result
 
 
@@ -61,8 +59,11 @@ def differentiable(operator: Callable[..., Tensor]) -> Any:
 
     class Indexing(torch.autograd.Function):
         @staticmethod
-        def forward(weights: Tensor, indices: Tensor, *vocabulary: Any) -> Tensor:
-            return operator(weights, indices, **dict(zip(_VOCABULARY, vocabulary, strict=True)))
+        def forward(
+            weights: Tensor, indices: Tensor, vocab_range: Any, added_range: Any, vocab_size: Any
+        ) -> Tensor:
+            rest = {"added_range": added_range, "vocab_size": vocab_size}
+            return operator(weights, indices, vocab_range=vocab_range, **rest)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -98,7 +99,10 @@ def differentiable(operator: Callable[..., Tensor]) -> Any:
                 return _indexing(weights, indices.movedim(in_indices, 0), *vocabulary), 0
             tables = weights.unbind(in_weights)
             each = [indices] * len(tables) if in_indices is None else indices.unbind(in_indices)
-            both = zip(tables, each, strict=True)
-            return torch.stack([_indexing(*one, *vocabulary) for one in both]), 0
+            results = [
+                _indexing(table, where, *vocabulary)
+                for table, where in zip(tables, each, strict=True)
+            ]
+            return torch.stack(results), 0
 
     return Indexing
