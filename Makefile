@@ -28,7 +28,7 @@ endif
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
-	$(PY) -m jitkern demo
+	$(PY) -W "ignore:Failed to initialize NumPy" examples/demo.py
 
 test: $(call ready,test)
 	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal) $(PYTEST_ARGS)

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from needs import needs_cxx, needs_nvrtc
+from needs import needs_nvrtc
 from paths import python_path
 from tiny import Use
 
-import jitkern
 from jitkern.cache.store import Cache
-from jitkern.cli import _COMMANDS, cache_cmd, demo, main, ui
-from jitkern.errors import ToolchainError
+from jitkern.cli import _COMMANDS, cache_cmd, main, ui
 from jitkern.ops import store
 from jitkern.ops._ops import SIZES
 
@@ -219,61 +216,7 @@ def test_kernels_go_there_and_back(
     assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
 
 
-_OPS = ("store_cache", "indexing", "h2d_gather")
-
-
-@pytest.fixture
-def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_ROWS", dict.fromkeys(("cpu", "cuda"), dict.fromkeys(_OPS, 20)))
-
-
-@pytest.mark.usefixtures("small_demo")
-@pytest.mark.parametrize("broken", [None, *_OPS])
-def test_demo_says_which_result_differs(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, broken: str | None
-) -> None:
-    monkeypatch.setattr(demo, "_compile", lambda: None)
-    if broken:
-        monkeypatch.setattr(jitkern, broken, lambda *_, **__: None)
-    status, out, err = run(capsys, "demo")
-    for op in _OPS:
-        bits = "failed" if op == broken else "ok"
-        assert re.search(rf"^{op} +\d+ of \d+ B +{bits} .*x *$", out, re.MULTILINE), out
-    text = f"jitkern: error: demo: {broken}: the result differs from PyTorch's\n"
-    assert (status, err) == ((1, text) if broken else (0, ""))
-
-
-@pytest.mark.usefixtures("small_demo")
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_demo_without_nvrtc_runs_on_the_cpu_and_fails_beside_a_gpu(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
-) -> None:
-    def missing(*_: object) -> None:
-        raise ToolchainError(NO_NVRTC)
-
-    compare = demo._compare
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
-    monkeypatch.setattr(demo, "_compile", missing)
-    monkeypatch.setattr(demo, "_compare", lambda *a: missing() if a[0] == "cuda" else compare(*a))
-    status, out, err = run(capsys, "demo")
-    assert "CPU threads" in out
-    assert (status, err) == ((1, f"jitkern: error: {NO_NVRTC}\n") if has_gpu else (0, ""))
-    assert (f"CUDA kernels were not compiled: {NO_NVRTC}\n" in out) != has_gpu
-
-
-@needs_cxx
-@needs_nvrtc
-def test_the_demo_of_a_user(session_cache: Path) -> None:
-    """The real one, as a process of its own."""
-    done = shell("demo")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(re.findall(r" ok .*x *$", done.stdout, re.MULTILINE)) == len(_OPS)
-    if not torch.cuda.is_available():
-        assert re.search(r"^\d+ CUDA kernels for 8.0, 9.0, ", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", ["demo", "bench --ci", "warm --element-size 656"])
+@pytest.mark.parametrize("command", ["bench --ci", "warm --element-size 656"])
 def test_without_torch_one_line_says_what_to_install(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

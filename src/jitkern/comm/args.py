@@ -138,8 +138,7 @@ def call_cpp(
 ) -> Any:
     """Call C++ and return its result: None or 0 if the call was made.
 
-    ``names`` are those of what is written, read and an index. Raises RuntimeError if PyTorch would
-    have to see the call.
+    ``names`` are of what is written, read, an index. RuntimeError if PyTorch has to see the call.
     """
     if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
         named = iter(names.split())

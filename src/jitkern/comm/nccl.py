@@ -69,8 +69,7 @@ def init_pynccl(
     Raises
     ------
     CommTimeoutError, CommError
-        Ranks did not come in time, and it names them; or two have one number, one GPU, or differ
-        in versions.
+        Ranks did not come in time: it names them. Two have one number or one GPU; versions differ.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
     """
@@ -86,9 +85,8 @@ def init_pynccl(
 class PyNCCLCommunicator(Closing):
     """A ``Communicator`` over NCCL, made by ``init_pynccl``.
 
-    Every call queues one NCCL operation on the current stream, without a copy or a synchronisation,
-    and may be captured in a CUDA graph. Calls on several streams are done one after the other. One
-    thread at a time.
+    Every call queues one NCCL operation on the current stream, without a copy or a synchronisation.
+    CUDA graphs can capture it. Calls on several streams are done in order. One thread at a time.
 
     A call that the GPU has not done within ``timeout_s``, or an earlier error of NCCL's, aborts the
     communicator: whatever waits for the GPU goes on with what is there, and the next call, or

@@ -19,9 +19,8 @@ class PeerCommunicator(Closing):
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
     ``max_bytes``, go through a ``PeerReducer``; all other calls go to ``comm``, which is not
-    closed. An item gets the same bits whatever is summed beside it: if no tensor exceeds
-    ``max_bytes``, a model's sums do not depend on its batch size. Making one is collective, and
-    raises as ``PeerMemory``.
+    closed. An item gets the same bits whatever is summed beside it: up to ``max_bytes``, a model's
+    sums do not depend on its batch size. Making one is collective, and raises as ``PeerMemory``.
 
     Parameters
     ----------

@@ -139,8 +139,7 @@ class PeerMemory(Closing):
     def barrier(self) -> None:
         """Return when all ranks have called it. The host waits, and for no GPU.
 
-        Raises CommTimeoutError if ranks did not come in time, or have ended; it names them. All
-        later barriers fail.
+        CommTimeoutError names ranks that did not come in time or have ended. Later barriers fail.
         """
         self._usable("barrier")
         self._num_barriers += 1

@@ -17,7 +17,7 @@ from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.pairs import load_entries
+from jitkern.ops.common import load_entries
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
@@ -47,9 +47,8 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
     entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
-    module = load_entries("peer_reduce", "peer_reduce.cu", entries, args, in_flight, "comm")
-    module.hint = record_hint  # `jitkern warm` has no option for it
-    return module
+    file, hint = "comm/peer_reduce.cu", record_hint  # `jitkern warm` has no option for it
+    return load_entries("peer_reduce", file, entries, args, in_flight, hint)
 
 
 host.builds("peer_reduce", kernel)
@@ -64,8 +63,7 @@ class PeerReducer:
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
     graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
-    one, whose stream must still exist; the order of graph replays is up to the caller. Use it from
-    one thread at a time.
+    one, whose stream must still exist; the caller orders graph replays. One thread at a time.
 
     Parameters
     ----------
@@ -138,16 +136,15 @@ class PeerReducer:
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum; less is sent, in two trips. By default by size. On the
-            CPU always one shot.
+            sums one part and sends the sum: less, in two trips. Default: by size; CPU: one shot.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError
             A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
         CommTimeoutError
-            Ranks did not come in time to an earlier call, or on the CPU to this one; it names
-            them. All later calls raise it, until ``reset``.
+            Ranks, which it names, did not come to an earlier call, or on the CPU to this one. All
+            later calls raise it, until ``reset``.
         IndexError
             An earlier op on this GPU found an index out of range. The sum was made all the same.
         """

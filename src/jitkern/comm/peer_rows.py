@@ -16,7 +16,7 @@ from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
-from jitkern.ops.pairs import load_sort, pair_kernels
+from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels
 
 # Vectors in flight, as of h2d_gather and d2h_scatter, which move the same bytes over each link.
 _COPIES = {"peer_gather": ("PeerGather", 8), "peer_scatter": ("PeerScatter", 4)}
@@ -26,27 +26,18 @@ _GATHER_NAMES = [
 ]
 
 
-@cache
-def copy_kernel(
-    op: str, row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-) -> DeviceModule:
-    """Return the device module that copies rows to all ranks, or to the host."""
-    copy, in_flight = _COPIES[op]
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    module = pair_kernels(op, copy, in_flight, spec, path=("comm", "peer_copy.cu"))
-    module.hint = record_hint  # `jitkern warm` has no option for it
-    return module
+def copy_kernels(op: str) -> host.Builder:
+    """Return the cached builder of an op; see ``pair_kernels`` for its arguments."""
+    copy = partial(pair_kernels, op, *_COPIES[op], file="comm/peer_copy.cu", hint=record_hint)
+    return cache(copy)
 
 
 @cache
 def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that finds a rank's part of the pairs."""
-    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
-    spec, sides = (index_bytes, host_target), f", jitkern::{side}"
-    path = ("comm", "peer_lists.cu")
-    module = load_sort("peer_lists", "PeerPairs", f"peer_{what}", spec, sides, path)
-    module.hint = record_hint
-    return module
+    (side, what), spec = HOST_SIDES[host_target], (index_bytes, host_target)
+    kernels = ("peer_lists", "comm/peer_lists.cu", "PeerPairs", f"peer_{what}")
+    return load_sort(*kernels, spec, side, record_hint)
 
 
 host.builds("peer_lists", list_kernel)
@@ -54,7 +45,7 @@ host.builds("peer_lists", list_kernel)
 
 @cache
 def _function(op: str) -> Callable[..., bool]:
-    return host.op(op, partial(copy_kernel, op))
+    return host.op(op, copy_kernels(op))
 
 
 def peer_gather(
@@ -79,16 +70,14 @@ def peer_gather(
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, the same rows on all ranks, such as a
-        ``offload.PinnedPool`` that they share. Pinned if ``dsts`` are on GPUs. Rows
-        contiguous, row stride free, any row size.
+        ``[num_src_rows, ...]`` in host memory, the same on all ranks, such as a shared
+        ``offload.PinnedPool``; pinned if ``dsts`` are on GPUs. Rows contiguous, row stride free.
     dsts : sequence of Tensor
         ``[num_dst_rows, ...]`` by rank: ``peers.remote(rank, ...)`` of a ``PeerMemory``. Same
         shape, strides and dtype; dtype as ``src``. They overlap neither each other nor ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dsts``, at most 2**30. A pair with a negative member is skipped. Destinations should be
-        distinct.
+        ``dsts``, at most 2**30. A negative member skips the pair. Destinations should be distinct.
     group : PeerCommunicator or PeerReducer
         The ranks, with their barriers and deadline. One rank: ``h2d_gather``.
     num_sms : int, optional

@@ -6,6 +6,7 @@ slots. So the right depth is computed and not tried, and none is taken if no dep
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -141,10 +142,5 @@ def _is_steady(iterations: Sequence[Iteration]) -> bool:
 
 def _smallest(iterations: Sequence[Iteration], low: int, high: int, most_ms: float) -> int:
     """Return the smallest depth with which iterations take at most so long, at most `high`."""
-    while low < high:
-        middle = (low + high) // 2
-        if total_ms(iterations, middle) <= most_ms:
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    depths = range(low, high)
+    return low + bisect_left(depths, True, key=lambda one: total_ms(iterations, one) <= most_ms)

@@ -27,8 +27,6 @@ Blocks = int | Sequence[int] | Tensor
 _CALL = "OffloadEngine"
 _PARTS = {"kv": 2, "mla": 1}  # caches that move together: K and V, or the latent one
 _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
-_LAYOUTS = ("layer_first", "block_first")
-_METHODS = ("auto", "sm", "engine")
 _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the display goes on
 _SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a second
 
@@ -36,9 +34,9 @@ _SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a seco
 class OffloadEngine(Closing):
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
-    A call is one call of ``copy_blocks`` for K and V of its blocks, asynchronous on
-    torch's current stream. The caller, or a ``SlotPipeline`` (``load_blocks_into``),
-    orders it with other streams that use a slot. An engine is for one thread at a time.
+    A call is one ``copy_blocks`` of K and V, asynchronous on torch's current stream. The caller, or
+    a ``SlotPipeline`` (``load_blocks_into``), orders it with other streams that use a slot. An
+    engine is for one thread at a time.
 
     Parameters
     ----------
@@ -56,17 +54,16 @@ class OffloadEngine(Closing):
         ...]``, where a block is contiguous over all layers, K before V.
     pool : PinnedPool, optional
         Gives the memory of the CPU cache, its next part; by default the engine makes a pool.
-    method
+    method : {"auto", "sm", "engine"}
         As of ``copy_blocks``.
 
     Attributes
     ----------
     cpu_cache, gpu_cache : Tensor
-        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, and the same of the slots.
-        Of a block-first CPU cache ``[num_cpu_blocks, 2, num_layers, ...]``. Without the 2 for
-        ``kind="mla"``.
+        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, or block-first
+        ``[num_cpu_blocks, 2, num_layers, ...]``; and the same of the slots. No 2 for ``"mla"``.
     cpu_k, cpu_v, gpu_k, gpu_v : Tensor
-        K and V of these; not for ``kind="mla"``.
+        K and V of these; not for ``"mla"``.
 
     Raises
     ------
@@ -99,8 +96,8 @@ class OffloadEngine(Closing):
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, device)
         self.kind: str = choice_arg(_CALL, "kind", kind, tuple(_PARTS))
-        self.layout: str = choice_arg(_CALL, "layout", layout, _LAYOUTS)
-        self._method: str = choice_arg(_CALL, "method", method, _METHODS)
+        self.layout: str = choice_arg(_CALL, "layout", layout, ("layer_first", "block_first"))
+        self._method: str = choice_arg(_CALL, "method", method, ("auto", "sm", "engine"))
         optional_arg(_CALL, "pool", pool, PinnedPool)
         on_gpu = self.device.type == "cuda"
         if pool is not None and on_gpu and not pool.stats.is_registered:
@@ -148,9 +145,8 @@ class OffloadEngine(Closing):
         Parameters
         ----------
         slots, blocks : int, sequence of int or Tensor
-            As many of each, each number once. Both on the host, where they are checked before
-            anything is queued. Or int32 or int64 on the GPU, where only the kernel reads them: a
-            pair with a negative number is skipped, one past the end is skipped and raised later.
+            As many of each, each number once. Both on the host, checked before anything is queued;
+            or int32 or int64 on the GPU, where a pair with a negative number is skipped.
         layer : int, optional
             Only this one; by default all.
         num_tokens : int, optional
@@ -162,8 +158,8 @@ class OffloadEngine(Closing):
         Raises
         ------
         IndexError
-            A number on the host is no block or slot. For one on the GPU the next jitkern call on
-            the device or ``check`` raises.
+            A number is no block or slot. On the GPU its pair is skipped, and the next jitkern call
+            on the device or ``check`` raises.
         TypeError, ValueError
             A wrong argument; numbers on the GPU with ``method="engine"``, or on the host without it
             while a CUDA graph is captured.
@@ -189,13 +185,13 @@ class OffloadEngine(Closing):
         a layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for a single cache.
         Block i goes to place i of at least as many. The rest is as of ``load``.
         """
-        self._move("load_blocks_into", None, blocks, layer, None, tensor)
+        self._move("load_blocks_into", None, blocks, layer, tensor=tensor)
 
     def store_blocks_from(
         self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy a tensor of the caller's to blocks: the other way to ``load_blocks_into``."""
-        self._move("store_blocks_from", None, blocks, layer, None, tensor)
+        self._move("store_blocks_from", None, blocks, layer, tensor=tensor)
 
     def load_all(self, first_block: int = 0, *, progress: bool | None = None) -> None:
         """Copy back what ``store_all`` has written, and wait for it; it raises the same."""
@@ -205,9 +201,9 @@ class OffloadEngine(Closing):
         """Copy slot i to block ``first_block + i``, for all slots, and wait for it: before a sleep.
 
         The copy engine copies, on the current stream, after all earlier work of the device.
-        `progress` says whether to show progress on standard error; by default from 64 GiB on, on a
-        terminal. IndexError if there are not as many blocks, or an earlier op on this GPU has met
-        an index out of range: nothing was queued.
+        `progress` says whether to show it on standard error; by default from 64 GiB on, on a
+        terminal. IndexError, with nothing queued, if there are not as many blocks, or an earlier op
+        on this GPU has met an index out of range.
         """
         self._move_all("store_all", first_block, progress)
 
@@ -253,23 +249,18 @@ class OffloadEngine(Closing):
             f"{self.num_slots} slots on {self.device}, {gpu})"
         )
 
-    def _require_open(self, call: str) -> None:
+    def _begin(self, name: str) -> tuple[str, bool]:
+        """Return the call for messages, and whether it loads."""
         if not self._is_open:
-            raise RuntimeError(f"{call}: the engine is closed; make another one")
+            raise RuntimeError(f"{_CALL}.{name}: the engine is closed; make another one")
+        return f"{_CALL}.{name}", name.startswith("load")
 
     def _move(
-        self,
-        name: str,
-        slots: Any,
-        blocks: Any,
-        layer: Any,
-        num_tokens: Any,
-        tensor: Any = None,
-        signals: LayerSignals | None = None,
-    ) -> None:
+        self, name: str, slots: Any, blocks: Any, layer: Any = None, num_tokens: Any = None,
+        *, tensor: Any = None, signals: LayerSignals | None = None,
+    ) -> None:  # fmt: skip
         """Copy between blocks and slots, or a tensor in their place if `slots` is None."""
-        call, to_gpu = f"{_CALL}.{name}", name.startswith("load")
-        self._require_open(call)
+        call, to_gpu = self._begin(name)
         if signals is not None and layer is not None:
             raise ValueError(f"{call}: signals: with layer={layer}, expected None")
         if layer is not None:
@@ -289,10 +280,9 @@ class OffloadEngine(Closing):
 
     def _move_all(self, name: str, first: Any, progress: bool | None) -> None:
         """Copy all slots step by step; each is waited for once the next one is queued."""
-        call, count, to_gpu = f"{_CALL}.{name}", self.num_slots, name.startswith("load")
-        self._require_open(call)
-        most = self.num_cpu_blocks - count
-        first = int_arg(call, "first_block", first, 0, most, error=IndexError)
+        (call, to_gpu), count = self._begin(name), self.num_slots
+        last = self.num_cpu_blocks - count
+        first = int_arg(call, "first_block", first, 0, last, error=IndexError)
         on_gpu = self.device.type == "cuda"
         if on_gpu:  # what earlier ops have met is raised before a half of the slots is moved
             torch.cuda.synchronize(self.device)
@@ -343,7 +333,10 @@ class OffloadEngine(Closing):
         if found is None:
             gpu, cpu = self._sides(None, num_tokens)
             sides = ((gpu, 0), (cpu, 1 - self._block_dim))
-            made = [BlockBuffers(*_by_parts(self.kind, side.unbind(dim))) for side, dim in sides]
+            made = []
+            for side, dim in sides:
+                parts = side.chunk(_PARTS[self.kind], dim)  # the layers of K, and those of V
+                made.append(BlockBuffers(*(part.unbind(dim) for part in parts)))
             found = self._buffers[num_tokens] = made[0], made[1]
         return found
 
@@ -404,12 +397,6 @@ class OffloadEngine(Closing):
         both = array("q", bytes(16 * count))
         both[0::2], both[1::2] = array("q", sources), array("q", targets)
         return torch.frombuffer(both, dtype=torch.int64).view(-1, 2)
-
-
-def _by_parts(kind: str, layers: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Return the layers of K, then those of V; or all."""
-    count = len(layers) // _PARTS[kind]
-    return [layers[i : i + count] for i in range(0, len(layers), count)]
 
 
 def _numbers(call: str, name: str, values: Any, bound: int) -> Sequence[int]:

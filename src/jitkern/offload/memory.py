@@ -29,7 +29,7 @@ Shown = Callable[[str, float], None]
 """Is told the step, and the part of it that is done, 0 to 1."""
 
 
-def _show_nothing(what: str, done: float) -> None:
+def _quiet(what: str, done: float) -> None:
     pass
 
 
@@ -46,9 +46,8 @@ class PinnedMemory:
         fd: int = -1,
         rank: int = 0,
         num_ranks: int = 1,
-        shown: Shown = _show_nothing,
+        shown: Shown = _quiet,
     ) -> None:
-
         made = host.module()["make_pinned_memory"](num_bytes, fd)
         with torch.inference_mode(False):  # or it could not be written outside of that
             self.tensor: torch.Tensor = from_dlpack(made[0])
@@ -56,7 +55,9 @@ class PinnedMemory:
         self.is_registered = False
         self.register_s = 0.0
         begin = time.perf_counter()
-        self.numa_node = self._touch_part(*_part(num_bytes, rank, num_ranks), shown)
+        pages = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES))  # of each rank, rounded up
+        first, last = (min(i * pages * _HUGE_PAGE_BYTES, num_bytes) for i in (rank, rank + 1))
+        self.numa_node = self._touch_part(first, last, shown)
         self.touch_s: float = time.perf_counter() - begin
 
     def _touch_part(self, first: int, last: int, shown: Shown) -> int | None:
@@ -77,7 +78,7 @@ class PinnedMemory:
             shown("touching", (begin + count - first) / (last - first))
         return node
 
-    def register(self, shown: Shown = _show_nothing) -> None:
+    def register(self, shown: Shown = _quiet) -> None:
         """Register it for all GPUs, if there are any, after all ranks have touched their parts.
 
         CUDA would touch the rest by one thread.
@@ -122,13 +123,6 @@ def _node_of_gpu() -> int | None:
     return None
 
 
-def _part(num_bytes: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Return where a rank's huge pages begin, and where they end."""
-    part = -(-num_bytes // num_ranks)
-    part = -(-part // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    return min(rank * part, num_bytes), min((rank + 1) * part, num_bytes)
-
-
 def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
     """Raise MemoryError if less is free: Linux would kill the process later."""
     free = free_bytes()
@@ -160,7 +154,7 @@ def display(
 
         console = Console(stderr=True, force_terminal=True if progress else None)
     if console is None or not console.is_terminal:
-        yield _show_nothing
+        yield _quiet
         return
     with Progress(
         console=console, transient=True, redirect_stdout=False, redirect_stderr=False

@@ -24,6 +24,7 @@ Copy = Callable[[torch.Tensor, Any], object]
 """Queues the copy between a slot's tensor and a block on torch's current stream."""
 
 _CALL = "SlotPipeline"
+_OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
 # Iterations between two reads of times. A read takes at most twice as many: more would delay the
 # host, and so the GPU, at the begin of a run.
 _EVERY = 8
@@ -58,9 +59,8 @@ class Streams:
 
     def _connect(self, *how: object) -> None:
         made: Any = host.module()["make_slot_streams"](*how)
-        self.next: Any = made[0]
-        self._enter, self.start, self.fork, self._leave, self._add_slot = made[1:6]
-        self.harvest, self.num_dropped = made[6:]
+        self.next, self._enter, self.start, self.fork, self._leave, *others = made
+        self._add_slot, self.harvest, self.num_dropped = others
 
     def enter(self) -> bool:
         """Begin a session after the caller's work; tell whether that is being captured."""
@@ -131,15 +131,11 @@ class Run(Closing, Iterator[Slot]):
     def __next__(self) -> Slot:
         if self._thread not in (0, threading.get_ident()):
             raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
-        slot: Slot = next(self._steps)
-        return slot
+        return next(self._steps)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the run, if it goes on."""
         self._steps.close()
-
-
-_OTHER_THREAD = "in use by another thread; make a pipeline for each thread"
 
 
 class SlotPipeline:
@@ -172,10 +168,8 @@ class SlotPipeline:
     Attributes
     ----------
     device, slot_bytes
-    compute_stream : torch.cuda.Stream or None
-        For bodies; None on the CPU.
-    load_stream, store_stream : torch.cuda.Stream or None
-        For copies to slots, and from them.
+    compute_stream, load_stream, store_stream : torch.cuda.Stream or None
+        For bodies, copies to slots, and copies from them; None on the CPU.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from jitkern.offload.args import dtype_arg, optional_arg, shape_arg
 from jitkern.offload.memory import PinnedMemory
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
+_MEMORY_NAME = "jitkern-pool-"  # which the pool's follows
 _SHARED = Path("/dev/shm")  # where ranks without a group meet
 
 
@@ -70,7 +71,7 @@ class PoolHandle:
         path = f"/proc/{self.pid}/fd/{self.fd}"
         prefix = f"PinnedPool.attach: handle: pool {self.name!r}"
         try:
-            if not os.readlink(path).startswith(f"/memfd:{_memory_name(self.name)} "):
+            if not os.readlink(path).startswith(f"/memfd:{_MEMORY_NAME}{self.name} "):
                 raise FileNotFoundError
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -155,14 +156,11 @@ class PinnedPool(Closing):
         if not isinstance(handle, PoolHandle):
             given = type(handle).__name__
             raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
-        fd = handle.open()
-        try:
+        with Descriptors({0: handle.open()}) as fds:
             pool = cls.__new__(cls)
-            pool._shape, pool._dtype = [os.fstat(fd).st_size], None
-            pool._make(pool._shape[0], None, fd)
+            pool._shape, pool._dtype = [os.fstat(fds[0]).st_size], None
+            pool._make(pool._shape[0], None, fds[0])
             return pool
-        finally:
-            os.close(fd)
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -231,7 +229,7 @@ class PinnedPool(Closing):
         def make() -> None:
             if share.rank == 0:
                 memory.require_free(num_bytes)
-                name = _memory_name(share.name)
+                name = _MEMORY_NAME + share.name
                 fds[0] = fs.make_memory("PinnedPool: share", name, num_bytes)
 
         with _meeting(share, num_bytes) as met, Descriptors() as fds:
@@ -258,10 +256,6 @@ class PinnedPool(Closing):
             num_bytes, made.touch_s, made.register_s, made.numa_node, made.is_registered
         )
         self._memory = made
-
-
-def _memory_name(name: str) -> str:
-    return f"jitkern-pool-{name}"
 
 
 @contextmanager

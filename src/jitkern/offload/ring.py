@@ -252,10 +252,7 @@ class DescriptorRing(Closing):
     def _await(self, call: str, attempt: Callable[[], int], timeout_s: Any) -> int:
         """Return the ticket once the slot is free."""
         deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
-        while True:
-            ticket = attempt()
-            if ticket >= 0:
-                return ticket
+        while (ticket := attempt()) < 0:
             self._refuse_own(call, ticket)
             if time.monotonic() >= deadline:
                 pushed, count = self.num_pushed, self.num_slots
@@ -272,6 +269,7 @@ class DescriptorRing(Closing):
                 time.sleep(1e-4)
             else:
                 self._await_free(_slice_us(deadline))
+        return ticket
 
     def _refuse_own(self, call: str, ticket: int) -> None:
         if ticket == _RESERVED and self._reserved_by == threading.get_ident():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import module as host
-from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -59,16 +59,16 @@ class BlockBuffers:
             lengths = ", ".join(str(len(one)) for one in lists)
             raise ValueError(f"{name}: tensors: lists of {lengths}, expected equal lengths")
         layers = [tensor for layer in zip(*lists, strict=True) for tensor in layer]
-        for i, tensor in enumerate(layers):
+        by_name = {f"tensors[{i}]": tensor for i, tensor in enumerate(layers)}
+        for what, tensor in by_name.items():
             if getattr(tensor, "requires_grad", False):
                 text = "requires a gradient, expected none; pass .detach()"
-                raise ValueError(f"{name}: tensors[{i}]: {text}")
+                raise ValueError(f"{name}: {what}: {text}")
         self._length = len(layers)
         try:
             self._handle: Any = host.module()["make_block_buffers"](layers, block_dims)
-        except dispatch.UNREADABLE as error:
-            by_name = {f"tensors[{i}]": tensor for i, tensor in enumerate(layers)}
-            dispatch.name_unreadable(error, name, **by_name)
+        except UNREADABLE as error:
+            name_unreadable(error, name, **by_name)
 
     @classmethod
     def from_trusted_addresses(
@@ -172,14 +172,12 @@ class LayerSignals:
         if num_layers < 1:
             raise ValueError(f"LayerSignals: num_layers: {num_layers}, expected at least 1")
         self.num_layers: int = num_layers
-        self.device: torch.device = (
-            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        )
-        on_gpu = self.device.type == "cuda"
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        on_gpu = where.type == "cuda"
         with torch.inference_mode(False):
             flags = torch.zeros(2, num_layers, dtype=torch.int32, pin_memory=on_gpu)
-            num_past = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
-        self.device = num_past.device
+            num_past = torch.zeros(num_layers, dtype=torch.int32, device=where)
+        self.device: torch.device = num_past.device
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams
         module: Any = host.module()
@@ -196,15 +194,13 @@ class LayerSignals:
         IndexError
             No such layer.
         RuntimeError
-            No copy was queued with these signals, or one of the two is in a graph and the other
-            is not.
+            No copy was queued with these signals, or only one of the two is in a graph.
         """
         import torch
 
         handle = 0
         if self.device.type == "cuda":
-            on = torch.cuda.current_stream(self.device) if stream is None else stream
-            handle = on.cuda_stream
+            handle = (stream or torch.cuda.current_stream(self.device)).cuda_stream
         self._wait(self._handle, layer, handle)
 
     def done(self, layer: int) -> bool:

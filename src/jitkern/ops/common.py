@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.template import CppArgs, KernelConfig
+
 INDEX_BYTES = (4, 8)
 """Bytes of the index types that every op takes: int32 and int64."""
 
@@ -9,26 +14,44 @@ INDEX_BYTES = (4, 8)
 def widest_vec_bytes(row_bytes: int) -> int:
     """Return the widest vector (16, 8, 4, 2 or 1 bytes) that divides a row.
 
-    This is what a call uses where base addresses and strides are multiples of it, as they are for
-    every contiguous torch tensor.
+    A call on contiguous tensors uses it, and others whose addresses and strides are multiples.
     """
     if row_bytes < 1:
         raise ValueError(f"row_bytes: {row_bytes}, expected at least 1")
     return min(16, row_bytes & -row_bytes)
 
 
-def entry_name(
-    stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, *, kind: str = ""
-) -> str:
-    """Return what a profiler shows of an op's kernel.
-
-    Examples
-    --------
-    >>> entry_name("index", 656, 16, 8)
-    'jitkern_index_656B_v16_i64'
-    """
+def entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, kind: str = "") -> str:
+    """Return what a profiler shows of an op's kernel, such as ``jitkern_index_656B_v16_i64``."""
     name = f"jitkern_{stem}_{row_bytes}B_v{vec_bytes}_i{8 * index_bytes}"
     return f"{name}_{kind}" if kind else name
+
+
+Entry = tuple[str, str, KernelConfig]
+"""An entry point of a module: its name, its type in ``jitkern::``, how it is launched."""
+
+Hint = Callable[[object], str] | None
+"""Advises how to build a kernel beforehand; None: by its row size."""
+
+
+def load_entries(
+    op: str,
+    file: str,
+    entries: Sequence[Entry],
+    args: CppArgs,
+    in_flight: int,
+    hint: Hint = None,
+    splits: int = 1,
+) -> DeviceModule:
+    """Return the device module of some entry points in a file of csrc.
+
+    `args` tell it from the op's others; `in_flight` and `splits` as of ``launched_with``.
+    """
+    wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
+    module = load_own(op, *args, device_files=[file], device_wrappers=wrappers)
+    module.hint = hint or module.hint
+    configs = [config for *_, config in entries]
+    return module.launched_with(*configs, in_flight=in_flight, splits=splits)
 
 
 def not_a_tensor(op: str, **arguments: object) -> TypeError | None:

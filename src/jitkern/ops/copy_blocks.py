@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, widest_vec_bytes
-from jitkern.ops.pairs import load_entries, threads_of
+from jitkern.ops.common import INDEX_BYTES, load_entries, widest_vec_bytes
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -31,13 +30,13 @@ def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
     the destination, which is in host memory or on the same GPU.
     """
     in_flight = WRITE_IN_FLIGHT if to_host else READ_IN_FLIGHT
-    values = (vec_bytes, index_bytes, *threads_of(CONFIG), in_flight)
+    values = (vec_bytes, index_bytes, *CONFIG[:2], in_flight)
     lines, what = ("kHostTarget", "write") if to_host else ("kHostSource", "read")
     pairs = f"i{8 * index_bytes}" if index_bytes else "inline"
     name = f"jitkern_copy_blocks_v{vec_bytes}_{pairs}_{what}"
     entry = (name, f"CopyBlocks<{make_cpp_args(*values)}, jitkern::{lines}>", CONFIG)
     args = make_cpp_args(*values, bool(to_host))
-    return load_entries("copy_blocks", "copy_blocks.cu", [entry], args, in_flight)
+    return load_entries("copy_blocks", "ops/copy_blocks.cu", [entry], args, in_flight)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
@@ -79,8 +78,8 @@ def copy_blocks(
         source and a destination.
     pairs : Tensor or tuple of two Tensors
         ``[..., 2]`` of (source block, destination block), or a vector of each; int32 or int64,
-        contiguous, on the GPU or the CPU. A pair with a negative member is skipped. A repeated
-        destination ends undefined. Pairs on the CPU are read before the call returns.
+        contiguous, on the GPU, or on the CPU, where they are read before the call returns. A pair
+        with a negative member is skipped. A repeated destination ends undefined.
     src_block_dim, dst_block_dim : int
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
@@ -91,14 +90,12 @@ def copy_blocks(
         speed of the link. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are
         consecutive on both sides; no SM. A captured graph copies the same blocks at each replay.
     count : Tensor, optional
-        One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
-        Clamped to 0 and their number.
+        One int32 or int64 on the device of ``pairs``: how many, clamped to 0 and their number.
     num_sms : int, optional
         SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
         "sm". Ignored by "engine". Within one GPU the default is all SMs.
     signals : LayerSignals, optional
-        Layers are copied one after the other, and each is signalled when it has arrived. Not with
-        "engine".
+        Layers are copied in order, and each is signalled when it has arrived. Not with "engine".
 
     Raises
     ------

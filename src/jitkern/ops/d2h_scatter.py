@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern.ops.pairs import list_kernels, pair_builder
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 from jitkern.ops.register import op
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
-kernel = pair_builder("d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT)
+kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
 shared_kernels = partial(list_kernels, host_target=1)  # of any row size
 
 
@@ -29,29 +29,26 @@ def d2h_scatter(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over
-    the link, asynchronously on the current stream. The host may read ``dst`` once the stream has
-    passed the call. Calls that sort their pairs take scratch memory from PyTorch's caching
-    allocator. With ``pairs`` on the GPU a CUDA graph may capture the call.
+    The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over the link,
+    asynchronously on the current stream. The host may read ``dst`` once the stream has passed the
+    call. Calls that sort their pairs take scratch memory from PyTorch's caching allocator. With
+    ``pairs`` on the GPU a CUDA graph may capture the call.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` on a GPU or the CPU. Rows contiguous, row stride free, 1 byte or
-        more.
+        ``[num_src_rows, ...]``, on a GPU or the CPU. Rows contiguous, 1 byte or more, stride free.
     dst : Tensor
         ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row of ``src``, pinned if
         ``src`` is on a GPU. Rows share no memory with each other or with ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``src`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
-        undefined. Pairs on the CPU are read and checked before anything is queued.
+        ``src`` or on the CPU, where they are checked before anything is queued. A pair with a
+        negative member is skipped. A repeated destination ends undefined.
     num_sms : int, optional
-        SMs that write over the link; see ``h2d_gather``. Default: 2 with "auto", enough to keep the
-        link busy with "sm".
+        As of ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
     order : {"auto", "given", "host"}
-        Order in which rows are written; the result is the same. "auto" sorts by place in ``dst`` if
-        that is faster; see ``h2d_gather``.
+        Order in which rows are written, "host" by place in ``dst``; see ``h2d_gather``.
     method : {"auto", "sm"}
         "auto" leaves the GPU to a model beside the call, "sm" takes the SMs that fill the link.
 

@@ -42,8 +42,7 @@ def in_inference_mode() -> bool:
 def may_write(written: tuple[Any, ...], read: tuple[Any, ...]) -> bool:
     """Tell whether a call that writes may go straight to C++; not to be asked in inference mode.
 
-    Given its tensors except indices, which have no gradient. C++ takes another library's, and names
-    what is no tensor.
+    Indices, which have no gradient, are not given. C++ also takes another library's tensors.
     """
     if _forward_ad._current_level >= 0:
         return False
@@ -136,10 +135,8 @@ def require_wrapper(
     for name, tensor in arguments.items():
         if name in options or not isinstance(tensor, torch.Tensor) or tensor.is_nested:
             continue
-        if (
-            torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-        ):
+        is_subclass = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        if is_subclass or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
     name_unreadable(error, op, options, **arguments)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Literal
 
-from jitkern.ops.pairs import list_kernels, pair_builder
+from jitkern.ops.pairs import list_kernels, pair_kernels
 from jitkern.ops.pairs import specialisations as specialisations
 from jitkern.ops.register import op
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 8  # vectors: 8 * 16 B * 2,048 threads are 5 us of the bus
-kernel = pair_builder("h2d_gather", "H2DGather", LARGE_IN_FLIGHT)
+kernel = cache(partial(pair_kernels, "h2d_gather", "H2DGather", LARGE_IN_FLIGHT))
 shared_kernels = partial(list_kernels, host_target=0)  # of any row size
 
 
@@ -36,7 +36,9 @@ def h2d_gather(
     A persistent kernel on a few SMs reads ``src`` over the link, asynchronously on the current
     stream. Keep ``src`` allocated and unchanged until the stream has passed the call. Calls that
     sort their pairs (to find repeats, from 32,768 pairs, or by ``order``) take scratch memory from
-    PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph may capture the call.
+    PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph may capture the call. Those
+    on the CPU are checked before anything is queued. What CPU threads gather has been read from
+    ``src`` when the call returns; they use six chunks of 4 MiB, and wait for free ones.
 
     Parameters
     ----------
@@ -48,22 +50,20 @@ def h2d_gather(
         no memory with each other or with ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dst`` or on the CPU. A pair with a negative member is skipped. Destinations should be
-        distinct: a repeated one ends undefined, as may others of the same source row with
-        ``dedup``.
+        ``dst`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
+        undefined, as may others of the same source row with ``dedup``.
     slot_map : Tensor, optional
         ``[num_src_rows]``, int32 or int64, on the device of ``dst``. Afterwards ``slot_map[source]
         == destination`` for every copied pair; other entries keep their value.
     dedup : bool
-        Large calls fetch a repeated source row once and copy the repeats in device memory. Costs
-        less than 2 % on distinct rows.
+        Large calls fetch a repeated source row once. Costs less than 2 % on distinct rows.
     reuse_resident : bool
         Copy rows with ``slot_map[source] >= 0`` from that row of ``dst`` instead of fetching them.
         The map is trusted: a slot must still hold its row and not be a destination of this call.
     num_sms : int, optional
         SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", so
-        that a decode step beside the call takes 1.06 of its time; with the other methods enough to
-        keep the link busy, 3 to 8. Small calls use the whole GPU for a few microseconds.
+        that a decode step beside the call takes 1.06 of its time; with the other methods 3 to 8,
+        which keep the link busy. Small calls use the whole GPU for a few microseconds.
     order : {"auto", "given", "host"}
         Order in which rows are fetched: as given, or by place in ``src``. The result is the same.
         "auto" sorts 4,096 pairs or more (10,240 at 1 GiB) of rows of 2 KiB or less, if the source
@@ -77,11 +77,6 @@ def h2d_gather(
         CPU threads including the caller, 1 to the process's cores. Default:
         ``torch.get_num_threads()`` less one core.
 
-    Notes
-    -----
-    ``pairs`` on the CPU are checked before anything is queued. What CPU threads gather has been
-    read from ``src`` when the call returns. They use six chunks of 4 MiB, and wait for free ones.
-
     Raises
     ------
     TypeError, ValueError
@@ -90,14 +85,12 @@ def h2d_gather(
     RuntimeError
         An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A row number past the end. On the CPU, and for ``pairs`` on the CPU, at once with nothing
-        written. On CUDA the pair is skipped, and the next jitkern call on the device or
-        ``check`` raises.
+        A row number past the end. If ``pairs`` are on the CPU at once, with nothing written. On
+        CUDA the pair is skipped, and the next jitkern call on the device or ``check`` raises.
 
     Examples
     --------
     >>> src = torch.randn(300_000, 328).bfloat16().pin_memory()
     >>> dst = torch.empty(300_000, 328, dtype=torch.bfloat16, device="cuda")
-    >>> pairs = torch.tensor([[7, 0], [299_999, 1]], device="cuda")
-    >>> jitkern.h2d_gather(src, dst, pairs)
+    >>> jitkern.h2d_gather(src, dst, torch.tensor([[7, 0], [299_999, 1]], device="cuda"))
     """

@@ -7,10 +7,10 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch, pairs
-from jitkern.ops.common import INDEX_BYTES, entry_name, not_a_tensor, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries, not_a_tensor, widest_vec_bytes
 from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
@@ -36,16 +36,15 @@ def kernel(
         splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
         args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
         name = entry_name("index", row_bytes, vec_bytes, index_bytes)
-        wrappers = [(name, f"jitkern::IndexKernel<{args}>")]
-        module = load_own("index", *args, device_files=["ops/index.cu"], device_wrappers=wrappers)
-        return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=splits)
+        entry = (name, f"IndexKernel<{args}>", CONFIG)
+        return load_entries("index", "ops/index.cu", [entry], args, IN_FLIGHT, splits=splits)
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
     name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
     args = pairs.pair_copy_args(*spec, TABLE_IN_FLIGHT)
-    list_args = make_cpp_args(*spec[:3], *pairs.threads_of(pairs.LIST_CONFIG))
+    list_args = make_cpp_args(*spec[:3], *pairs.LIST_CONFIG[:2])
     listed = f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{list_args}>"
     entries = [(name, f"H2DGather<{args}>", pairs.pair_config(large)), (*listed, pairs.LIST_CONFIG)]
-    return pairs.load_entries("index", "index.cu", entries, args, TABLE_IN_FLIGHT)
+    return load_entries("index", "ops/index.cu", entries, args, TABLE_IN_FLIGHT)
 
 
 shared_kernels = partial(pairs.list_kernels, host_target=0)  # of tables in host memory
@@ -105,20 +104,18 @@ def indexing(
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
         host memory, larger than the GPU's, with ``indices`` on a GPU: each row asked for crosses
-        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep
-        it allocated and unchanged until the stream has passed the call. Large calls then take
-        scratch memory from PyTorch's caching allocator.
+        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep it
+        allocated and unchanged until the stream has passed the call. Large calls then take scratch
+        memory from PyTorch's caching allocator.
     indices : Tensor
         Any shape, int32 or int64, on the device of ``weights``, or on a GPU for a table in host
         memory. A negative index gives zeros. A tensor that is not contiguous is copied.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced. It overlaps no row of ``weights``. It is
-        returned; default: a new tensor.
+        ``indices``, rows contiguous and equally spaced; overlaps no row of ``weights``. Returned.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
-        that is split over ranks. Other indices give zeros, so that a sum over ranks is the whole
-        row.
+        split over ranks. Other indices give zeros, so that a sum over ranks is the whole row.
     added_range : (int, int), optional
         ``(start, length)``: a second range, such as added tokens. Its rows follow those of
         ``vocab_range`` in ``weights``. The two share no index.
@@ -162,11 +159,10 @@ def indexing(
             if not spread or not hasattr(indices, "new_empty"):
                 # The new output, too: under torch.func.grad of something else it is a wrapper.
                 tensors = {"weights": weights, "indices": indices, "output": result}
-                ints: dict[str, Any] = {}
+                ints = {"vocab_size": vocab_size}
                 for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
                     if isinstance(given, (list, tuple)):
                         ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
-                ints["vocab_size"] = vocab_size
                 expected = dict.fromkeys(ints, "an int")
                 dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}

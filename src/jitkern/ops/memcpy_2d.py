@@ -68,11 +68,9 @@ def memcpy_2d_async(
         The direction; it must agree with the tensors' devices. "d2d" is within one GPU or between
         two. "h2h" is done by CPU threads before the call returns.
     stream : torch.cuda.Stream, optional
-        A stream of the GPU that takes part; default the current one, of ``dst`` if there are two.
-        None for "h2h".
+        A stream of the GPU, by default the current one, of ``dst`` if there are two; not for "h2h".
     allow_pageable : bool
-        Also take pageable host memory. The driver then stages the copy, slowly, and the call waits;
-        an error during graph capture.
+        Take pageable memory, too. The driver stages it, slowly; the call waits; not in a capture.
 
     Raises
     ------

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.device import DeviceModule, record_hint, warm_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import not_a_tensor, type_text, widest_vec_bytes
+from jitkern.ops.common import Hint, load_entries, not_a_tensor, type_text, widest_vec_bytes
 from jitkern.ops.register import OVERLOADS, TorchOverload
 
 if TYPE_CHECKING:
@@ -82,14 +82,11 @@ def kernel(
     name += f"_to_{_TYPES[out_type]}" * (out_type != in_type)
     name += f"_lse_{_TYPES[lse_type]}" * (lse_type != _F32)
     name += "_any_strides" * (not plain)
-    wrappers = [(name, f"jitkern::Merge<{args}>")]
-    files = ["ops/merge.cu"]
-    module = load_own(
-        "merge", *args, device_files=files, device_wrappers=wrappers, sized_by="head_dim"
-    )
+    entry = (name, f"Merge<{args}>", config)
+    hint: Hint = partial(warm_hint, "merge", str(dim), sized_by="head_dim")
     if (*spec, plain) not in specialisations(dim):
-        module.hint = record_hint  # a --head-dim gives the most common ones only
-    return module.launched_with(config, in_flight=times, splits=rows)
+        hint = record_hint  # a --head-dim gives the most common ones only
+    return load_entries("merge", "ops/merge.cu", [entry], args, times, hint, splits=rows)
 
 
 def specialisations(head_dim: int) -> list[tuple[int, ...]]:
@@ -130,21 +127,18 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    ``merge_states`` of two; see there for dtypes, memory, results, empty partials and errors. After
-    vLLM's ``merge_attn_states`` and FlashInfer's ``merge_state``.
+    ``merge_states`` of two; see there for dtypes, memory, results, empty partials, errors, and for
+    `output`, `lse`, `base`, `lse_layout` and `scale`. After vLLM's ``merge_attn_states`` and
+    FlashInfer's ``merge_state``.
 
     Parameters
     ----------
     out_a, out_b : Tensor
         ``[tokens, heads, dim]``: partial results.
     lse_a, lse_b : Tensor
-        ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``: the log of
-        the sum of exponentials of the scores, for each row.
-    output, lse, base, lse_layout, scale
-        As of ``merge_states``.
+        ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
-        Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
-        from `out_b` and `lse_b`.
+        Only the first N tokens have a partial result `a`; that of the others is `b`, copied.
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
@@ -172,8 +166,7 @@ def merge_states(
     unless `output` or a tensor as `lse` is given. Returns the result and its LSE.
 
     An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
-    does not count, even if it holds NaN. If all are empty the result is zeros and the LSE -inf. NaN
-    in an LSE gives NaN.
+    does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.
 
     Parameters
     ----------
@@ -195,8 +188,7 @@ def merge_states(
     lse_layout : {"tokens_heads", "heads_tokens"}
         Order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``. Never guessed.
     scale : Tensor, optional
-        For a float8 `output`: one fp32 on its device. `output` is the result divided by it, clamped
-        to 448.
+        For a float8 `output`: one fp32 on its device. The result is divided by it, clamped to 448.
     count : Tensor, optional
         int32 or int64, on the device of `output`, one element or one for each token: only the first
         ``count`` partials are merged. Clamped to 0 and their number.
@@ -204,9 +196,8 @@ def merge_states(
     Raises
     ------
     TypeError, ValueError
-        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; none or more than 64
-        partials; pageable memory; memory that overlaps; a float8 `output` without `scale`. Nothing
-        was written.
+        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; 0 or over 64 partials;
+        pageable or overlapping memory; a float8 `output` without `scale`. Nothing was written.
     RuntimeError
         `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
         outside of inference mode.
@@ -256,13 +247,12 @@ def _options(op: str, base: Any, lse_layout: Any, scale: Any, last: Any) -> tupl
 
 def _is_second(op: str, words: tuple[str, str, str], value: Any) -> bool:
     """Tell which of two words an argument is. Not in C++: a str on its way there takes 60 ns."""
-    name, *known = words
-    if isinstance(value, str) and value in known:
-        return value == known[1]
-    expected = f'expected "{known[0]}" or "{known[1]}"'
-    if isinstance(value, str):
-        raise ValueError(f'{op}: {name}: "{value}", {expected}')
-    raise TypeError(f"{op}: {name}: {type_text(value)}, {expected}")
+    name, first, second = words
+    is_str = isinstance(value, str)
+    if is_str and value in (first, second):
+        return bool(value == second)
+    given, kind = (f'"{value}"', ValueError) if is_str else (type_text(value), TypeError)
+    raise kind(f'{op}: {name}: {given}, expected "{first}" or "{second}"')
 
 
 def _first(op: str, values: Any) -> Any:
@@ -318,53 +308,46 @@ def _through_torch(
     *,
     output: Tensor | None = None,
     lse: Tensor | bool | None = None,
-    base: str = "e",
-    lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    count: Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
+    **options: Any,
 ) -> Results:
     if (wrong := _not_tensors(function, partials)) is not None:
         raise wrong
-    if function == "merge_state":
-        outs, lses = list(partials[::2]), list(partials[1::2])
-    else:
-        outs, lses = (
-            list(one) if isinstance(one, (list, tuple)) else list(one.unbind(0)) for one in partials
-        )
-    op, rest = "merge_states", {"base": base, "lse_layout": lse_layout, "count": count}
-    prefill = {"prefill_tokens_with_context": prefill_tokens_with_context}
+    given = (partials[::2], partials[1::2]) if function == "merge_state" else partials
+    outs, lses = (list(one if isinstance(one, (list, tuple)) else one.unbind(0)) for one in given)
+    rest = {"count": None, "prefill_tokens_with_context": None, **options}
+    rest = {"base": "e", "lse_layout": "tokens_heads", **rest}  # in the order of the operator
     if output is None and scale is None and (lse is None or lse is False):
-        merged, merged_lse = dispatch.through_torch(op, outs=outs, lses=lses, **rest, **prefill)
+        merged, merged_lse = dispatch.through_torch("merge_states", outs=outs, lses=lses, **rest)
         return merged, None if lse is False else merged_lse
     if output is None:
         output = _new_out(outs[0])
     to_lse: Any = _new_lse(lses[0]) if lse is None else None if lse is False else lse
-    arguments = {"output": output, "lse": to_lse, "scale": scale, **rest, **prefill}
-    dispatch.through_torch(op, "out", outs=outs, lses=lses, **arguments)
+    rest = {"output": output, "lse": to_lse, "scale": scale, **rest}
+    dispatch.through_torch("merge_states", "out", outs=outs, lses=lses, **rest)
     return output, to_lse
 
 
 def _now(
-    outs: list[Tensor],
-    lses: list[Tensor],
+    outs: Any,
+    lses: Any,
     *,
     output: Tensor,
     lse: Tensor | None,
     base: str = "e",
     lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    count: Tensor | None = None,
-    prefill_tokens_with_context: int | None = None,
+    count: Any = None,
+    prefill_tokens_with_context: Any = None,
 ) -> None:
-    op = "merge_states"
-    partials: list[Any] = [outs, lses]
-    last: Any = count
-    if prefill_tokens_with_context is not None:
-        op, last = "merge_state", prefill_tokens_with_context
-        partials = [outs[0], lses[0], outs[1], lses[1]]
-    options = _options(op, base, lse_layout, scale, last)
-    host.op_now(op, kernel)(*partials, output, lse, options)
+    prefill = prefill_tokens_with_context
+    if prefill is None:
+        options = _options("merge_states", base, lse_layout, scale, count)
+        host.op_now("merge_states", kernel)(outs, lses, output, lse, options)
+    else:
+        options = _options("merge_state", base, lse_layout, scale, prefill)
+        both = (outs[0], lses[0], outs[1], lses[1])
+        host.op_now("merge_state", kernel)(*both, output, lse, options)
 
 
 def _new(outs: list[Tensor], lses: list[Tensor], **rest: Any) -> tuple[Tensor, Tensor]:

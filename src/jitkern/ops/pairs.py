@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, rows_hint
+from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, Hint, entry_name, load_entries, widest_vec_bytes
 
 # A large call runs on a few full blocks, each lane with several vectors on their way; in a small
 # one, spread over the GPU, vectors are spread over threads instead.
@@ -32,96 +32,61 @@ def pair_copy_args(
 ) -> CppArgs:
     """Return the template arguments of a copy between host and device memory."""
     rest = (vec_bytes, index_bytes, bool(line_aligned), bool(large), in_flight)
-    return make_cpp_args(row_bytes, *threads_of(pair_config(large)), *rest)
-
-
-def threads_of(config: KernelConfig) -> tuple[int, int]:
-    """Return what kernels that do not wait for others take of a configuration."""
-    return config.num_threads, config.max_occupancy
-
-
-PairSpec = tuple[int, int, int, int, int]
-"""Row bytes, vector bytes, index bytes, and whether rows lie on lines and the call is large."""
-
-Entry = tuple[str, str, KernelConfig]
-"""An entry point of a module: its name, its type in ``jitkern::``, how it is launched."""
-
-
-def load_entries(
-    op: str, file: str, entries: Sequence[Entry], args: CppArgs, in_flight: int, folder: str = "ops"
-) -> DeviceModule:
-    """Return the device module of some entry points; `args` tell it from the op's others."""
-    wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
-    module = load_own(op, *args, device_files=[f"{folder}/{file}"], device_wrappers=wrappers)
-    return module.launched_with(*(config for *_, config in entries), in_flight=in_flight)
+    return make_cpp_args(row_bytes, *pair_config(large)[:2], *rest)
 
 
 def pair_kernels(
-    op: str, copy: str, large_in_flight: int, spec: PairSpec, path: tuple[str, str] | None = None
+    op: str,
+    copy: str,
+    large_in_flight: int,
+    row_bytes: int,
+    vec_bytes: int,
+    index_bytes: int,
+    line_aligned: int,
+    large: int,
+    *,
+    file: str = "ops/pairs.cuh",
+    hint: Hint = None,
 ) -> DeviceModule:
-    """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``.
-
-    It is in ``ops/pairs.cuh``, or as `path` says: a folder of csrc, and a file in it.
-    """
-    folder, file = path or ("ops", "pairs.cuh")
-    row_bytes, vec_bytes, index_bytes, _, large = spec
+    """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``."""
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
-    args = pair_copy_args(*spec, in_flight)
-    kind = "large" if large else "small"
-    name = entry_name(op, row_bytes, vec_bytes, index_bytes, kind=kind)
+    sizes = (row_bytes, vec_bytes, index_bytes)
+    args = pair_copy_args(*sizes, line_aligned, large, in_flight)
+    name = entry_name(op, *sizes, kind="large" if large else "small")
     entry = (name, f"{copy}<{args}>", pair_config(large))
-    return load_entries(op, file, [entry], args, in_flight, folder)
+    return load_entries(op, file, [entry], args, in_flight, hint)
 
 
 def load_sort(
-    op: str,
-    rows: str,
-    what: str,
-    spec: Sequence[int],
-    side: str = "",
-    path: tuple[str, str] = ("ops", "sort.cuh"),
+    op: str, file: str, rows: str, what: str, spec: Sequence[int], side: str = "", hint: Hint = None
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
-    Of any row size: it takes 100 ms to compile, which with each row size would double the first
-    large call of each. `rows` are its kernels' and `what` their names'; `spec` begins with the
-    bytes of an index.
+    Of any row size: to compile it, 100 ms, would double the first large call of each. `rows` is in
+    its kernels' types, `what` in their names; `spec` begins with the bytes of an index.
     """
-    index_bytes = spec[0]
-    listed = f"{make_cpp_args(index_bytes, *threads_of(LIST_CONFIG))}{side}"
-    scan = make_cpp_args(*threads_of(SCAN_CONFIG))
+    index_bytes, threads, scan_threads = spec[0], LIST_CONFIG[:2], SCAN_CONFIG[:2]
+    listed = f"{make_cpp_args(index_bytes, *threads)}{side}"
     bits = 8 * index_bytes
     entries = [
         (f"jitkern_list_{what}_i{bits}", f"List{rows}<{listed}>", LIST_CONFIG),
-        ("jitkern_scan_regions", f"ScanRegions<{scan}>", SCAN_CONFIG),
+        ("jitkern_scan_regions", f"ScanRegions<{make_cpp_args(*scan_threads)}>", SCAN_CONFIG),
         (f"jitkern_place_{what}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
-    args = make_cpp_args(*spec, *threads_of(LIST_CONFIG), *threads_of(SCAN_CONFIG))
-    folder, file = path
-    module = load_entries(op, file, entries, args, in_flight=1, folder=folder)
-    module.hint = rows_hint
-    return module
+    args = make_cpp_args(*spec, *threads, *scan_threads)
+    return load_entries(op, file, entries, args, in_flight=1, hint=hint or rows_hint)
 
 
-def pair_builder(op: str, copy: str, large_in_flight: int) -> Callable[..., DeviceModule]:
-    """Return the cached builder of an op on pairs: see ``PairSpec`` for its arguments."""
-
-    @cache
-    def kernel(
-        row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-    ) -> DeviceModule:
-        spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-        return pair_kernels(op, copy, large_in_flight, spec)
-
-    return kernel
+HOST_SIDES = ((", jitkern::kHostSource", "sources"), (", jitkern::kHostTarget", "targets"))
+"""Template argument and name of kernels that sort by source rows, or by destination rows."""
 
 
 @cache
 def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that sorts pairs, by source rows or by destination rows."""
-    side, what = ("kHostTarget", "targets") if host_target else ("kHostSource", "sources")
+    side, what = HOST_SIDES[host_target]
     spec = (index_bytes, host_target)
-    return load_sort("pair_lists", "Pairs", what, spec, f", jitkern::{side}")
+    return load_sort("pair_lists", "ops/sort.cuh", "Pairs", what, spec, side)
 
 
 host.builds("pair_lists", list_kernel)

@@ -1,15 +1,14 @@
 """``@op`` makes an op of a public function's signature and docstring.
 
-It makes the direct call into C++, the operator ``torch.ops.jitkern.<name>`` and what
-``torch.compile`` traces. C++ takes the arguments in the signature's order, "auto" as None: a string
-takes 0.13 us.
+It makes the direct call into C++, the operator ``torch.ops.jitkern.<name>`` and what torch.compile
+traces. C++ takes the arguments in the signature's order, "auto" as None: a string takes 0.13 us.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -21,25 +20,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class TorchOverload(NamedTuple):
-    """One operator of an op in ``torch.ops.jitkern``."""
+    """One operator of an op in ``torch.ops.jitkern``.
+
+    `fake` is the same on tensors without memory; None if there is no result. `gradient` is the
+    module whose ``differentiable(operator)`` makes the ``torch.autograd.Function`` of the operator
+    without a gradient; its ``apply`` takes the arguments in order. `one_by_one` is the same by
+    operators that write one tensor each, for tensors that share an allocation, such as a pool of K
+    and V: PyTorch's inductor writes only one of them in place, and the other to a copy of the
+    allocation; in torch 2.11 it copies from the wrong address.
+    """
 
     schema: str  # ``indexing.out(Tensor weights, ...) -> ()``
     function: Callable[..., Any]
     fake: Callable[..., Any] | None = None
-    """The same on tensors without memory: returns one of the result's shape; None: no result."""
-
     gradient: str = ""
-    """The module whose ``differentiable(operator)`` makes the ``torch.autograd.Function``.
-
-    Of the operator without a gradient; ``apply`` takes its arguments in order.
-    """
-
     one_by_one: Callable[..., None] | None = None
-    """The same by operators that write one tensor each, for tensors that share an allocation.
-
-    PyTorch's inductor writes only one of them in place, and the other to a copy of the allocation,
-    such as a pool of K and V; in torch 2.11 it copies from the wrong address.
-    """
 
 
 OVERLOADS: dict[str, list[TorchOverload]] = {}
@@ -84,8 +79,8 @@ def op(
         called = name or public.__name__
         parameters = inspect.signature(public).parameters
         plain = [one.replace(annotation=one.empty) for one in parameters.values()]
-        by_name = ", ".join(f"{one}={one}" for one, p in parameters.items() if not _is_object(p))
-        objects = ", ".join(f"{one}={one}" for one, p in parameters.items() if _is_object(p))
+        objects = [name for name, one in parameters.items() if _is_object(one)]
+        refusal = f'dispatch.refuse_objects("{called}", {_by_name(objects)})\n    '
         source = _DIRECT.format(
             name=called,
             parameters=str(inspect.Signature(plain))[1:-1],
@@ -93,8 +88,8 @@ def op(
             written=_tuple(parameters, writes),
             read=_tuple(parameters, reads),
             changed=_changed(parameters, writes),
-            by_name=by_name,
-            untraced=f'dispatch.refuse_objects("{called}", {objects})\n    ' if objects else "",
+            by_name=_by_name(one for one in parameters if one not in objects),
+            untraced=refusal if objects else "",
         )
 
         def first_call(*args: Any) -> Any:
@@ -117,15 +112,16 @@ def op(
 
         def traced(*args: Any, **options: Any) -> None:
             by_name = {**dict(zip(parameters, args, strict=False)), **options}
-            objects = {
-                one: by_name.pop(one, None) for one in parameters if _is_object(parameters[one])
-            }
-            dispatch.refuse_objects(called, **objects)
+            dispatch.refuse_objects(called, **{one: by_name.pop(one, None) for one in objects})
             dispatch.through_torch(called, **by_name)
 
         return cast("F", dispatch.traced_as(traced)(wraps(public)(functions[called])))
 
     return decorate
+
+
+def _by_name(names: Iterable[str]) -> str:
+    return ", ".join(f"{one}={one}" for one in names)
 
 
 def _argument(parameter: inspect.Parameter) -> str:
@@ -155,11 +151,10 @@ def _expected(parameter: inspect.Parameter) -> str:
 
 def _tuple(parameters: Any, names: Sequence[str]) -> str:
     """Return the source of a tuple of these tensors, without the last one where it is None."""
-    every = "".join(f"{one}, " for one in names)
+    every, but_one = (f"({''.join(f'{one}, ' for one in some)})" for some in (names, names[:-1]))
     if not names or parameters[names[-1]].annotation == "Tensor":
-        return f"({every})"
-    without = "".join(f"{one}, " for one in names[:-1])
-    return f"(({without}) if {names[-1]} is None else ({every}))"
+        return every
+    return f"({but_one} if {names[-1]} is None else {every})"
 
 
 def _changed(parameters: Any, names: Sequence[str]) -> str:

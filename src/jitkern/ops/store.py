@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, record_hint
+from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import INDEX_BYTES, entry_name, widest_vec_bytes
+from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries, widest_vec_bytes
 from jitkern.ops.register import OVERLOADS, TorchOverload, op
 
 if TYPE_CHECKING:
@@ -33,11 +33,9 @@ def kernel(
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *first)
     kind = f"{first_row_bytes}B_first" if first else ""
     name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
-    wrappers = [(name, f"jitkern::StoreKernel<{args}>")]
-    module = load_own("store", *args, device_files=["ops/store.cu"], device_wrappers=wrappers)
-    if first:
-        module.hint = record_hint  # an --element-size is one
-    return module.launched_with(CONFIG, in_flight=IN_FLIGHT)
+    entry = (name, f"StoreKernel<{args}>", CONFIG)
+    hint = record_hint if first else None  # an --element-size is one
+    return load_entries("store", "ops/store.cu", [entry], args, IN_FLIGHT, hint)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:

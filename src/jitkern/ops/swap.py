@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jitkern.host import module as host_module
 from jitkern.jit.device import DeviceModule, warm_hint
 from jitkern.ops import pairs
-from jitkern.ops.common import INDEX_BYTES, entry_name
+from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one specialisation; ``in_order``: sorted by host memory."""
     sizes = (row_bytes, vec_bytes, index_bytes)
-    spec = (*sizes, line_aligned, large)
+    spec, file = (*sizes, line_aligned, large), "ops/swap.cu"
     if not in_order:
-        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, spec, ("ops", "swap.cu"))
+        return pairs.pair_kernels("swap", "SwapRows", LARGE_IN_FLIGHT, *spec, file=file)
     args = pairs.pair_copy_args(*spec, LARGE_IN_FLIGHT)
     place = pairs.pair_copy_args(*sizes, 1, 1, PLACE_IN_FLIGHT)
     config = pairs.pair_config(large)
@@ -36,15 +36,14 @@ def kernel(
         (entry_name("swap", *sizes, kind="in_order"), f"SwapRows<{args}, true>", config),
         (entry_name("place", *sizes, kind="in_order"), f"H2DGather<{place}>", config),
     ]
-    module = pairs.load_entries("swap_in_order", "swap.cu", entries, args, LARGE_IN_FLIGHT)
-    module.hint = partial(warm_hint, "swap", str(row_bytes))
-    return module
+    hint = partial(warm_hint, "swap", str(row_bytes))
+    return load_entries("swap_in_order", file, entries, args, LARGE_IN_FLIGHT, hint)
 
 
 @cache
 def list_kernel(index_bytes: int) -> DeviceModule:
     """Return the device module that sorts the triples of calls in order."""
-    return pairs.load_sort("swap_lists", "Triples", "triples", (index_bytes,))
+    return pairs.load_sort("swap_lists", "ops/sort.cuh", "Triples", "triples", (index_bytes,))
 
 
 host_module.builds("swap_lists", list_kernel)
@@ -76,8 +75,7 @@ def swap_rows(
     and ``host[triples[i, 0]]`` into ``device[triples[i, 1]]``. One kernel on a few SMs keeps both
     directions of the link busy, asynchronously on the current stream. Keep ``host`` allocated until
     the stream has passed the call. Calls in the order of ``host`` take scratch memory: the rows'
-    bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call, also the
-    first.
+    bytes and 28 or 48 per triple, at most 512 MiB. A CUDA graph may capture any call.
 
     Parameters
     ----------
@@ -85,21 +83,17 @@ def swap_rows(
         ``[num_host_rows, ...]`` in host memory, pinned if ``device`` is on a GPU. Rows contiguous,
         row stride free, 1 byte or more. Rows share no memory with each other or with ``device``.
     device : Tensor
-        ``[num_slots, ...]``, dtype and bytes per row of ``host``, on a GPU or the CPU. Rows share
-        no memory.
+        ``[num_slots, ...]`` on a GPU or the CPU, dtype and bytes per row of ``host``; no overlap.
     triples : Tensor
         ``[..., 3]`` of (host row to fetch, slot, host row to write to), int32 or int64, contiguous,
         on the device of ``device``. A negative host row leaves out that half; a negative slot skips
-        the triple. Equal host rows exchange the two. Slots should be distinct, and so should rows
-        that are written; no triple should fetch a row that another one writes. Several may fetch
-        the same row. Otherwise the CPU raises ValueError, and on a GPU those rows end undefined.
+        the triple. Equal host rows exchange the two. Slots are distinct, and so are rows that are
+        written; no triple fetches a row that another one writes. Otherwise the CPU raises
+        ValueError, and on a GPU those rows end undefined.
     num_sms : int, optional
-        SMs that work on the link, each with a block of 1024 threads. Default: 2, so that a decode
-        step beside the call takes 1.06 of its time; 4 to 8 fill the link. Small calls use the whole
-        GPU for a few microseconds.
+        As of ``h2d_gather``. Default: 2; 4 to 8 fill the link.
     order : {"auto", "given", "host"}
-        Order in which rows cross the link; the result is the same. "auto" sorts by place in
-        ``host`` if that is faster; see ``h2d_gather``.
+        Order in which rows cross the link, "host" by place in ``host``; see ``h2d_gather``.
 
     Raises
     ------

@@ -6,10 +6,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
 from jitkern.host import module as host
-from jitkern.jit.device import DeviceModule, load_own, rows_hint
+from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.pairs import load_entries
+from jitkern.ops.common import load_entries
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ def kernel(descriptor_format: int) -> DeviceModule:
     segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     name = f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}"
-    wrappers = [(name, f"jitkern::Unpack<{args}>")]
-    module = load_own("unpack", *args, device_files=["ops/unpack.cu"], device_wrappers=wrappers)
-    return module.launched_with(CONFIG, in_flight=IN_FLIGHT, splits=OWN_SEGMENTS)
+    entry = (name, f"Unpack<{args}>", CONFIG)
+    return load_entries("unpack", "ops/unpack.cu", [entry], args, IN_FLIGHT, splits=OWN_SEGMENTS)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
@@ -64,9 +63,8 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
-    module = load_entries("unpack_ring", "unpack_ring.cu", entries, consume, RING_IN_FLIGHT)
-    module.hint = rows_hint
-    return module
+    file = "ops/unpack_ring.cu"
+    return load_entries("unpack_ring", file, entries, consume, RING_IN_FLIGHT, rows_hint)
 
 
 host.builds("unpack", kernel)  # a ring may ask for it first
@@ -131,8 +129,7 @@ def unpack(
 
     One call moves any number of pieces of any size and alignment, asynchronously on the current
     stream. With ``descriptors`` on the GPU nothing is allocated, and a CUDA graph may capture the
-    call; each replay reads them again. Keep host memory allocated until the stream has passed the
-    call.
+    call; each replay reads them again. Keep host memory allocated until the stream has passed it.
 
     A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
     ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
@@ -147,12 +144,10 @@ def unpack(
     descriptors : Tensor or DescriptorRing
         int64, contiguous. ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of
         (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
-        sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
-        end undefined. On the GPU or the CPU; those on the CPU are read before the call returns. Or
-        a ``offload.DescriptorRing``.
+        sign. Bytes of ``dst`` that several pieces write end undefined. On the GPU, or on the CPU,
+        where they are read before the call returns. Or a ``offload.DescriptorRing``.
     count : Tensor, optional
-        One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
-        Clamped to 0 and their number.
+        One int32 or int64 on the device of ``descriptors``: how many; clamped to 0 and theirs.
     num_slots : int, optional
         For a ring: how many slots are looked at.
 

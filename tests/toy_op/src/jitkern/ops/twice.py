@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from jitkern.jit.device import DeviceModule, load_own
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import widest_vec_bytes
+from jitkern.ops.common import load_entries, widest_vec_bytes
 from jitkern.ops.register import op
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ def kernel(row_bytes: int, vec_bytes: int) -> DeviceModule:
     """Return the device module of one row size and vector width."""
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, IN_FLIGHT)
     name = f"jitkern_twice_{row_bytes}B_v{vec_bytes}"
-    wrappers = [(name, f"jitkern::TwiceKernel<{args}>")]
-    module = load_own("twice", *args, device_files=["ops/twice.cu"], device_wrappers=wrappers)
-    return module.launched_with(CONFIG, in_flight=IN_FLIGHT)
+    entry = (name, f"TwiceKernel<{args}>", CONFIG)
+    return load_entries("twice", "ops/twice.cu", [entry], args, IN_FLIGHT)
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
