@@ -10,7 +10,7 @@ import torch
 from buffers import random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, not_ints, not_tensors, not_words, read_only
+from mistakes import Mistake, not_ints, not_tensors, not_words, overlap_text, read_only
 from torch import Tensor
 
 from jitkern import memcpy_2d_async
@@ -264,7 +264,7 @@ def mistakes() -> list[Mistake]:
         ({"dst": memory[:0]}, ValueError,
          beyond("dst", 3, 32, 32, 96).replace("most 96", "most 0")),
         ({"dst": memory[:24], "src": memory[16:]}, ValueError,
-         "dst: overlaps src, expected memory of its own"),
+         overlap_text("dst", "src")),
         ({"kind": "h2d"}, ValueError, 'kind: "h2d" from cpu to cpu, expected "h2h"'),
         ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
         *not_words("kind", kinds, "H2H"),

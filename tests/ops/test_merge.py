@@ -395,6 +395,7 @@ def test_one_tensor_several_times(device: torch.device) -> None:
 
 SHAPE = (4, 2, 8)
 UNCHECKED: set[str] = set()
+RESULTS = {"output", "lse", "scale"}
 MIXED_DEVICES = [(name, "cuda:0 as in output") for name in ("lse", "scale", "count")]
 
 
@@ -432,8 +433,6 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
 
 # -- wrong arguments of merge_state; those of merge_states are in the table of all ops -------------
 
-RESULTS = {"output", "lse", "scale"}
-
 
 def arguments_of_two() -> dict[str, Any]:
     partials = {"out_a": torch.ones(SHAPE), "lse_a": torch.zeros(SHAPE[:2])}
@@ -442,27 +441,13 @@ def arguments_of_two() -> dict[str, Any]:
     return {**partials, "output": torch.zeros(SHAPE), "lse": torch.zeros(SHAPE[:2]), **how}
 
 
-def assert_refused(function: Any, good: dict[str, Any], mistake: Mistake) -> None:
-    change, kind, text = mistake
-    with pytest.raises(kind) as caught:
-        function(**{**good, **change})
-    assert type(caught.value) is kind
-    assert str(caught.value) == f"{function.__name__}: {text}"
-
-
 def test_mistakes_of_merge_state() -> None:
-    for mistake in mistakes_of_two():
-        good = arguments_of_two()
-        assert_refused(merge_state, good, mistake)
-        assert not good["output"].any() and not good["lse"].any()
-
-
-def test_without_results_the_messages_are_the_same() -> None:
-    """There they are made in Python, before the checks in C++ can run."""
-    none = dict.fromkeys(RESULTS)
-    for mistake in mistakes_of_two():
-        if not RESULTS & set(mistake[0]):
-            assert_refused(merge_state, {**arguments_of_two(), **none}, mistake)
-    for mistake in mistakes_of_many(good_arguments()):
-        if not RESULTS & set(mistake[0]):
-            assert_refused(merge_states, {**good_arguments(), **none}, mistake)
+    """With results, and without: there they are made in Python, before C++ can check."""
+    for change, kind, text in mistakes_of_two():
+        for without in ({}, dict.fromkeys(RESULTS)):
+            good = {**arguments_of_two(), **without}
+            with pytest.raises(kind) as caught:
+                merge_state(**{**good, **change})
+            assert type(caught.value) is kind
+            assert str(caught.value) == f"merge_state: {text}"
+            assert without or not (good["output"].any() or good["lse"].any())

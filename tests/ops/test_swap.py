@@ -193,13 +193,6 @@ def mistakes() -> list[Mistake]:
         ({"host": on_cuda(good["host"])}, ValueError,
          "host: device cuda:0, expected cpu, in the order (host, device, triples)"),
         *not_words("order", '"auto", "given" or "host"', "source", optional=True),
-        *(({"triples": torch.tensor(triples)}, ValueError, f"{text}; nothing was written")
-          for triples, text in (
-              ([[0, 1, 2], [1, 1, -1]],
-               "triples[..., 1]: 1 at positions 0 and 1, expected distinct slots"),
-              ([[0, 1, 2], [-1, 2, 2]],
-               "triples[..., 2]: 2 at positions 0 and 1, expected distinct rows to write back to"),
-          )),
         ({"triples": torch.tensor([[0, 1, -1], [3, 3, -1]])}, IndexError,
          index_text("triples[..., 0]", 3, 1, 3)),
         ({"triples": torch.tensor([[[0, 50, -1]], [[0, 1, -1]]])}, IndexError,
