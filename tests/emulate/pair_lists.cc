@@ -1,5 +1,5 @@
-// The lists of large calls of h2d_gather and d2h_scatter, and then the copies that they ask for.
-#include "ops/pairs.cuh"
+// The lists of large calls of h2d_gather and d2h_scatter; the copies that they ask for are proved
+// in pair_copy.cc.
 #include "ops/sort.cuh"
 
 #include <map>
@@ -11,10 +11,7 @@ namespace emulate {
 
 using jitkern::ListParams;
 
-// Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
-constexpr int kVecBytes = 8;
-
 constexpr FaultSite kSlotMapSite{7};
 
 struct Call {
@@ -167,27 +164,6 @@ void one_run(Random& random) {
   const i64 num_copies = last_entries.at(1) + 1;
   check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
   if (ordered) check_order(fetches, num_fetches, kSide, region_buffers.shift);
-
-  // Both copies, as the host launches them: the numbers of pairs are known on the device only.
-  for (const auto& [source, slot] : call.slot_of) {
-    if (slot >= call.dst_rows) continue;
-    std::memcpy(dst.row(slot), src.row(source), kRowBytes);
-    std::memcpy(dst.expected(slot), src.row(source), kRowBytes);
-  }
-  for (i64 i = 0; i < call.num_pairs; ++i) {
-    if (!call.valid(pairs, i)) continue;
-    std::memcpy(dst.expected(pairs.at(2 * i + 1)), src.row(pairs.at(2 * i)), kRowBytes);
-  }
-  PairCopyParams fetch = pair_params(dst, src, fetches, fault);
-  fetch.last_pair = list.last_entries;
-  fetch.last_batch = list.last_entries + 2;
-  using Fetch = jitkern::PairCopy<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
-                                  H2D_GATHER_LARGE_IN_FLIGHT, kSide>;
-  run_large<Fetch>(2, fetch, random, true);
-  PairCopyParams copy = pair_params(dst, dst, copies, fault);
-  copy.last_pair = list.last_entries + 1;
-  run_large<Fetch>(3, copy, random);
-  check_all(dst, src, fault);
 }
 
 }  // namespace emulate

@@ -121,79 +121,54 @@ void fresh_loads_work(Order order) {
 
 // ---- mistakes
 
-void mistake_in_cluster(std::string_view kind) {
-  volatile u32 sink = 0;
-  const auto own = []() -> OfBlock& { return jitkern::own_shared<OfBlock>(); };
-  const auto two_blocks = [](auto thread) {
-    launch_clusters({2}, {1}, 2, Order::kForward, thread);
-  };
-  if (kind == "cluster barrier not for a block")
-    two_blocks([] {
-      if (blockIdx.x != 1) cluster_sync();
-    });
-  if (kind == "arrived twice")
-    two_blocks([] {
-      jitkern::cluster_arrive();
-      cluster_sync();
-    });
-  if (kind == "block has returned")
-    two_blocks([&] {
-      OfBlock& other = of_block(own(), 1 - blockIdx.x);
-      cluster_sync();
-      if (blockIdx.x == 0) sink = other.value;  // the last that comes to a barrier goes on first
-    });
-  if (kind == "block has not begun") two_blocks([&] { of_block(own(), 1).value = 1; });
-  if (kind == "not in shared memory")
-    two_blocks([&] {
-      u32 local = 0;
-      sink = of_block(local, 0);
-    });
-  if (kind == "write behind shared memory")
-    two_blocks([&] {
-      cluster_sync();
-      volatile int behind = 16;
-      of_block(own(), 1).others[behind] = 1;
-      cluster_sync();
-    });
-  (void)sink;
-}
-
 // Rows of 12 bytes, 16 apart, on a 16-byte boundary.
 void mistake(std::string_view kind) {
-  mistake_in_cluster(kind);
   Random random(1);
   RowBuffer rows("rows", 4, 12, 16, 0, random);
   const IntBuffer ints("ints", {1, 2, 3}, 4);
-  volatile char sink = 0;
-  const auto once = [](auto thread) { launch_fibers({1}, {32}, Order::kForward, thread); };
+  FaultWord fault(0);
+  volatile u32 sink = 0;
+  volatile int large = INT32_MAX, behind = 16;
+  const auto own = []() -> OfBlock& { return jitkern::own_shared<OfBlock>(); };
+  const auto warp = [](auto thread) { launch_fibers({1}, {32}, Order::kForward, thread); };
+  const auto cluster = [](auto thread) { launch_clusters({2}, {1}, 2, Order::kForward, thread); };
   if (kind == "read behind a row") sink = rows.row(1)[12];
   if (kind == "write inside a row") rows.row(2)[3] ^= 1;
   if (kind == "read behind the indices") sink = static_cast<const char*>(ints.data())[12];
   if (kind == "unaligned vector") sink = jitkern::load_vec<8>(rows.row(0) + 4).x;
   if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
-  volatile int large = INT32_MAX;
-  if (kind == "signed overflow") sink = static_cast<char>(large + 1);
-  if (kind == "barrier not for all")
-    once([] {
-      if (threadIdx.x < 31) __syncthreads();
-    });
-  if (kind == "lane missing")
-    once([] {
-      if (lane() != 4) __syncwarp();
-    });
-  if (kind == "lane outside mask") once([] { __syncwarp(0xfffffffeu); });
-  if (kind == "shuffle outside mask")
-    once([] {
-      if (lane() < 4) __shfl_sync(0xfu, 1, 5);
-    });
+  if (kind == "signed overflow") sink = large + 1;
+  if (kind == "barrier not for all") warp([] { threadIdx.x < 31 ? __syncthreads() : void(); });
+  if (kind == "lane missing") warp([] { lane() != 4 ? __syncwarp() : void(); });
+  if (kind == "lane outside mask") warp([] { __syncwarp(0xfffffffeu); });
+  if (kind == "shuffle outside mask") warp([] { lane() < 4 ? __shfl_sync(0xfu, 1, 5) : 0; });
   if (kind == "barrier without fibers") {
     void (*run)(const int&) = [](const int&) { __syncthreads(); };
     launch({1}, {2}, Order::kForward, run, 0);
   }
-  rows.check();
-  FaultWord fault(0);
+  if (kind == "cluster barrier not for a block")
+    cluster([] { blockIdx.x != 1 ? cluster_sync() : void(); });
+  if (kind == "arrived twice") cluster([] { jitkern::cluster_arrive(), cluster_sync(); });
+  if (kind == "block has returned")
+    cluster([&] {
+      OfBlock& other = of_block(own(), 1 - blockIdx.x);
+      cluster_sync();
+      if (blockIdx.x == 0) sink = other.value;  // the last that comes to a barrier goes on first
+    });
+  if (kind == "block has not begun") cluster([&] { of_block(own(), 1).value = 1; });
+  if (kind == "not in shared memory") {
+    u32 local = 0;
+    cluster([&] { sink = of_block(local, 0); });
+  }
+  if (kind == "write behind shared memory")
+    cluster([&] {
+      cluster_sync();
+      of_block(own(), 1).others[behind] = 1;
+      cluster_sync();
+    });
   if (kind == "fault not written") fault.expect(FaultSite{1}, 1, 2, 3);
   if (kind == "fault overwritten") fault.record()->value = 5;
+  rows.check();
   fault.check();
   (void)sink;
 }

@@ -53,9 +53,11 @@ def test_without_results_the_messages_are_the_same(op: str) -> None:
             continue
         with pytest.raises(kind) as caught:
             getattr(jitkern, op)(**{**good_arguments(op), **dict.fromkeys(results), **change})
-        came = str(caught.value).replace(": NotATensor,", ": object,")
-        wanted = text.replace("int of more than 64 bits, expected a t", "int, expected a t")
-        assert came == f"{op}: {wanted}".replace(": NotATensor,", ": object,")
+        came, wanted = (  # Python names these two in its own way
+            one.replace(": NotATensor,", ": object,").replace(" of more than 64 bits", "")
+            for one in (str(caught.value), f"{op}: {text}")
+        )
+        assert came == wanted
 
 
 @pytest.mark.parametrize("op", TABLES)

@@ -245,20 +245,11 @@ def test_accuracy(device: torch.device, base: str, spread: float) -> None:
     generator = torch.Generator().manual_seed(int(spread))
     for n in (1, 2, 3, 7, 8, 9, 32, 33, 64):
         outs = torch.randn(n, 40, 2, 64, generator=generator)
-        for middle in (0, 300, -300):
+        for middle in (0, 300, -300):  # exp() of which no fp32 holds
             lses = spread * torch.rand(n, 40, 2, generator=generator) + middle
             lses[0, ::2], lses[-1, ::2] = middle + spread, middle
             outs, lses = outs.to(device), lses.to(device)
             assert_merged(merge_states(outs, lses, base=base), outs, lses, base=base)
-
-
-def test_what_no_fp32_holds_on_the_way(device: torch.device) -> None:
-    """exp(lse) overflows from 88 on and vanishes below -104; the differences do not."""
-    outs = torch.tensor([1.0, 2.0, 6.0], device=device).view(3, 1, 1, 1)
-    for middle in (1e4, -1e4, 3e38, -3e38):
-        lses = torch.full((3, 1, 1), middle, device=device)
-        out, lse = merge_states(outs, lses)
-        assert out.item() == 3 and lse.item() == pytest.approx(middle + 1.0986123, rel=1e-7)
 
 
 def test_large_and_small_values(device: torch.device) -> None:

@@ -36,14 +36,19 @@ SLOTS = 37
 ROWS = 19
 
 
-def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
-    """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
-    cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
-    k, v = views(CASES[0].buffers(device, (3, 8), torch.float16))[2:]
-    layer = cache.view[:, 1, :, :3]
-    twin = cache.twin()
-    store_cache(layer[:, 0], layer[:, 1], CASES[0].indices(device), k, v)
-    ref_store(twin.view[:, 1, 0, :3], twin.view[:, 1, 1, :3], CASES[0].indices(device), k, v)
+# Of slots of two heads of 320: a layer among others, of which only the first part of each head is
+# used; and one head with K of 192 and V of 128 side by side.
+SIDES = {"layers": lambda at: (at[:, 0, :24], at[:, 1, :24]),
+         "K and V": lambda at: (at[:, 1, :192], at[:, 1, 192:])}  # fmt: skip
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_both_caches_in_one_tensor(device: torch.device, sides: Any) -> None:
+    cache = make_buffer((SLOTS, 2, 320), torch.bfloat16, device)
+    new = make_buffer((ROWS, 2, 320), torch.bfloat16, device, seed=1).view
+    twin, indices = cache.twin(), CASES[0].indices(device)
+    store_cache(*sides(cache.view), indices, *sides(new))
+    ref_store(*sides(twin.view), indices, *sides(new))
     assert cache.same(twin)
 
 
@@ -89,21 +94,6 @@ def test_rows_of_two_sizes(
         for row_bytes, gap in ((k_bytes, 0), (v_bytes, 5))
     ]
     CASES[0].run_and_compare(buffers, CASES[0].indices(device, index_dtype))
-
-
-def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
-    """Heads of 192 and of 128 side by side: a slot is one row of memory."""
-    cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
-    new = make_buffer((ROWS, 2, 192 + 128), torch.bfloat16, device, seed=1).view
-    twin, indices = cache.twin(), CASES[0].indices(device)
-    sides = [
-        [whole[:, head, start:end] for start, end in ((0, 192), (192, 320))]
-        for whole, head in ((cache.view, 1), (new, 0), (twin.view, 1))
-    ]
-    (k_cache, v_cache), (k, v), (k_twin, v_twin) = sides
-    store_cache(k_cache, v_cache, indices, k, v)
-    ref_store(k_twin, v_twin, indices, k, v)
-    assert cache.same(twin)
 
 
 def test_one_kernel_serves_both_caches_and_one() -> None:
