@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import mistakes as common
 import torch
-from mistakes import (
-    Mistake,
-    bad_indices,
-    non_tensors,
-    not_ints,
-    not_words,
-    stride_text,
-    unreadable,
-    zeros,
-)
+from mistakes import Mistake, zeros
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -54,10 +46,10 @@ def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
     With `good`, also tensors that cannot be read.
     """
     table = []
-    for change, kind, text in non_tensors(name):
+    for change, kind, text in common.non_tensors(name):
         text = text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", "")
         table.append((change, kind, text))
-    return table if good is None else table + unreadable(name, good)
+    return table if good is None else table + common.unreadable(name, good)
 
 
 def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool = False) -> str:
@@ -106,7 +98,7 @@ def mistakes_of_partials(out: Place, lse: Place, like: str) -> list[Mistake]:
         table.append((lse.given(torch.zeros(shape)), ValueError, text))
     step, same, far = zeros(4, 2, 16)[..., ::2], zeros(4, 2, 1).expand(SHAPE), zeros(8, 4, 2)
     for wrong, stride in ((step, 2), (same, 0), (far.permute(1, 2, 0), 8)):
-        text = stride_text(out.name, stride, 2, [4, 2, 8], 1)
+        text = common.stride_text(out.name, stride, 2, [4, 2, 8], 1)
         table.append((out.given(wrong), ValueError, text))
     return table
 
@@ -142,7 +134,7 @@ def mistakes_of_results() -> list[Mistake]:
     """Of `output`, `lse` and `scale`, apart from overlaps."""
     table: list[Mistake] = []
     for name, good in (("output", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1))):
-        table += [*non_tensors(name, optional=True), *unreadable(name, good)]
+        table += [*common.non_tensors(name, optional=True), *common.unreadable(name, good)]
     odd = [torch.float64, torch.int32, torch.float8_e5m2, torch.bool]
     table += of_dtypes(Place("output"), odd, f"{FLOATS.replace(' or', ',')} or float8_e4m3fn")
     table += of_dtypes(Place("lse"), [*odd, FP8], FLOATS) + of_dtypes(
@@ -157,7 +149,7 @@ def mistakes_of_results() -> list[Mistake]:
         table.append(({"lse": torch.zeros(shape)}, ValueError, text))
     table += [
         ({"output": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
-         stride_text("output", 2, 2, [4, 2, 8], 1)),
+         common.stride_text("output", 2, 2, [4, 2, 8], 1)),
         ({"scale": None}, ValueError,
          "scale: None, expected a float32 tensor of 1 element, as output is float8_e4m3fn"),
         *(({"scale": torch.ones(n)}, ValueError, f"scale: shape [{n}], expected 1 element")
@@ -169,14 +161,14 @@ def mistakes_of_results() -> list[Mistake]:
     ]  # fmt: skip
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
         words = ("10", "E", "heads", known[0] + " ")
-        table += not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
+        table += common.not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
     return table
 
 
 def mistakes_of_count() -> list[Mistake]:
     good = torch.tensor([3, 2, 1, 0])
-    table = non_tensors("count", optional=True) + unreadable("count", good)
-    table += bad_indices("count", good)
+    table = common.non_tensors("count", optional=True) + common.unreadable("count", good)
+    table += common.bad_indices("count", good)
     each = "expected shape [1] or [4], one for each token"
     table += [
         ({"count": torch.ones(shape).int()}, ValueError, f"count: shape {shape}, {each}")
@@ -283,4 +275,4 @@ def mistakes_of_two() -> list[Mistake]:
         ({prefill: value}, ValueError, f"{prefill}: {value}, expected 0 or more")
         for value in (-1, -(2**63))
     ]
-    return table + not_ints(prefill, optional=True)
+    return table + common.not_ints(prefill, optional=True)

@@ -6,24 +6,14 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, distinct, random_bytes, to_index
 from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import (
-    Mistake,
-    bad_indices,
-    index_text,
-    not_ints,
-    not_num_sms,
-    not_tensors,
-    not_words,
-    overlap_text,
-    read_only,
-    stride_text,
-)
+from mistakes import Mistake
 from ref import ref_h2d_gather
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -324,11 +314,15 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, "dst", "src", "pairs")
-    table += not_tensors(good, "count", optional="count")
-    table += bad_indices("pairs", good["pairs"]) + read_only(good, "src", "dst", "pairs", "count")
-    table += not_ints("src_block_dim", "dst_block_dim")
-    table += not_num_sms() + not_words("method", '"auto", "sm" or "engine"', "gpu", optional=True)
+    table = common.not_tensors(good, "dst", "src", "pairs")
+    table += common.not_tensors(good, "count", optional="count")
+    table += common.bad_indices("pairs", good["pairs"]) + common.read_only(
+        good, "src", "dst", "pairs", "count"
+    )
+    table += common.not_ints("src_block_dim", "dst_block_dim")
+    table += common.not_num_sms() + common.not_words(
+        "method", '"auto", "sm" or "engine"', "gpu", optional=True
+    )
     wanted = "expected shape [..., 2] of (source block, destination block)"
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
     shared = (
@@ -345,7 +339,7 @@ def mistakes() -> list[Mistake]:
             ({side: torch.zeros(8)}, ValueError,
              f"{side}: shape [8], expected at least 2 dimensions"),
             ({side: torch.zeros(3, blocks, 8, 2)[..., 0]}, ValueError,
-             stride_text(side, 2, 2, [3, blocks, 8], 1)),
+             common.stride_text(side, 2, 2, [3, blocks, 8], 1)),
         ]  # fmt: skip
     table += [
         ({"src": good["src"].half()}, TypeError,
@@ -357,14 +351,14 @@ def mistakes() -> list[Mistake]:
          "layer as in dst (shape [3, 50, 8])"),
         ({"dst": torch.zeros(1, 50, 8).expand(3, 50, 8)}, ValueError, shared),
         ({"dst": good["src"][:, :15], "src": good["src"][:, 5:]}, ValueError,
-         overlap_text("dst", "src")),
+         common.overlap_text("dst", "src")),
         ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[1, 7].view(2, 2)}, ValueError,
-         overlap_text("pairs", "dst")),
+         common.overlap_text("pairs", "dst")),
         ({"dst": memory.view(torch.float32), "count": memory[1, 7, :1]}, ValueError,
-         overlap_text("count", "dst")),
+         common.overlap_text("count", "dst")),
         ({"count": torch.tensor([1, 2])}, ValueError, "count: shape [2], expected 1 element"),
         ({"dst": torch.zeros(3, 0, 8), "count": torch.tensor([1, 2])}, ValueError,
          "count: shape [2], expected 1 element"),
@@ -372,9 +366,9 @@ def mistakes() -> list[Mistake]:
          "count: dtype float32, expected int32 or int64"),
         ({"signals": 2}, TypeError, "signals: int, expected LayerSignals"),
         ({"pairs": torch.tensor([[0, 1], [20, 3]])}, IndexError,
-         index_text("pairs[..., 0]", 20, 1, 20)),
+         common.index_text("pairs[..., 0]", 20, 1, 20)),
         ({"pairs": torch.tensor([[0, 50]])}, IndexError,
-         index_text("pairs[..., 1]", 50, 0, 50)),
+         common.index_text("pairs[..., 1]", 50, 0, 50)),
     ]  # fmt: skip
     return table
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range, to_index
 from contract import Case, store_bits
-from mistakes import (
-    Mistake,
-    apart_text,
-    bad_indices,
-    index_text,
-    not_ints,
-    not_rows,
-    not_tensors,
-    overlap_text,
-    stride_text,
-    zeros,
-)
+from mistakes import Mistake, zeros
 from ref import ref_indexing, same_bits
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -260,7 +250,7 @@ def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
         *((value, f": {value}, {pair}") for value in (5, (5,), (1, 2, 3))),
         *((value, f": {value}, {two}") for value in ((None, 5), (None, None), (0, None))),
         *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
-          for one, _, one_text in not_ints(name, optional=True)),
+          for one, _, one_text in common.not_ints(name, optional=True)),
         ((0, 5.0), "[1]: float, expected an int"),
     ]  # fmt: skip
     return [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
@@ -285,9 +275,9 @@ def mistakes_of_ranges() -> list[Mistake]:
         ({"vocab_size": 2**63 - 1, "vocab_range": (2**63 - 1, 3)}, ValueError,
          f"vocab_size: {2**63 - 1}, expected at least {2**63 + 2}, the end of vocab_range"),
         *(({**_PART, **change}, kind, text)
-          for change, kind, text in not_ints("vocab_size", optional=True)),
+          for change, kind, text in common.not_ints("vocab_size", optional=True)),
         ({"vocab_size": 40, **_PART, "indices": torch.tensor([-3, 40, 39])}, IndexError,
-         index_text("indices", 40, 1, 40)),
+         common.index_text("indices", 40, 1, 40)),
         *(({**_PART, "added_range": added}, ValueError,
            f"added_range: {added}, expected no index of vocab_range (10, 30)")
           for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20))),
@@ -334,8 +324,8 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, "weights", "indices", "output", optional="output")
-    table += bad_indices("indices", good["indices"])[:-1]  # they need not be contiguous
+    table = common.not_tensors(good, "weights", "indices", "output", optional="output")
+    table += common.bad_indices("indices", good["indices"])[:-1]  # they need not be contiguous
     equally_spaced = "expected equally spaced rows; call .contiguous()"
     memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
@@ -345,18 +335,18 @@ def mistakes() -> list[Mistake]:
            f"output: shape {shape}, expected shape [3, 8]")
           for shape in ([4, 8], [3, 9], [24], [3, 4, 2])),
         ({"output": zeros(8, 3).t()}, ValueError,
-         stride_text("output", 3, 1, [3, 8], 1)),
+         common.stride_text("output", 3, 1, [3, 8], 1)),
         ({"output": zeros(2, 5, 8)[:, :3], "indices": torch.zeros(2, 3, dtype=torch.int32)},
          ValueError,
          f"output: stride 40 in dimension 0 of shape [2, 3, 8], {equally_spaced}"),
-        ({"output": zeros(1, 8).expand(3, 8)}, ValueError, apart_text("output", 0, [3, 8])),
+        ({"output": zeros(1, 8).expand(3, 8)}, ValueError, common.apart_text("output", 0, [3, 8])),
         ({"output": good["weights"][4:7], "weights": good["weights"]}, ValueError,
-         overlap_text("output", "weights")),
-        *not_rows("weights", [50, 8]),
+         common.overlap_text("output", "weights")),
+        *common.not_rows("weights", [50, 8]),
         ({"output": memory.view(torch.float32), "indices": memory[1, :3]}, ValueError,
-         overlap_text("indices", "output")),
+         common.overlap_text("indices", "output")),
         ({"indices": torch.tensor([0, 50, 51])}, IndexError,
-         index_text("indices", 50, 1, 50)),
+         common.index_text("indices", 50, 1, 50)),
     ]  # fmt: skip
     return table + mistakes_of_ranges()
 
