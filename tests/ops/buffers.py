@@ -64,19 +64,28 @@ def make_buffer(
 
     ``offset`` moves the base by so many items from an address that is aligned to 64 bytes.
     """
-    item_bytes = dtype.itemsize
-    row_items = int(torch.Size(shape[1:]).numel())
-    guard = GUARD_BYTES // item_bytes
-    items = guard + offset + shape[0] * (row_items + gap) + guard
-    whole = random_bytes(items * item_bytes, seed)
-    if pinned:
-        whole = whole.pin_memory()
-    whole = whole.to(device)
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * max(shape[d + 1], 1)
     if len(shape) > 0:
-        strides[0] = row_items + gap
+        strides[0] = int(torch.Size(shape[1:]).numel()) + gap
+    return strided_buffer(shape, strides, dtype, device, offset=offset, pinned=pinned, seed=seed)
+
+
+def strided_buffer(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    offset: int = 0,
+    pinned: bool = False,
+    seed: int = 0,
+) -> Buffer:
+    guard, item_bytes = GUARD_BYTES // dtype.itemsize, dtype.itemsize
+    reach = 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
+    whole = random_bytes((guard + offset + reach + guard) * item_bytes, seed)
+    whole = whole.pin_memory() if pinned else whole.to(device)
     view = whole.view(dtype).as_strided(tuple(shape), tuple(strides), guard + offset)
     return Buffer(whole, view)
 
@@ -101,6 +110,11 @@ def distinct(count: int, below: int, seed: int = 0) -> list[int]:
     """Return ``count`` different row numbers in random order."""
     generator = torch.Generator().manual_seed(seed)
     return [int(i) for i in torch.randperm(below, generator=generator)[:count]]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, distinct, out_of_range, random_bytes
-from test_copy_blocks import DIRECTIONS, ways
+from buffers import INT_DTYPES, distinct, out_of_range, random_bytes, synchronize
+from test_copy_blocks import CPU, DIRECTIONS, ways
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +19,6 @@ from jitkern import BlockBuffers, LayerSignals, copy_blocks
 from jitkern.offload import OffloadEngine, PinnedPool
 
 LAYERS, BLOCKS, HOST_BLOCKS = 5, 17, 29
-CPU = torch.device("cpu")
 
 
 def memory(device: torch.device, *shape: int, pinned: bool = False) -> Tensor:
@@ -102,11 +101,6 @@ def expect(read_src: Any, before: list[Tensor], pairs: Tensor) -> list[Tensor]:
             if a >= 0 and b >= 0:
                 target[b] = source[a]
     return before
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def run(device: torch.device, case: Case, pairs: Tensor, given: Any = None, **how: Any) -> None:

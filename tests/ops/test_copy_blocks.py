@@ -9,7 +9,7 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, random_bytes, to_index
+from buffers import INT_DTYPES, Buffer, distinct, make_buffer, to_index
 from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from jitkern import copy_blocks
 
+CPU = torch.device("cpu")
 LAYERS, SRC_BLOCKS, DST_BLOCKS = 3, 13, 17
 DIRECTIONS = ("h2d", "d2h", "d2d")
 LAYOUTS = list(itertools.product((0, 1), repeat=2))  # the block dimensions of dst and src
@@ -39,46 +40,22 @@ def ref_copy_blocks(
             to[b].copy_(source[a].to(dst.device))
 
 
-def shape_of(blocks: int, block_dim: int, layers: int = LAYERS) -> list[int]:
-    return [layers, blocks] if block_dim == 1 else [blocks, layers]
-
-
-def block_buffer(
-    shape: list[int],
-    item: int,
-    device: torch.device,
-    *,
-    pinned: bool = False,
-    gaps: tuple[int, int] = (0, 0),
-    offset: int = 0,
-    seed: int = 0,
-) -> Buffer:
-    """Make bytes `[*shape, item]` inside of random ones; gaps behind rows, and behind blocks."""
-    inner = item + gaps[1]
-    outer = shape[1] * inner + gaps[0]
-    whole = random_bytes(512 + offset + shape[0] * outer + 512, seed)
-    whole = whole.pin_memory() if pinned else whole.to(device)
-    return Buffer(whole, whole.as_strided((*shape, item), (outer, inner, 1), 512 + offset))
+def shape_of(blocks: int, block_dim: int) -> list[int]:
+    return [LAYERS, blocks] if block_dim == 1 else [blocks, LAYERS]
 
 
 def buffers_for(
-    device: torch.device,
-    direction: str,
-    dims: tuple[int, int],
-    item: int,
-    layers: int = LAYERS,
-    **how: Any,
+    device: torch.device, direction: str, dims: tuple[int, int], item: int
 ) -> tuple[Buffer, Buffer]:
     """A destination and a source; on the CPU both are there, whatever the direction."""
-    made = []
-    for blocks, dim, on_host, seed in (
-        (DST_BLOCKS, dims[0], direction == "d2h", 1),
-        (SRC_BLOCKS, dims[1], direction == "h2d", 2),
-    ):
+
+    def side(blocks: int, dim: int, on_host: bool, seed: int) -> Buffer:
         pinned = on_host and device.type == "cuda"
-        shape = shape_of(blocks, dim, layers)
-        made.append(block_buffer(shape, item, device, pinned=pinned, seed=seed, **how))
-    return made[0], made[1]
+        shape = [*shape_of(blocks, dim), item]
+        return make_buffer(shape, device=CPU if on_host else device, pinned=pinned, seed=seed)
+
+    dst = side(DST_BLOCKS, dims[0], direction == "d2h", 1)
+    return dst, side(SRC_BLOCKS, dims[1], direction == "h2d", 2)
 
 
 def pairs_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -108,8 +85,7 @@ def run_and_compare(
 
 def ways(device: torch.device) -> list[tuple[torch.device, str]]:
     """Where pairs may be, and the methods that go with them there."""
-    cpu = torch.device("cpu")
-    on_cpu = [(cpu, method) for method in ("auto", "sm", "engine")]
+    on_cpu = [(CPU, method) for method in ("auto", "sm", "engine")]
     return on_cpu if device.type == "cpu" else [*on_cpu, (device, "auto"), (device, "sm")]
 
 
@@ -232,7 +208,7 @@ def test_the_engine_in_a_cuda_graph() -> None:
     """Its copies are of the blocks that the pairs named when it was captured."""
     device = torch.device("cuda")
     dst, src = buffers_for(device, "h2d", (1, 1), 4096)
-    pairs = pairs_of(torch.device("cpu"))
+    pairs = pairs_of(CPU)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copy_blocks(src.view, dst.view, pairs, method="engine")

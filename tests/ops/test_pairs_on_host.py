@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, make_buffer, random_bytes
+from buffers import INT_DTYPES, Buffer, make_buffer, random_bytes, synchronize
 from ref import ref_h2d_gather
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -46,11 +46,6 @@ def pairs_of(
     pairs[5::11, 1] = -(2**31)
     pairs[9::13] = torch.tensor([sources + 5, -1])  # padding counts before the bound
     return pairs
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 # -- several chunks of rows, several blocks of pairs -----------------------------------------------
@@ -124,18 +119,18 @@ def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> No
 COUNT, ROW_BYTES = 20_000, 656  # 13 MB, which the chunks hold, so that a call need not wait
 
 
-def keep_busy(cycles: int = 200_000_000) -> None:
+def keep_busy() -> None:
     """Have the current stream do nothing for 0.1 s, in which what it is told next has not begun."""
-    torch.cuda._sleep(cycles)
+    torch.cuda._sleep(200_000_000)
 
 
-def host_rows(method: str = "sm", count: int = COUNT, row_bytes: int = ROW_BYTES) -> Tensor:
-    rows = random_bytes(count * row_bytes, seed=3).view(count, row_bytes)
+def host_rows(method: str = "sm", count: int = COUNT) -> Tensor:
+    rows = random_bytes(count * ROW_BYTES, seed=3).view(count, ROW_BYTES)
     return rows if method in ("auto", "cpu") else rows.pin_memory()
 
 
-def gpu_rows(count: int = COUNT, seed: int = 1) -> Buffer:
-    return make_buffer((count, ROW_BYTES), device="cuda", seed=seed)
+def gpu_rows(count: int = COUNT) -> Buffer:
+    return make_buffer((count, ROW_BYTES), device="cuda", seed=1)
 
 
 def gathered(src: Tensor, dst: Buffer, pairs: Tensor) -> Buffer:
