@@ -12,12 +12,7 @@
 
 namespace emulate {
 
-using jitkern::FaultRecord;
-using jitkern::FaultSite;
-using jitkern::i32;
-using jitkern::i64;
-using jitkern::u32;
-using jitkern::u64;
+using namespace jitkern;  // what emulate has of the same name goes first
 
 // What is running now; every failure is reported with it.
 extern std::string now_running;

@@ -8,19 +8,12 @@
 
 namespace emulate {
 
-using jitkern::BlockSide;
-using jitkern::BufferEntry;
-using jitkern::CopyBlocksParams;
-using jitkern::HostSide;
-using jitkern::kHostSource;
-using jitkern::kHostTarget;
-
 constexpr Config kConfig{COPY_BLOCKS_CONFIG};
 
 // A kernel whose pairs are in its parameters.
 template <class Kernel>
 void run_inline(const CopyBlocksParams& p) {
-  jitkern::InlineBlocksParams params;
+  InlineBlocksParams params;
   static_cast<CopyBlocksParams&>(params) = p;
   std::memcpy(params.inline_pairs, p.pairs, static_cast<size_t>(8 * p.num_pairs));
   params.pairs = nullptr;
@@ -31,8 +24,8 @@ template <int kVecBytes, int kIndexBytes, HostSide kLinesOf>
 void add(Specialisations<CopyBlocksParams>& list) {
   constexpr int kInFlight =
       kLinesOf == kHostTarget ? COPY_BLOCKS_WRITE_IN_FLIGHT : COPY_BLOCKS_READ_IN_FLIGHT;
-  using Kernel = jitkern::CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads,
-                                     kConfig.max_occupancy, kInFlight, kLinesOf>;
+  using Kernel = CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads, kConfig.max_occupancy,
+                            kInFlight, kLinesOf>;
   if constexpr (kIndexBytes == 0) {
     list.push_back({0, kVecBytes, 0, kLinesOf, Kernel::kNumThreads, run_inline<Kernel>});
   } else {
@@ -103,7 +96,7 @@ struct Side {
 
 void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random) {
   const int vec_bytes = kernel.vec_bytes;
-  const i64 segment = jitkern::segment_bytes(vec_bytes);
+  const i64 segment = segment_bytes(vec_bytes);
   const bool alike = random.below(3) > 0;
   const i64 num_rows = alike ? random.pick({1, 1, 2, 5}) : 1;
   const i64 num_flags = random.pick({1, 2, 3});
@@ -164,7 +157,7 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   params.row_bytes = alike ? row_bytes[0] : 0;
   const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
   const i64 lead = (lines_of_dst ? dst : src).lead;
-  params.num_segments = jitkern::segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
+  params.num_segments = segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
   params.pace_ns = random.pick({0u, 0u, 200u});
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;

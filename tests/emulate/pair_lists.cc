@@ -9,8 +9,6 @@
 
 namespace emulate {
 
-using jitkern::ListParams;
-
 constexpr i64 kRowBytes = 24;
 constexpr FaultSite kSlotMapSite{7};
 
@@ -150,8 +148,8 @@ void one_run(Random& random) {
   list.slot_map_site = kSlotMapSite;
   list.regions = region_buffers.regions(list.last_entries);
   if (ordered) list.ranks = ranks.words();
-  using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
-  using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using List = ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using Place = PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   run_list<List>(call.num_pairs, list, random);
   const bool changes = ordered && random.below(8) == 0;
   if (ordered) scan(list.regions, random);
@@ -173,7 +171,6 @@ int main() {
   rounds("pair_lists", 600, [&](Random& random, int run) {
     run % 2 ? one_run<i32, kHostSource>(random) : one_run<i64, kHostSource>(random);
     if (run % 3 != 0) return;
-    run % 2 ? one_run<i32, jitkern::kHostTarget>(random)
-            : one_run<i64, jitkern::kHostTarget>(random);
+    run % 2 ? one_run<i32, kHostTarget>(random) : one_run<i64, kHostTarget>(random);
   });
 }

@@ -7,8 +7,6 @@
 
 namespace emulate {
 
-using jitkern::PairCopyParams;
-
 constexpr FaultSite kSrcSite{5}, kDstSite{6};
 
 // Whether a pair is of rows to copy; one that is out of range may be the fault.

@@ -10,10 +10,6 @@
 
 namespace emulate {
 
-using jitkern::kUnwritten;
-using jitkern::PeerCopyParams;
-using jitkern::PeerListParams;
-
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
@@ -69,8 +65,8 @@ struct Expected {
 template <class Int, HostSide kSide>
 struct Rank {
   static constexpr int kIndexBytes = sizeof(Int);
-  using List = jitkern::ListPeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
-  using Place = jitkern::PlacePeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using List = ListPeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using Place = PlacePeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
 
   const Call& call;
   IntBuffer pairs, table, last_entries, fetches, copies, places, cursors;
@@ -86,7 +82,7 @@ struct Rank {
         fetches("fetches", 2 * of.num_pairs, -1, kIndexBytes),
         copies("copies", 2 * of.num_pairs, -9, kIndexBytes),
         places("places", of.num_pairs, -9, 4),
-        cursors("cursors", jitkern::kNumRegions, -1, 4),
+        cursors("cursors", kNumRegions, -1, 4),
         regions(regions_of(of, seed)),
         fault(random.pick({0u, 0u, 0u, 1u, 2u})) {
     for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -200,10 +196,10 @@ void one_run(Random& random) {
     const auto [source, target] = call.pair(i);
     for (auto& dst : dsts) std::memcpy(dst->expected(target), src.row(source), kRowBytes);
   }
-  using Copy = std::conditional_t<
-      kSide == kHostSource,
-      jitkern::PeerGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>,
-      jitkern::PeerScatter<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>>;
+  using Copy =
+      std::conditional_t<kSide == kHostSource,
+                         PeerGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>,
+                         PeerScatter<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>>;
   std::vector<PeerCopyParams> calls;
   for (u32 r = 0; r < num_ranks; ++r) {
     Rank<Int, kSide>& rank = *ranks[r];
@@ -241,7 +237,7 @@ int main() {
   rounds("peer_lists", 120, [&](Random& random, int) {
     one_run<i32, kHostSource>(random);
     one_run<i64, kHostSource>(random);
-    one_run<i32, jitkern::kHostTarget>(random);
-    one_run<i64, jitkern::kHostTarget>(random);
+    one_run<i32, kHostTarget>(random);
+    one_run<i64, kHostTarget>(random);
   });
 }

@@ -12,9 +12,6 @@
 
 namespace emulate {
 
-using jitkern::kUnwritten;
-using jitkern::PeerReduceParams;
-
 constexpr FaultSite kSite{9};
 
 struct PeerKernel {
@@ -39,22 +36,22 @@ class PeerSum {
     std::vector<PeerKernel> own;
     const bool is_sum = random.below(6) != 0;  // a barrier is short, and sums are what can go wrong
     for (const PeerKernel& one : kernels) {
-      const bool is_wanted = !is_sum || one.way != jitkern::kMeet;
+      const bool is_wanted = !is_sum || one.way != kMeet;
       if (one.num_ranks == static_cast<int>(num_ranks) && is_wanted) own.push_back(one);
     }
     const PeerKernel& like = own[static_cast<size_t>(random.below(i64(own.size())))];
     type_ = like.type, way_ = like.way;
-    item_bytes_ = jitkern::item_bytes_of(type_);
+    item_bytes_ = item_bytes_of(type_);
     const i64 of_vec = 16 / item_bytes_;
     num_items_ =
         random.pick({i64(1), random.below(9) + 1, of_vec * random.below(vecs + 1) + 1,
                      of_vec * (1 + random.below(vecs)), random.below(3 * of_vec * vecs) + 1,
                      random.below(30 * of_vec) == 0 ? i64(4000) : i64(of_vec)});
-    if (way_ == jitkern::kTwoShot && num_items_ * item_bytes_ <= 16 * (num_ranks - 1)) {
+    if (way_ == kTwoShot && num_items_ * item_bytes_ <= 16 * (num_ranks - 1)) {
       num_items_ += of_vec * num_ranks;
     }
-    if (way_ == jitkern::kScatter) num_items_ *= num_ranks;  // of x
-    if (way_ == jitkern::kMeet) num_items_ = of_vec;         // which nobody reads
+    if (way_ == kScatter) num_items_ *= num_ranks;  // of x
+    if (way_ == kMeet) num_items_ = of_vec;         // which nobody reads
     for (u32 r = 0; r < num_ranks; ++r) ranks.push_back(any_rank(r, kernels, random));
     expect();
   }
@@ -66,17 +63,17 @@ class PeerSum {
     return (p.blocks.share(block).count + p.slots.vecs - 1) / p.slots.vecs;
   }
 
-  bool is_one_shot() const { return way_ == jitkern::kOneShot || is_barrier(); }
-  bool is_barrier() const { return way_ == jitkern::kMeet; }
-  bool is_two_shot() const { return way_ == jitkern::kTwoShot; }
+  bool is_one_shot() const { return way_ == kOneShot || is_barrier(); }
+  bool is_barrier() const { return way_ == kMeet; }
+  bool is_two_shot() const { return way_ == kTwoShot; }
 
   // What rank `r` should have by now.
   void check(u32 r, bool is_done) {
     Rank& rank = ranks[r];
     RowBuffer& out = rank.out == nullptr ? *rank.x : *rank.out;
     if (is_done && !is_barrier()) {
-      const i64 begin = way_ == jitkern::kScatter ? num_items_ / num_ranks_ * r : 0;
-      const i64 count = way_ == jitkern::kScatter ? num_items_ / num_ranks_ : num_items_;
+      const i64 begin = way_ == kScatter ? num_items_ / num_ranks_ * r : 0;
+      const i64 count = way_ == kScatter ? num_items_ / num_ranks_ : num_items_;
       char* const to = out.expected(0) + (rank.out == nullptr ? begin * item_bytes_ : 0);
       for (i64 i = 0; i < count; ++i) {
         std::memcpy(to + i * item_bytes_, &sums_[static_cast<size_t>(begin + i)],
@@ -96,8 +93,8 @@ class PeerSum {
     for (const PeerKernel& one : kernels) {
       const bool is_like =
           one.num_ranks == static_cast<int>(num_ranks_) && one.type == type_ && one.way == way_;
-      const bool is_aligned = way_ != jitkern::kScatter ||
-                              num_items_ / num_ranks_ * item_bytes_ % one.access_bytes == 0;
+      const bool is_aligned =
+          way_ != kScatter || num_items_ / num_ranks_ * item_bytes_ % one.access_bytes == 0;
       if (is_like && is_aligned) fitting.push_back(one);
     }
     if (fitting.empty()) fail("no such kernel");
@@ -105,7 +102,7 @@ class PeerSum {
     Rank rank;
     rank.run = kernel.run;
     const i64 bytes = num_items_ * item_bytes_;
-    const bool is_scatter = way_ == jitkern::kScatter;
+    const bool is_scatter = way_ == kScatter;
     const auto buffer = [&](const char* name, i64 num_bytes) {
       const i64 offset = kernel.access_bytes * random.below(128 / kernel.access_bytes);
       return std::make_unique<RowBuffer>(name, 1, num_bytes, num_bytes, offset, random);
@@ -130,12 +127,12 @@ class PeerSum {
     p.tail_bytes = static_cast<u32>(bytes % 16);
     p.part_bytes = bytes;
     p.num_vecs = vecs;
-    if (way_ == jitkern::kTwoShot) {
+    if (way_ == kTwoShot) {
       p.part_bytes = vecs / num_ranks_ * 16;
       p.longer_parts = vecs % num_ranks_;
       p.num_vecs = (vecs + num_ranks_ - 1) / num_ranks_;
     }
-    if (way_ == jitkern::kScatter) {
+    if (way_ == kScatter) {
       p.part_bytes = bytes / num_ranks_;
       p.tail_bytes = static_cast<u32>(p.part_bytes % 16);
       p.num_vecs = static_cast<u32>((p.part_bytes + 15) / 16);
@@ -145,9 +142,7 @@ class PeerSum {
   // Numbers of all kinds, and the bits that slots hold where nothing is written.
   void fill(Rank& rank, Random& random) const {
     const u32 all = item_bytes_ == 4 ? ~0u : 0xffff;
-    const u32 one = type_ == jitkern::kFloat32   ? 0x3f800000
-                    : type_ == jitkern::kFloat16 ? 0x3c00
-                                                 : 0x3f80;
+    const u32 one = type_ == kFloat32 ? 0x3f800000 : type_ == kFloat16 ? 0x3c00 : 0x3f80;
     const i64 kind = random.below(4);
     for (i64 i = 0; i < num_items_; ++i) {
       const u32 any = static_cast<u32>(random.bits()) & all;
@@ -163,17 +158,17 @@ class PeerSum {
   template <int kType>
   u32 sum(size_t i) const {
     const auto value = [&](const Rank& rank) {
-      return jitkern::float_of<kType>(static_cast<jitkern::Bits<kType>>(rank.items[i]));
+      return float_of<kType>(static_cast<Bits<kType>>(rank.items[i]));
     };
     float sum = value(ranks[0]);
     for (u32 r = 1; r < num_ranks_; ++r) sum += value(ranks[r]);
-    return jitkern::bits_as<kType>(sum != sum ? jitkern::float_of_bits(0x7fffffff) : sum);
+    return bits_as<kType>(sum != sum ? float_of_bits(0x7fffffff) : sum);
   }
   void expect() {
     for (size_t i = 0; i < static_cast<size_t>(num_items_); ++i) {
-      sums_.push_back(type_ == jitkern::kFloat32   ? sum<jitkern::kFloat32>(i)
-                      : type_ == jitkern::kFloat16 ? sum<jitkern::kFloat16>(i)
-                                                   : sum<jitkern::kBFloat16>(i));
+      sums_.push_back(type_ == kFloat32   ? sum<kFloat32>(i)
+                      : type_ == kFloat16 ? sum<kFloat16>(i)
+                                          : sum<kBFloat16>(i));
     }
   }
 
@@ -185,7 +180,7 @@ class PeerSum {
 
 template <int kType, int kRanks, int kAccessBytes, int kWay, int kInFlight>
 struct Kernel {
-  using Reduce = jitkern::PeerReduce<kType, kRanks, kAccessBytes, kWay, 512, 1, true, kInFlight>;
+  using Reduce = PeerReduce<kType, kRanks, kAccessBytes, kWay, 512, 1, true, kInFlight>;
   static PeerKernel described() { return {kType, kRanks, kAccessBytes, kWay, Reduce::run}; }
 };
 
@@ -273,8 +268,8 @@ class Round {
     }
     return calls;
   }
-  jitkern::PeerControl& control(u32 rank) {
-    return *reinterpret_cast<jitkern::PeerControl*>(workspaces_[rank]->data());
+  PeerControl& control(u32 rank) {
+    return *reinterpret_cast<PeerControl*>(workspaces_[rank]->data());
   }
   void give_params(u32 k) {
     PeerSum& call = calls_[k];
@@ -286,7 +281,7 @@ class Round {
       }
       p.slots = slots_;
       call.num_blocks = std::min(blocks, p.num_vecs);
-      p.blocks = jitkern::PeerShares::of(p.num_vecs, call.num_blocks);
+      p.blocks = PeerShares::of(p.num_vecs, call.num_blocks);
       p.rank = r;
       p.number = k + 1;
       p.site = kSite;
@@ -432,13 +427,13 @@ class Round {
       failures_[r]->check();
       faults_[r]->check();
       if (is_broken) continue;
-      for (u32 b = 0; b < jitkern::kMostPeerBlocks; ++b) {
+      for (u32 b = 0; b < kMostPeerBlocks; ++b) {
         u32 epoch = first_epoch_;
         for (u32 k = 0; k < num_calls(); ++k) epoch += calls_[k].epochs_of(b);
         if (control(r).epochs[b] != epoch) fail("the epoch of block " + std::to_string(b));
       }
       if (control(r).intact != kUnwritten) fail("broken, though all came");
-      const i64 begin = jitkern::kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
+      const i64 begin = kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
       for (i64 i = begin; i < end; ++i) {
         if (workspaces_[r]->data()[i] != kUnwritten) fail("leaves something written");
       }
@@ -455,7 +450,7 @@ class Round {
 
   Random& random_;
   const u32 num_ranks_, num_threads_, num_blocks_;
-  const jitkern::PeerSlots slots_;
+  const PeerSlots slots_;
   std::vector<PeerSum> calls_;
   std::vector<i64> at_;  // the call of each fiber
   std::vector<i64> slow_;

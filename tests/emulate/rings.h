@@ -12,20 +12,14 @@
 
 namespace emulate {
 
-using jitkern::Descriptor;
-using jitkern::ring_count;
-using jitkern::ring_generation;
-using jitkern::ring_word;
-using jitkern::RingHeader;
-
 // Of exactly the bytes that a ring has. What nobody reads is poisoned.
 class RingMemory {
  public:
   RingMemory(unsigned num_slots, unsigned max_descriptors)
-      : header(jitkern::ring_layout(num_slots, max_descriptors)),
+      : header(ring_layout(num_slots, max_descriptors)),
         base(static_cast<char*>(std::aligned_alloc(128, static_cast<size_t>(header.num_bytes)))) {
     std::memset(base, 0, static_cast<size_t>(header.num_bytes));
-    jitkern::ring_init(base, num_slots, max_descriptors);
+    ring_init(base, num_slots, max_descriptors);
   }
   ~RingMemory() { std::free(base); }
   RingMemory(const RingMemory&) = delete;
@@ -154,7 +148,7 @@ class StepwiseProducer {
   std::map<u64, std::vector<Descriptor>> pushed;  // by ticket, whole
 
  private:
-  jitkern::RingProducer producer() const { return jitkern::RingProducer(own_.base); }
+  RingProducer producer() const { return RingProducer(own_.base); }
   void list_stores(size_t count) {
     at_ = 0;
     stores_.clear();
@@ -226,22 +220,22 @@ class Content {
       };
       if (one.len == 0) continue;
       if (src_end > src_bytes_) {
-        wrong(jitkern::kSrcPart, src_end, src_bytes_);
+        wrong(kSrcPart, src_end, src_bytes_);
       } else if (one.dst_off < 0) {
-        wrong(jitkern::kDstPart, one.dst_off, dst_bytes_);
+        wrong(kDstPart, one.dst_off, dst_bytes_);
       } else {
         each_piece(one,
                    [&](char* target, const char* source) { std::memcpy(target, source, one.len); });
       }
     }
   }
-  void give_to(jitkern::UnpackParams& params) {
+  void give_to(UnpackParams& params) {
     params.dst = dst.row(0);
     params.src = src.row(0);
     params.dst_bytes = dst_bytes_;
     params.src_bytes = src_bytes_;
     params.reads_host = random_.below(3) == 0;
-    for (u32 part = 0; part < jitkern::kNumParts; ++part) {
+    for (u32 part = 0; part < kNumParts; ++part) {
       params.sites[part] = FaultSite(u32(kFirstSite) + part);
     }
   }
@@ -293,8 +287,8 @@ class RingRound {
   void check(bool is_so, const char* what) const {
     if (!is_so) fail(what);
   }
-  jitkern::RingParams ring_params(u64 call, FaultWord& fault) {
-    jitkern::RingParams params{};
+  RingParams ring_params(u64 call, FaultWord& fault) {
+    RingParams params{};
     params.ring = ring_.header;
     params.base = ring_.base;
     params.dones = dones().base + ring_.header.dones_at;
@@ -324,8 +318,8 @@ class RingRound {
   const bool is_copy_;  // what kernels read is not where the completion words are
   RingMemory ring_, host_;
   Content content_;
-  u64 turn_ = 0;  // the ticket that is next, as the kernel should have it
-  std::vector<jitkern::RingState> state_{1};  // of exactly its size
+  u64 turn_ = 0;                     // the ticket that is next, as the kernel should have it
+  std::vector<RingState> state_{1};  // of exactly its size
   StepwiseProducer producer_;
   Halves halves_;
 

@@ -10,11 +10,6 @@
 
 namespace emulate {
 
-using jitkern::cluster_sync;
-using jitkern::load_acquire;
-using jitkern::load_fresh;
-using jitkern::of_block;
-
 constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kShuffled};
 
 #define EXPECT(condition) \
@@ -102,7 +97,7 @@ void fresh_loads_work(Order order) {
   // The producer is another block of the cluster.
   on_fresh_load = let_others_run;
   launch_clusters({2}, {1}, 2, order, [&] {
-    if (blockIdx.x == 0) jitkern::store_release(&word, 9);
+    if (blockIdx.x == 0) store_release(&word, 9);
     while (load_acquire(&word) != 9) continue;
   });
   on_fresh_load = nullptr;
@@ -110,7 +105,7 @@ void fresh_loads_work(Order order) {
   on_system_store = [&](const void* to) { EXPECT(to == &word && word == 9); };
   fresh_vector = [](const uint4*) { return make_uint4(6, 7, 8, 9); };
   launch_fibers({1}, {1}, order, [&] {
-    jitkern::store_release(&word, 10);
+    store_release(&word, 10);
     EXPECT(word == 10 && load_fresh(&values).w == 9);
     EXPECT(jitkern::claim(&word, 3) == 10 && word == 10);
   });
@@ -135,7 +130,7 @@ void mistake(std::string_view kind) {
   if (kind == "read behind a row") sink = rows.row(1)[12];
   if (kind == "write inside a row") rows.row(2)[3] ^= 1;
   if (kind == "read behind the indices") sink = static_cast<const char*>(ints.data())[12];
-  if (kind == "unaligned vector") sink = jitkern::load_vec<8>(rows.row(0) + 4).x;
+  if (kind == "unaligned vector") sink = load_vec<8>(rows.row(0) + 4).x;
   if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
   if (kind == "signed overflow") sink = large + 1;
   if (kind == "barrier not for all") warp([] { threadIdx.x < 31 ? __syncthreads() : void(); });

@@ -6,15 +6,12 @@
 
 namespace emulate {
 
-using jitkern::RingState;
-using jitkern::ServeParams;
-
 constexpr Config kConfig{UNPACK_SERVE_CONFIG};
 
 constexpr int kThreads = 64;
-using Serve = jitkern::ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                 UNPACK_SERVE_PIECE_IN_FLIGHT, UNPACK_SERVE_IN_FLIGHT,
-                                 UNPACK_PARTS_IN_FLIGHT, 4>;
+using Serve =
+    ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl, UNPACK_SERVE_PIECE_IN_FLIGHT,
+              UNPACK_SERVE_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, 4>;
 
 constexpr int kRounds = 80;
 constexpr u64 kCall = (5ull << 32) + 1;

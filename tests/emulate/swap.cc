@@ -17,10 +17,9 @@ constexpr Config config(int variant) { return variant & kSmallCall ? kSmallConfi
 
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
 void add(Specialisations<SwapParams>& list) {
-  using Kernel =
-      jitkern::SwapRows<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
-                        kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
-                        !(kVariant & kSmallCall), in_flight(kVariant)>;
+  using Kernel = SwapRows<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
+                          kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                          !(kVariant & kSmallCall), in_flight(kVariant)>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -44,9 +43,9 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const int vec_bytes = kernel.vec_bytes;
   const bool line_aligned = kernel.variant & kLineAligned;
   const bool small_call = kernel.variant & kSmallCall;
-  const i64 window = jitkern::window_bytes(row_bytes, vec_bytes, line_aligned);
-  const int vecs = jitkern::swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
-  const jitkern::GroupShape shape = jitkern::group_shape(window, vec_bytes, vecs);
+  const i64 window = window_bytes(row_bytes, vec_bytes, line_aligned);
+  const int vecs = swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
+  const GroupShape shape = group_shape(window, vec_bytes, vecs);
   // Where the lanes of a warp wait for each other, blocks are small.
   const bool talks = !line_aligned && shape.splits == 1;
   const unsigned num_threads = talks ? 64 : kernel.num_threads;

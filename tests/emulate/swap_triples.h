@@ -7,8 +7,6 @@
 
 namespace emulate {
 
-using jitkern::SwapParams;
-
 constexpr FaultSite kFetchSite{5};
 constexpr FaultSite kSlotSite{6};
 constexpr FaultSite kBackSite{7};

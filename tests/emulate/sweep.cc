@@ -38,7 +38,7 @@ std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_byte
   return flat;
 }
 
-i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random) {
+i64 any_num_rows(const GroupShape& shape, i64 threads_per_block, Random& random) {
   const i64 full = std::max(i64(1), threads_per_block / (shape.lanes * shape.splits) * shape.rows);
   return random.pick({i64(1), i64(2), full, full - (full > 1), full + 1, full * 5 / 2 + 1});
 }

@@ -96,7 +96,7 @@ void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random)
 std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random);
 
 // How many rows fill a block, miss it by one, or spread over several; few where rows are long.
-i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random);
+i64 any_num_rows(const GroupShape& shape, i64 threads_per_block, Random& random);
 
 // Compares each with what is expected of it.
 template <class... Buffers>

@@ -6,10 +6,6 @@
 
 namespace emulate {
 
-using jitkern::ConsumeParams;
-using jitkern::RingBoard;
-using jitkern::RingState;
-
 constexpr Config kConfig{UNPACK_RING_CONFIG};
 constexpr int kRounds = 100, kCalls = 10;
 
@@ -21,9 +17,9 @@ struct Kernel {
 
 template <int kThreads>
 Kernel kernel() {
-  using Consume = jitkern::ConsumeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                       UNPACK_RING_PIECE_IN_FLIGHT, UNPACK_RING_IN_FLIGHT,
-                                       UNPACK_PARTS_IN_FLIGHT, 4>;
+  using Consume =
+      ConsumeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl, UNPACK_RING_PIECE_IN_FLIGHT,
+                  UNPACK_RING_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, 4>;
   return {kThreads, Consume::Reader::kAtOnce, Consume::run};
 }
 
