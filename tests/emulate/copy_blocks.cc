@@ -1,7 +1,5 @@
 // copy_blocks between lists of buffers: any address per layer, parts, rows, sizes that differ,
 // pairs as two vectors, and a flag for each layer once all of its bytes are there.
-#include <memory>
-
 #include "ops/copy_blocks.cu"
 
 #include "pairs.h"
@@ -42,7 +40,7 @@ struct Side {
   bool is_table;
   i64 stride_bytes;
   i64 lead = -1;  // of all rows, if they begin at one place of their lines
-  std::vector<std::unique_ptr<RowBuffer>> buffers;
+  std::vector<RowBuffer> buffers;
   std::vector<BufferEntry> entries;
 
   Side(const char* name, i64 blocks, const std::vector<i64>& row_bytes, i64 num_rows, bool alike,
@@ -60,19 +58,18 @@ struct Side {
     const i64 layers = static_cast<i64>(row_bytes.size());
     const auto add_buffer = [&](i64 rows, i64 bytes) {
       const i64 offset = lead < 0 ? random.below(128 / vec_bytes) * vec_bytes : lead;
-      buffers.push_back(
-          std::make_unique<RowBuffer>(name, rows, bytes, stride_bytes, offset, random));
+      buffers.emplace_back(name, rows, bytes, stride_bytes, offset, random);
     };
     if (!is_table) add_buffer(layers * num_blocks, longest);
     for (i64 layer = 0; is_table && layer < layers; ++layer) {
       add_buffer(num_blocks * num_rows, row_bytes[layer]);
-      entries.push_back({reinterpret_cast<u64>(buffers[layer]->row(0)),
+      entries.push_back({reinterpret_cast<u64>(buffers[layer].row(0)),
                          num_parts * num_rows * stride_bytes,
                          (rows_first ? 1 : num_rows) * stride_bytes, num_rows * row_bytes[layer]});
     }
   }
 
-  RowBuffer& buffer(i64 layer) { return *buffers[is_table ? layer : 0]; }
+  RowBuffer& buffer(i64 layer) { return buffers[is_table ? layer : 0]; }
   i64 row(i64 layer, i64 block, i64 row) const {
     if (!is_table) return layer * num_blocks + block;
     const i64 whole = block / num_parts, part = block % num_parts;
@@ -183,8 +180,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   };
   run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params, true);
   on_system_fence = nullptr;
-  for (const auto& buffer : dst.buffers) buffer->check();
-  for (const auto& buffer : src.buffers) buffer->check();
+  for (RowBuffer& buffer : dst.buffers) buffer.check();
+  for (RowBuffer& buffer : src.buffers) buffer.check();
   check_all(pairs, sources, targets, fault, flags, num_past);
 }
 

@@ -3,7 +3,6 @@
 #include "comm/peer_copy.cu"
 
 #include <map>
-#include <memory>
 #include <set>
 
 #include "lists.h"
@@ -162,18 +161,17 @@ void one_run(Random& random) {
   const i64 table_size = table_size_for(call.num_pairs);
   const u64 seed = static_cast<u64>(random.bits());
   const bool changes = random.below(8) == 0;
-  std::vector<std::unique_ptr<Rank<Int, kSide>>> ranks;
+  std::vector<Rank<Int, kSide>> ranks;
   for (u32 r = 0; r < num_ranks; ++r) {
-    ranks.push_back(
-        std::make_unique<Rank<Int, kSide>>(call, r, num_ranks, table_size, seed, random));
-    ranks[r]->make(random, changes);
+    ranks.emplace_back(call, r, num_ranks, table_size, seed, random);
+    ranks[r].make(random, changes);
   }
   if (changes) return;
-  const Expected expected(call, kSide, ranks[0]->regions.shift);
+  const Expected expected(call, kSide, ranks[0].regions.shift);
   std::multiset<PairOf> left = expected.fetches;
   const i64 total = static_cast<i64>(left.size());
   for (u32 r = 0; r < num_ranks; ++r) {
-    const i64 count = ranks[r]->check(left, expected);
+    const i64 count = ranks[r].check(left, expected);
     // In its regions by a hash: within what one may hold.
     if (std::abs(count - total / num_ranks) > 2 * expected.largest_region + 1)
       fail("unequal parts");
@@ -184,17 +182,16 @@ void one_run(Random& random) {
   // up.
   const bool to_all = kSide == kHostSource;
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
-  std::vector<std::unique_ptr<RowBuffer>> dsts;
+  std::vector<RowBuffer> dsts;
   for (u32 r = 0; r < (to_all ? num_ranks : 1); ++r) {
-    dsts.push_back(
-        std::make_unique<RowBuffer>("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random));
+    dsts.emplace_back("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
   }
   const bool is_broken = random.below(8) == 0;
   u32 intact = is_broken ? 2 : kUnwritten;
   for (i64 i = 0; !is_broken && i < call.num_pairs; ++i) {
     if (!call.valid(i)) continue;
     const auto [source, target] = call.pair(i);
-    for (auto& dst : dsts) std::memcpy(dst->expected(target), src.row(source), kRowBytes);
+    for (auto& dst : dsts) std::memcpy(dst.expected(target), src.row(source), kRowBytes);
   }
   using Copy =
       std::conditional_t<kSide == kHostSource,
@@ -202,16 +199,16 @@ void one_run(Random& random) {
                          PeerScatter<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>>;
   std::vector<PeerCopyParams> calls;
   for (u32 r = 0; r < num_ranks; ++r) {
-    Rank<Int, kSide>& rank = *ranks[r];
+    Rank<Int, kSide>& rank = ranks[r];
     PeerCopyParams fetch{};
     static_cast<PairCopyParams&>(fetch) =
-        pair_params(*dsts[to_all ? r : 0], src, rank.fetches, rank.fault);
+        pair_params(dsts[to_all ? r : 0], src, rank.fetches, rank.fault);
     fetch.last_pair = rank.list.last_entries;
     fetch.last_batch = rank.list.last_entries + 3;
     fetch.intact = &intact;
     fetch.num_shifts = 1;
     for (u32 k = 1; to_all && k < num_ranks; ++k) {
-      fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks]->row(0) - fetch.dst;
+      fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks].row(0) - fetch.dst;
     }
     run_large<Copy>(2, fetch, random, true);
     fetch.src = fetch.dst;
@@ -225,9 +222,9 @@ void one_run(Random& random) {
   for (u32 r = 0; to_all && r < num_ranks; ++r) {  // all fetches are through by then
     run_large<Copy>(3, calls[r], random);
   }
-  for (auto& dst : dsts) dst->check();
+  for (auto& dst : dsts) dst.check();
   src.check();
-  for (auto& rank : ranks) rank->fault.check();
+  for (auto& rank : ranks) rank.fault.check();
 }
 
 }  // namespace emulate

@@ -206,10 +206,10 @@ class Round {
         kernels_(num_ranks, std::vector<Running>(calls_.size())) {
     first_epoch_ = random.pick({~0u, 0u, 7u, ~0u - 3});
     for (u32 r = 0; r < num_ranks_; ++r) {
-      workspaces_.push_back(std::make_unique<AlignedWords>(slots_.workspace_bytes() / 4, ~0u));
+      workspaces_.emplace_back(slots_.workspace_bytes() / 4, ~0u);
       for (u32& epoch : control(r).epochs) epoch = first_epoch_;
-      failures_.push_back(std::make_unique<FaultWord>(0));
-      faults_.push_back(std::make_unique<FaultWord>(random.pick({0u, 0u, 2u})));
+      failures_.emplace_back(0);
+      faults_.emplace_back(random.pick({0u, 0u, 2u}));
     }
     for (u32 k = 0; k < calls_.size(); ++k) give_params(k);
   }
@@ -269,7 +269,7 @@ class Round {
     return calls;
   }
   PeerControl& control(u32 rank) {
-    return *reinterpret_cast<PeerControl*>(workspaces_[rank]->data());
+    return *reinterpret_cast<PeerControl*>(workspaces_[rank].data());
   }
   void give_params(u32 k) {
     PeerSum& call = calls_[k];
@@ -277,7 +277,7 @@ class Round {
     for (u32 r = 0; r < num_ranks_; ++r) {
       PeerReduceParams& p = call.ranks[r].params;
       for (u32 w = 0; w < num_ranks_; ++w) {
-        p.workspaces[w] = reinterpret_cast<char*>(workspaces_[w]->data());
+        p.workspaces[w] = reinterpret_cast<char*>(workspaces_[w].data());
       }
       p.slots = slots_;
       call.num_blocks = std::min(blocks, p.num_vecs);
@@ -285,8 +285,8 @@ class Round {
       p.rank = r;
       p.number = k + 1;
       p.site = kSite;
-      p.failure = failures_[r]->record();
-      p.fault = faults_[r]->record();
+      p.failure = failures_[r].record();
+      p.fault = faults_[r].record();
       kernels_[r][k].begins_at = static_cast<u64>(random_.pick({i64(0), random_.below(300)}));
     }
   }
@@ -380,7 +380,7 @@ class Round {
     const PeerSum& call = calls_[static_cast<size_t>(at_[number()])];
     const bool is_sent = std::memcmp(&value, &kAllOnes, sizeof(value)) != 0;
     if (call.is_barrier() && is_sent && !is_fenced_[number()]) fail("a barrier overtakes");
-    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_]->data());
+    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_].data());
     const i64 offset = reinterpret_cast<const char*>(to) - lucky;
     if (is_dying() && (offset < 0 || offset >= slots_.workspace_bytes())) return;
     u32 words[4];
@@ -424,8 +424,8 @@ class Round {
     const bool is_broken = missing_ < num_ranks_;
     for (u32 r = 0; r < num_ranks_; ++r) {
       if (is_broken && r != missing_) expect_failure(r);
-      failures_[r]->check();
-      faults_[r]->check();
+      failures_[r].check();
+      faults_[r].check();
       if (is_broken) continue;
       for (u32 b = 0; b < kMostPeerBlocks; ++b) {
         u32 epoch = first_epoch_;
@@ -435,7 +435,7 @@ class Round {
       if (control(r).intact != kUnwritten) fail("broken, though all came");
       const i64 begin = kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
       for (i64 i = begin; i < end; ++i) {
-        if (workspaces_[r]->data()[i] != kUnwritten) fail("leaves something written");
+        if (workspaces_[r].data()[i] != kUnwritten) fail("leaves something written");
       }
     }
   }
@@ -443,9 +443,9 @@ class Round {
     const i64 mask = 1 << missing_;
     const i64 number = failing_call(r) + 1;
     if (control(r).intact == kUnwritten) fail("not broken, though ranks were missing");
-    if (failures_[r]->record()->state != 2) fail("silent");
-    failures_[r]->expect(kSite, mask, number, r);
-    faults_[r]->expect(kSite, mask, number, r);
+    if (failures_[r].record()->state != 2) fail("silent");
+    failures_[r].expect(kSite, mask, number, r);
+    faults_[r].expect(kSite, mask, number, r);
   }
 
   Random& random_;
@@ -456,8 +456,8 @@ class Round {
   std::vector<i64> slow_;
   std::vector<char> is_fenced_;  // since it last looked at what others write
   std::vector<std::vector<Running>> kernels_;
-  std::vector<std::unique_ptr<AlignedWords>> workspaces_;
-  std::vector<std::unique_ptr<FaultWord>> failures_, faults_;
+  std::vector<AlignedWords> workspaces_;
+  std::vector<FaultWord> failures_, faults_;
   std::vector<Pending> pending_;
   u32 first_epoch_ = 0;
   i64 missing_from_ = 0;

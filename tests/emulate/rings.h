@@ -17,13 +17,11 @@ class RingMemory {
  public:
   RingMemory(unsigned num_slots, unsigned max_descriptors)
       : header(ring_layout(num_slots, max_descriptors)),
-        base(static_cast<char*>(std::aligned_alloc(128, static_cast<size_t>(header.num_bytes)))) {
+        memory(allocate(128, static_cast<size_t>(header.num_bytes))),
+        base(memory.get()) {
     std::memset(base, 0, static_cast<size_t>(header.num_bytes));
     ring_init(base, num_slots, max_descriptors);
   }
-  ~RingMemory() { std::free(base); }
-  RingMemory(const RingMemory&) = delete;
-  RingMemory& operator=(const RingMemory&) = delete;
 
   u64* head() const { return at(header.head_at); }
   u64* word(u64 ticket) const { return at(header.word_at(ticket)); }
@@ -59,6 +57,7 @@ class RingMemory {
   }
 
   const RingHeader header;
+  const Memory memory;
   char* const base;
 };
 
