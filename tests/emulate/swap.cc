@@ -2,7 +2,7 @@
 // 50 row sizes to a program.
 #include "ops/swap.cu"
 
-#include "swap_triples.h"
+#include "pairs.h"
 
 namespace emulate {
 

@@ -4,7 +4,6 @@
 #include "ops/swap.cu"
 
 #include "lists.h"
-#include "swap_triples.h"
 
 namespace emulate {
 
