@@ -84,7 +84,7 @@ class IntBuffer {
   IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes);
   // `count` times the same value.
   IntBuffer(const char* name, i64 count, i64 value, int int_bytes)
-      : IntBuffer(name, std::vector<i64>(static_cast<size_t>(count), value), int_bytes) {}
+      : IntBuffer(name, std::vector<i64>(count, value), int_bytes) {}
 
   void* data() const { return memory_.get() + int_bytes_; }
   u32* words() const { return static_cast<u32*>(data()); }

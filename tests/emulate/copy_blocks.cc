@@ -13,7 +13,7 @@ template <class Kernel>
 void run_inline(const CopyBlocksParams& p) {
   InlineBlocksParams params;
   static_cast<CopyBlocksParams&>(params) = p;
-  std::memcpy(params.inline_pairs, p.pairs, static_cast<size_t>(8 * p.num_pairs));
+  std::memcpy(params.inline_pairs, p.pairs, 8 * p.num_pairs);
   params.pairs = nullptr;
   Kernel::run(params);
 }

@@ -39,7 +39,7 @@ class PeerSum {
       const bool is_wanted = !is_sum || one.way != kMeet;
       if (one.num_ranks == static_cast<int>(num_ranks) && is_wanted) own.push_back(one);
     }
-    const PeerKernel& like = own[static_cast<size_t>(random.below(i64(own.size())))];
+    const PeerKernel& like = own[random.below(i64(own.size()))];
     type_ = like.type, way_ = like.way;
     item_bytes_ = item_bytes_of(type_);
     const i64 of_vec = 16 / item_bytes_;
@@ -76,8 +76,7 @@ class PeerSum {
       const i64 count = way_ == kScatter ? num_items_ / num_ranks_ : num_items_;
       char* const to = out.expected(0) + (rank.out == nullptr ? begin * item_bytes_ : 0);
       for (i64 i = 0; i < count; ++i) {
-        std::memcpy(to + i * item_bytes_, &sums_[static_cast<size_t>(begin + i)],
-                    static_cast<size_t>(item_bytes_));
+        std::memcpy(to + i * item_bytes_, &sums_[begin + i], item_bytes_);
       }
     }
     rank.x->check();
@@ -98,7 +97,7 @@ class PeerSum {
       if (is_like && is_aligned) fitting.push_back(one);
     }
     if (fitting.empty()) fail("no such kernel");
-    const PeerKernel& kernel = fitting[static_cast<size_t>(random.below(i64(fitting.size())))];
+    const PeerKernel& kernel = fitting[random.below(i64(fitting.size()))];
     Rank rank;
     rank.run = kernel.run;
     const i64 bytes = num_items_ * item_bytes_;
@@ -150,8 +149,8 @@ class PeerSum {
                  : kind == 1 ? (one & 0xfffff000) + any % (one / 2)
                              : random.pick({any, all, all, all - 1, 0u, all / 2 + 1, 1u, one});
       rank.items.push_back(bits);
-      std::memcpy(rank.x->row(0) + i * item_bytes_, &bits, static_cast<size_t>(item_bytes_));
-      std::memcpy(rank.x->expected(0) + i * item_bytes_, &bits, static_cast<size_t>(item_bytes_));
+      std::memcpy(rank.x->row(0) + i * item_bytes_, &bits, item_bytes_);
+      std::memcpy(rank.x->expected(0) + i * item_bytes_, &bits, item_bytes_);
     }
   }
 
@@ -220,7 +219,7 @@ class Round {
     missing_from_ = from;
     missing_ = missing;
     // The lucky one ends a call of one shot, and waits in the next.
-    const PeerSum& call = calls_[static_cast<size_t>(from)];
+    const PeerSum& call = calls_[from];
     const bool can_die = call.is_two_shot() ||
                          (call.is_one_shot() && call.epochs_of(0) == 1 && from + 1 < num_calls());
     dies_ = missing < num_ranks_ && num_ranks_ > 2 && can_die && random_.below(2) == 0;
@@ -297,7 +296,7 @@ class Round {
   u32 number() const {
     return (blockIdx.y * num_blocks_ + blockIdx.x) * num_threads_ + threadIdx.x;
   }
-  Running& here() { return kernels_[rank()][static_cast<size_t>(at_[number()])]; }
+  Running& here() { return kernels_[rank()][at_[number()]]; }
   void rest() {
     if (++rests_ > 50'000'000) fail("it never ends");
     let_others_run();
@@ -340,7 +339,7 @@ class Round {
   }
   void wait_for_kernel() {
     const i64 k = at_[number()];
-    while (k > 0 && !kernels_[rank()][static_cast<size_t>(k - 1)].is_over) rest();
+    while (k > 0 && !kernels_[rank()][k - 1].is_over) rest();
   }
   void end(u32 r, u32 k) {
     const u32 set = (2 * r + k % 2) * num_blocks_ * num_threads_;
@@ -377,7 +376,7 @@ class Round {
   }
   void store(uint4* to, const uint4& value) {
     ++here().num_stored;
-    const PeerSum& call = calls_[static_cast<size_t>(at_[number()])];
+    const PeerSum& call = calls_[at_[number()]];
     const bool is_sent = std::memcmp(&value, &kAllOnes, sizeof(value)) != 0;
     if (call.is_barrier() && is_sent && !is_fenced_[number()]) fail("a barrier overtakes");
     const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_].data());
@@ -416,8 +415,7 @@ class Round {
   // -- the end
 
   i64 failing_call(u32 r) const {
-    const bool is_next =
-        dies_ && r == lucky_ && !calls_[static_cast<size_t>(missing_from_)].is_two_shot();
+    const bool is_next = dies_ && r == lucky_ && !calls_[missing_from_].is_two_shot();
     return missing_from_ + is_next;
   }
   void check_end() {
@@ -480,7 +478,7 @@ int main() {
   constexpr int kRounds = 60;
 #endif
   rounds("peer_reduce", kRounds, [&](Random& random, int) {
-    const auto& kernel = list[static_cast<size_t>(random.below(static_cast<i64>(list.size())))];
+    const auto& kernel = list[random.below(static_cast<i64>(list.size()))];
     const u32 num_ranks = static_cast<u32>(kernel.num_ranks);
     Round round(list, num_ranks, random);
     const bool all_come = random.below(4) != 0;

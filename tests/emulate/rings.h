@@ -17,9 +17,9 @@ class RingMemory {
  public:
   RingMemory(unsigned num_slots, unsigned max_descriptors)
       : header(ring_layout(num_slots, max_descriptors)),
-        memory(allocate(128, static_cast<size_t>(header.num_bytes))),
+        memory(allocate(128, header.num_bytes)),
         base(memory.get()) {
-    std::memset(base, 0, static_cast<size_t>(header.num_bytes));
+    std::memset(base, 0, header.num_bytes);
     ring_init(base, num_slots, max_descriptors);
   }
 
@@ -100,7 +100,7 @@ class StepwiseProducer {
         dones_(dones),
         own_(to.header.num_slots, to.header.max_descriptors),
         random_(random) {
-    std::memcpy(own_.base, to.base, static_cast<size_t>(to.header.num_bytes));
+    std::memcpy(own_.base, to.base, to.header.num_bytes);
   }
 
   // Of the push that is next, or under way.
@@ -156,7 +156,7 @@ class StepwiseProducer {
       for (const int field : {0, 1, 2, 4, 5, 6}) stored(own_.words(ticket_, i) + field);
     }
     for (size_t i = stores_.size(); i > 1; --i) {
-      std::swap(stores_[i - 1], stores_[static_cast<size_t>(random_.below(i64(i)))]);
+      std::swap(stores_[i - 1], stores_[random_.below(i64(i))]);
     }
     for (size_t i = 0; i < count; ++i) {
       for (const int seal : {3, 7}) stored(own_.words(ticket_, i) + seal);
@@ -223,8 +223,10 @@ class Content {
       } else if (one.dst_off < 0) {
         wrong(kDstPart, one.dst_off, dst_bytes_);
       } else {
-        each_piece(one,
-                   [&](char* target, const char* source) { std::memcpy(target, source, one.len); });
+        for (i64 k = 0; k < one.count; ++k) {
+          std::memcpy(dst.expected(0) + one.dst_off + k * one.dst_stride,
+                      src.row(0) + one.src_off + k * one.src_stride, one.len);
+        }
       }
     }
   }
@@ -251,13 +253,6 @@ class Content {
     used_ = at + count * dst_stride;
     const i64 from = random_.below(src_bytes_ - count * src_stride);
     return {from, at, static_cast<u32>(len), static_cast<u32>(count), src_stride, dst_stride};
-  }
-  template <class Copy>
-  void each_piece(const Descriptor& one, const Copy& copy) {
-    for (i64 k = 0; k < one.count; ++k) {
-      copy(dst.expected(0) + one.dst_off + k * one.dst_stride,
-           src.row(0) + one.src_off + k * one.src_stride);
-    }
   }
 
   i64 src_bytes_, dst_bytes_, most_long_, used_ = 0;

@@ -134,7 +134,7 @@ class Round : RingRound {
     std::vector<std::pair<u64*, u64>> before;
     const std::vector<u64> tickets = takeable(most_);
     if (tickets.empty()) return before;
-    const u64 ticket = tickets[static_cast<size_t>(random_.below(i64(tickets.size())))];
+    const u64 ticket = tickets[random_.below(i64(tickets.size()))];
     const auto change = [&](u64* at, u64 value) {
       before.emplace_back(at, *at);
       *at = value;
