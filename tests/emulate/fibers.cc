@@ -125,11 +125,6 @@ struct Cluster {
 
 Cluster* cluster = nullptr;
 
-Fiber& current_fiber(const char* if_none) {
-  if (cluster == nullptr) die(if_none);
-  return *cluster->current;
-}
-
 unsigned threads_of_block() { return blockDim.x * blockDim.y * blockDim.z; }
 
 // Stacks are kept from cluster to cluster, as making one takes longer than running most threads.
@@ -268,41 +263,39 @@ unsigned lane() {
 }
 
 void block_barrier(int* sum, int value) {
-  Block& block = *current_fiber("a barrier in a kernel that was started without fibers").block;
+  Block& block = *cluster->current->block;
   const int total = wait_at(block.barrier, come_to(block.barrier, threads_of_block(), value));
   if (sum != nullptr) *sum = total;
 }
 
 void cluster_arrive() {
-  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (fiber.arrived_at >= 0) die("arrives twice at a barrier of its cluster");
   fiber.arrived_at = come_to(cluster->barrier, cluster->fibers.size(), 0);
 }
 
 void cluster_wait() {
-  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (fiber.arrived_at < 0) die("waits at a barrier that it has not come to");
   wait_at(cluster->barrier, static_cast<unsigned>(fiber.arrived_at));
   fiber.arrived_at = -1;
 }
 
-unsigned cluster_size() { return cluster == nullptr ? 1 : cluster->blocks.size(); }
+unsigned cluster_size() { return cluster->blocks.size(); }
 
 unsigned cluster_rank() { return blockIdx.x % cluster_size(); }
 
 void let_others_run() {
-  current_fiber("nobody else runs in a kernel that was started without fibers");
   cluster->progress = true;
   yield_to_scheduler();
 }
 
 void* own_shared(const void* type, size_t bytes, size_t align) {
-  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
-  return instance(*fiber.block, type, bytes, align);
+  return instance(*cluster->current->block, type, bytes, align);
 }
 
 uint64_t shared_of_block(uint64_t address, unsigned rank) {
-  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (rank >= cluster->blocks.size()) die("shared memory of a block that the cluster has not");
   for (const Shared& own : fiber.block->shared) {
     const uint64_t offset = address - reinterpret_cast<uint64_t>(own.start());
@@ -314,7 +307,7 @@ uint64_t shared_of_block(uint64_t address, unsigned rank) {
 }
 
 void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]) {
-  Fiber& fiber = current_fiber("a warp operation in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   const unsigned self = 1u << lane();
   if (!(mask & self)) die("a warp operation whose mask leaves out the calling lane");
   Warp& open = fiber.block->warps[fiber.number / 32];

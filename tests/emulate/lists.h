@@ -50,13 +50,8 @@ void run_list(i64 num_rows, const typename Kernel::Params& params, Random& rando
 // Few blocks of a large copy, smaller than they are on a GPU.
 template <class Kernel>
 void run_large(unsigned blocks, const typename Kernel::Params& params, Random& random,
-               bool talks = false, unsigned num_threads = 128) {
-  const Order order = any_order(random);
-  if (talks) {
-    launch_fibers({blocks}, {num_threads}, order, [&] { Kernel::run(params); });
-  } else {
-    launch({blocks}, {num_threads}, order, Kernel::run, params);
-  }
+               unsigned num_threads = 128) {
+  launch_fibers({blocks}, {num_threads}, any_order(random), [&] { Kernel::run(params); });
 }
 
 inline i64 table_size_for(i64 num_pairs) {

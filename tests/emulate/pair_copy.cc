@@ -103,7 +103,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   params.slot_map_bytes = map_bytes;
   const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
-             random, params, shares);
+             random, params);
   check_all(dst, src, pairs, slot_rows, slot_map, fault);
 }
 

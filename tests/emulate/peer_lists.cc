@@ -210,7 +210,7 @@ void one_run(Random& random) {
     for (u32 k = 1; to_all && k < num_ranks; ++k) {
       fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks].row(0) - fetch.dst;
     }
-    run_large<Copy>(2, fetch, random, true);
+    run_large<Copy>(2, fetch, random);
     fetch.src = fetch.dst;
     fetch.pairs = rank.copies.data();
     fetch.last_batch = nullptr;

@@ -137,10 +137,6 @@ void mistake(std::string_view kind) {
   if (kind == "lane missing") warp([] { lane() != 4 ? __syncwarp() : void(); });
   if (kind == "lane outside mask") warp([] { __syncwarp(0xfffffffeu); });
   if (kind == "shuffle outside mask") warp([] { lane() < 4 ? __shfl_sync(0xfu, 1, 5) : 0; });
-  if (kind == "barrier without fibers") {
-    void (*run)(const int&) = [](const int&) { __syncthreads(); };
-    launch({1}, {2}, Order::kForward, run, 0);
-  }
   if (kind == "cluster barrier not for a block")
     cluster([] { blockIdx.x != 1 ? cluster_sync() : void(); });
   if (kind == "arrived twice") cluster([] { jitkern::cluster_arrive(), cluster_sync(); });

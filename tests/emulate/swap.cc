@@ -47,8 +47,7 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const int vecs = swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
   const GroupShape shape = group_shape(window, vec_bytes, vecs);
   // Where the lanes of a warp wait for each other, blocks are small.
-  const bool talks = !line_aligned && shape.splits == 1;
-  const unsigned num_threads = talks ? 64 : kernel.num_threads;
+  const unsigned num_threads = !line_aligned && shape.splits == 1 ? 64 : kernel.num_threads;
   const i64 count = any_num_rows(shape, num_threads, random);
   const i64 host_rows = 2 * count + random.below(count + 1);
   const i64 slots = count + random.below(count + 2);
@@ -67,7 +66,7 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const SwapParams params = swap_params(triples, host, gpu, fault);
   const unsigned blocks = ceil_div(shape.num_threads(count), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
-             random, params, talks);
+             random, params);
   check_all(host, gpu, triples, fault);
 }
 

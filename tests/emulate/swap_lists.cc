@@ -97,7 +97,7 @@ void one_run(Random& random) {
   swap.last_batch = counters.words() + 1;
   using Swap = SwapRows<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
                         kLineAligned, true, SWAP_LARGE_IN_FLIGHT, true>;
-  run_large<Swap>(1 + unsigned(random.below(2)), swap, random, true, 64);
+  run_large<Swap>(1 + unsigned(random.below(2)), swap, random, 64);
   for (i64 i = 0; i < count; ++i) {
     if (places.at(2 * i) < 0) continue;
     if (places.at(2 * i) != i) fail("a place of another move");
@@ -109,7 +109,7 @@ void one_run(Random& random) {
   const PairCopyParams place = pair_params(gpu, staging, places, fault);
   using PlaceStaged = H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
                                 true, true, SWAP_PLACE_IN_FLIGHT>;
-  run_large<PlaceStaged>(2, place, random, false, 64);
+  run_large<PlaceStaged>(2, place, random, 64);
   check_all(gpu, host, fault);
 }
 

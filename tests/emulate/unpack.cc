@@ -221,8 +221,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);
   }
   params.fault = fault.record();
-  run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random, params,
-             true);
+  run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random,
+             params);
   check_all(dst, src, rows, fault);
 }
 

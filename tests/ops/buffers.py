@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,14 @@ def strided_buffer(
 def random_bytes(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def bytes_of(view: Tensor) -> list[int]:
+    """Return the addresses of a view of bytes; one that is there several times is so here."""
+    steps = [
+        range(0, n * s, s) if s else [0] * n for n, s in zip(view.shape, view.stride(), strict=True)
+    ]
+    return [view.data_ptr() + sum(at) for at in itertools.product(*steps)]
 
 
 def host_buffer(

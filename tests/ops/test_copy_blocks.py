@@ -9,7 +9,7 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, make_buffer, to_index
+from buffers import INT_DTYPES, Buffer, bytes_of, distinct, make_buffer, to_index
 from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,16 +123,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
 
 
 # -- which memory it takes -------------------------------------------------------------------------
-
-
-def bytes_of(view: Tensor) -> list[int]:
-    """The bytes of each element, from the storage's first on; one that is there twice is twice."""
-    strides, shape = view.stride(), view.shape
-    places = itertools.product(*map(range, shape))
-    return [
-        view.storage_offset() + sum(i * s for i, s in zip(at, strides, strict=True))
-        for at in places
-    ]
 
 
 @given(data=st.data())

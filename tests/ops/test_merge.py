@@ -88,10 +88,6 @@ def test_large_calls_on_several_threads(device: torch.device) -> None:
     """20 MB: above the size from which the CPU implementation uses more than one thread."""
     outs, lses = partials(device, 5, 1003, 8, 128, F32)
     call_of(outs, lses).run_and_compare()
-    outs[:, 1002, 7] *= 3
-    alone = merge_states(outs[:, 1002:, 7:], lses[:, 1002:, 7:])
-    every = merge_states(outs, lses)
-    assert_same(alone, (every[0][1002:, 7:], every[1][1002:, 7:]))
 
 
 # -- what is defined at the ends -------------------------------------------------------------------

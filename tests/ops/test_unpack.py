@@ -321,10 +321,8 @@ def test_calls_that_depend_on_each_other() -> None:
     size, calls = 1 << 16, 40
     memory = torch.randint(0, 256, (calls + 1, size), dtype=torch.uint8, device=device)
     first = memory[0].clone()
-    rows = torch.tensor([[0, size, size]], device=device).expand(calls, 3).clone()
-    rows[:, 0] = 3  # off by three, so that every call moves what it brings
-    rows[:, 1] = 0
-    rows[:, 2] = size - 3
+    # Off by three, so that every call moves what it brings.
+    rows = torch.tensor([[3, 0, size - 3]], device=device).repeat(calls, 1)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
