@@ -42,17 +42,14 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 
-// Where a stack was left.
-struct Context {
-  void* top = nullptr;
-};
-void switch_context(Context& left, Context& entered) { emulate_switch(&left.top, entered.top); }
-void prepare(Context& context, char* stack, void (*begin)()) {
-  constexpr size_t kSaved = 6;  // registers, and behind them where to go on
+// Where a stack was left: at its top are the registers, and behind them where to go on.
+using Context = void*;
+Context prepare(char* stack, void (*begin)()) {
+  constexpr size_t kSaved = 6;
   void** const top = reinterpret_cast<void**>(stack + kStackBytes) - kSaved - 2;
   std::fill_n(top, kSaved + 2, nullptr);
   top[kSaved] = reinterpret_cast<void*>(begin);
-  context.top = top;
+  return top;
 }
 
 struct Exchange {
@@ -95,7 +92,7 @@ struct Block {
 };
 
 struct Fiber {
-  Context context;
+  Context context = nullptr;
   char* stack = nullptr;
   dim3 index;
   unsigned number = 0;  // in its block
@@ -111,7 +108,7 @@ struct Fiber {
 };
 
 struct Cluster {
-  Context scheduler;
+  Context scheduler = nullptr;
   void* fake_stack = nullptr;
   const void* stack_bottom = nullptr;
   size_t stack_bytes = 0;
@@ -140,7 +137,7 @@ void yield_to_scheduler() {
   Fiber& fiber = *cluster->current;
   __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fiber.fake_stack, cluster->stack_bottom,
                                  cluster->stack_bytes);
-  switch_context(fiber.context, cluster->scheduler);
+  emulate_switch(&fiber.context, cluster->scheduler);
   __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 }
 
@@ -152,23 +149,20 @@ void wait_while(const unsigned& word, unsigned value) {
   fiber.waits_at = nullptr;
 }
 
-void begin(Block& block) {
-  for (const Shared& shared : block.shared)
-    ASAN_UNPOISON_MEMORY_REGION(shared.start(), shared.bytes);
-}
-
-void end(Block& block) {
-  for (const Shared& shared : block.shared) std::free(shared.memory);
-}
-
 void fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, &cluster->stack_bottom, &cluster->stack_bytes);
   Fiber& fiber = *cluster->current;
   Block& block = *fiber.block;
-  if (++block.begun == 1) begin(block);
+  const bool is_first = ++block.begun == 1;
+  for (const Shared& shared : block.shared) {
+    if (is_first) ASAN_UNPOISON_MEMORY_REGION(shared.start(), shared.bytes);
+  }
   (*cluster->thread)();
   fiber.done = true;
-  if (++block.done == threads_of_block()) end(block);
+  const bool is_last = ++block.done == threads_of_block();
+  for (const Shared& shared : block.shared) {
+    if (is_last) std::free(shared.memory);
+  }
   cluster->progress = true;
   yield_to_scheduler();
 }
@@ -178,7 +172,7 @@ void resume(Fiber& fiber) {
   blockIdx = fiber.block->index;
   threadIdx = fiber.index;
   __sanitizer_start_switch_fiber(&cluster->fake_stack, fiber.stack, kStackBytes);
-  switch_context(cluster->scheduler, fiber.context);
+  emulate_switch(&cluster->scheduler, fiber.context);
   __sanitizer_finish_switch_fiber(cluster->fake_stack, nullptr, nullptr);
 }
 
@@ -204,7 +198,7 @@ void run_cluster(unsigned first_block, unsigned num_blocks, Order order,
     fiber.number = f % threads;
     fiber.index = index_of(fiber.number, blockDim);
     fiber.stack = stack_of(f);
-    prepare(fiber.context, fiber.stack, fiber_main);
+    fiber.context = prepare(fiber.stack, fiber_main);
   }
   const std::vector<unsigned> order_of_turns = turns(num_blocks * threads, order);
   for (size_t done = 0; done < here.fibers.size();) {

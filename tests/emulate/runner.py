@@ -21,7 +21,7 @@ from jitkern.ops.merge import STATES_OF_THREAD, BlockShape
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SUPPORT = ("buffers.cc", "fibers.cc", "sweep.cc")
+SUPPORT = ("buffers.cc", "fibers.cc")
 
 # -Og: kernels run once each, so most of the time is the compiler's; -O1 takes twice as long.
 FLAGS = (

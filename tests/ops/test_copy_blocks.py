@@ -9,7 +9,7 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, bytes_of, distinct, make_buffer, to_index
+from buffers import INT_DTYPES, Buffer, bytes_of, distinct, host_buffer, make_buffer, to_index
 from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,14 +48,14 @@ def buffers_for(
     device: torch.device, direction: str, dims: tuple[int, int], item: int
 ) -> tuple[Buffer, Buffer]:
     """A destination and a source; on the CPU both are there, whatever the direction."""
-
-    def side(blocks: int, dim: int, on_host: bool, seed: int) -> Buffer:
-        pinned = on_host and device.type == "cuda"
-        shape = [*shape_of(blocks, dim), item]
-        return make_buffer(shape, device=CPU if on_host else device, pinned=pinned, seed=seed)
-
-    dst = side(DST_BLOCKS, dims[0], direction == "d2h", 1)
-    return dst, side(SRC_BLOCKS, dims[1], direction == "h2d", 2)
+    make_dst, make_src = (
+        host_buffer if direction == way else make_buffer for way in ("d2h", "h2d")
+    )
+    dst, src = (shape_of(DST_BLOCKS, dims[0]), shape_of(SRC_BLOCKS, dims[1]))
+    return (
+        make_dst([*dst, item], torch.uint8, device, seed=1),
+        make_src([*src, item], torch.uint8, device, seed=2),
+    )
 
 
 def pairs_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

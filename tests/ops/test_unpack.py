@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range
+from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
 from mistakes import Mistake, not_tensors, overlap_text, read_only
 from needs import needs_cxx
 from stems import OpCheck, Rows
@@ -61,15 +61,13 @@ def buffers(
     dst_offset: int = 0,
 ) -> tuple[Buffer, Buffer]:
     """A destination and a source so many bytes behind a line; on the CPU all are there."""
-    made = []
-    for name, size, offset, seed in (
-        ("d2h", dst_bytes, dst_offset, 1),
-        ("h2d", src_bytes, src_offset, 2),
-    ):
-        on_host = direction == name and device.type == "cuda"
-        where = CPU if on_host else device
-        made.append(make_buffer((size,), device=where, offset=offset, pinned=on_host, seed=seed))
-    return made[0], made[1]
+    make_dst, make_src = (
+        host_buffer if direction == way else make_buffer for way in ("d2h", "h2d")
+    )
+    return (
+        make_dst((dst_bytes,), torch.uint8, device, offset=dst_offset, seed=1),
+        make_src((src_bytes,), torch.uint8, device, offset=src_offset, seed=2),
+    )
 
 
 def run_and_compare(
