@@ -290,8 +290,6 @@ class Round {
     }
   }
 
-  // -- what fibers do
-
   u32 rank() const { return blockIdx.y / 2; }
   u32 number() const {
     return (blockIdx.y * num_blocks_ + blockIdx.x) * num_threads_ + threadIdx.x;
@@ -355,8 +353,6 @@ class Round {
     }
   }
 
-  // -- memory
-
   bool is_dying() const { return dies_ && rank() == missing_ && at_[number()] == missing_from_; }
   void look_on() {
     is_fenced_[number()] = 0;
@@ -411,8 +407,6 @@ class Round {
     if (one.value == kUnwritten && before == kUnwritten) fail("makes unwritten what is not there");
     *one.at = one.value;
   }
-
-  // -- the end
 
   i64 failing_call(u32 r) const {
     const bool is_next = dies_ && r == lucky_ && !calls_[missing_from_].is_two_shot();

@@ -31,8 +31,6 @@ void warp_operations() {
   EXPECT(!__syncthreads_or(0) && __syncthreads_and(1));
 }
 
-// ---- clusters
-
 struct OfBlock {
   u32 value;
   u32 others[16];
@@ -76,8 +74,6 @@ void clusters_work(Order order) {
   }
 }
 
-// ---- memory that others write
-
 // A producer that writes when the consumer looks for the fifth time, and one that never does.
 void fresh_loads_work(Order order) {
   u64 word = 0;
@@ -113,8 +109,6 @@ void fresh_loads_work(Order order) {
   word = 0;
   EXPECT(jitkern::claim(&word, 3) == 0 && word == 3);
 }
-
-// ---- mistakes
 
 // Rows of 12 bytes, 16 apart, on a 16-byte boundary.
 void mistake(std::string_view kind) {

@@ -69,8 +69,6 @@ class Round : RingRound {
     return params;
   }
 
-  // -- what others do
-
   // Some pushes in front of the server.
   void push_some() {
     for (i64 count = random_.below(num_slots_ + 1); count > 0; --count) {
@@ -129,8 +127,6 @@ class Round : RingRound {
     if (stop_[0] == 0) most_done_ = num_done_ + 1;
     stop_[0] = 1;
   }
-
-  // -- what should be
 
   bool is_all_done() const {
     return producer_.pushed.empty() || producer_.pushed.rbegin()->first < turn_;

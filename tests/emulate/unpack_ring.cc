@@ -59,8 +59,6 @@ class Round : RingRound {
   }
   RingState& state() { return state_[0]; }
 
-  // -- what should be
-
   bool is_there(u64 ticket) const {
     return producer_.pushed.count(ticket) != 0 && ticket != wrong_ticket_;
   }
@@ -91,8 +89,6 @@ class Round : RingRound {
       }
     }
   }
-
-  // -- what others do
 
   // Some pushes, the last of them perhaps not all of it.
   void push_some() {
@@ -159,8 +155,6 @@ class Round : RingRound {
     wrong_ticket_ = ticket;
     return before;
   }
-
-  // -- a call
 
   ConsumeParams any_params(FaultWord& fault) {
     ConsumeParams params{};

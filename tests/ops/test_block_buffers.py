@@ -215,9 +215,6 @@ def test_trusted_addresses(device: torch.device) -> None:
     assert len(trusted) == LAYERS
 
 
-# -- signals ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_signals", [LAYERS, 1])
 def test_signals(device: torch.device, num_signals: int) -> None:
     """Each layer is there once its signal is; a stream that waits reads the new bytes."""
@@ -332,9 +329,6 @@ def test_signals_are_of_one_copy_at_a_time() -> None:
     with pytest.raises(ValueError, match=text):
         copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
     torch.cuda.synchronize()
-
-
-# -- wrong lists -----------------------------------------------------------------------------------
 
 
 def rows(*shape: int, **how: Any) -> Tensor:

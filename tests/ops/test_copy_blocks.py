@@ -122,9 +122,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
         run_and_compare(dst, src, pairs, (1, 0), **how)
 
 
-# -- which memory it takes -------------------------------------------------------------------------
-
-
 @given(data=st.data())
 def test_blocks_that_meet_are_refused(data: st.DataObject) -> None:
     """Whatever the strides: those of a destination with each other, and with those of a source."""
@@ -167,9 +164,6 @@ def test_within_one_cache(device: torch.device) -> None:
             cache.copy_(before)
             copy_blocks(one, one, pairs.to(pairs_on), method=method)
             assert torch.equal(cache, expected)
-
-
-# -- on a GPU, in graphs and on streams ------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -232,9 +226,6 @@ def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
         torch.cuda.current_stream().synchronize()
     ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
     assert dst.same(twin)
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class CopyBlocks(Case):

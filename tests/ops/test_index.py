@@ -83,9 +83,6 @@ def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
     assert output.untyped_storage().resizable()
 
 
-# -- tables in pinned host memory ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [65, 70_000])
 def test_the_gradient_of_a_table_in_host_memory(device: torch.device, count: int) -> None:
     """It lies where the table does."""
@@ -126,9 +123,6 @@ def test_wrong_memory_of_a_table() -> None:
     with pytest.raises(ValueError, match=text):
         indexing(table.cuda(), indices.cpu())
     check()
-
-
-# -- tables of one range of a vocabulary and of two, and of a vocabulary of known size -------------
 
 
 LAST = 2**63 - 1
@@ -235,9 +229,6 @@ def test_ranges_of_a_table_in_host_memory(device: torch.device, count: int) -> N
         indexing(weights, indices, **{**ranges, "vocab_size": 76})
 
 
-# -- what may be wrong with ranges, on a table of 50 rows ------------------------------------------
-
-
 _RANGE = "expected (start, length) with start >= 0 and 0 <= length <= "
 _OF_50 = f"{_RANGE}50, the rows of weights"
 _OF_20 = f"{_RANGE}20, the rows of weights behind those of vocab_range"
@@ -283,9 +274,6 @@ def mistakes_of_ranges() -> list[Mistake]:
           for added in ((39, 1), (10, 1), (0, 11), (0, 20), (20, 5), (39, 20))),
     ]  # fmt: skip
     return table
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 class Index(Case):

@@ -94,9 +94,6 @@ def test_one_block_of_every_layer(device: torch.device, dtype: torch.dtype) -> N
             assert torch.equal(dst.view(torch.uint8), expected.view(torch.uint8))
 
 
-# -- reach and overlap, against sets of bytes ------------------------------------------------------
-
-
 def bytes_of(begin: int, pitch: int, width: int, height: int) -> set[int]:
     return {begin + i * pitch + j for i in range(height) for j in range(width)}
 
@@ -141,9 +138,6 @@ def test_a_tracer_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"^memcpy_2d_async: dst: .*tracer or a dispatch mode"):
         make_fx(lambda x: memcpy_2d_async(**good) or x + 1)(torch.ones(1))
     assert good["dst"].eq(0).all()
-
-
-# -- on a GPU, in graphs and on streams ------------------------------------------------------------
 
 
 @pytest.mark.cuda

@@ -39,9 +39,6 @@ LSE_LAYOUTS = ["tokens_heads", "heads_tokens"]
 BASES = ["e", "2"]
 
 
-# -- sizes and types -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("n", NUMBERS)
 def test_numbers_of_partials(device: torch.device, n: int, dtype: torch.dtype) -> None:
@@ -88,9 +85,6 @@ def test_large_calls_on_several_threads(device: torch.device) -> None:
     """20 MB: above the size from which the CPU implementation uses more than one thread."""
     outs, lses = partials(device, 5, 1003, 8, 128, F32)
     call_of(outs, lses).run_and_compare()
-
-
-# -- what is defined at the ends -------------------------------------------------------------------
 
 
 def test_empty_partials_count_nothing(device: torch.device) -> None:
@@ -231,9 +225,6 @@ def test_without_an_lse(device: torch.device) -> None:
     assert torch.equal(given, wanted)
 
 
-# -- how close it comes to float64, and how it rounds ----------------------------------------------
-
-
 @pytest.mark.parametrize("spread", [0, 1e-3, 0.1, 1, 5, 20, 87, 88.5, 100])
 @pytest.mark.parametrize("base", ["e", "2"])
 def test_accuracy(device: torch.device, base: str, spread: float) -> None:
@@ -290,9 +281,6 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
     out = torch.empty(1, 1, 4, dtype=out_dtype, device=device)
     merge_states(values, torch.zeros(1, 1, 1, device=device), output=out, scale=scale)
     assert out.isnan().all()
-
-
-# -- where tensors lie; what overlaps is in the table of errors ------------------------------------
 
 
 @pytest.mark.parametrize("out_layout", LAYOUTS)
@@ -378,8 +366,6 @@ def test_one_tensor_several_times(device: torch.device) -> None:
     assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
 
 
-# -- for the tests that go over all ops ------------------------------------------------------------
-
 SHAPE = (4, 2, 8)
 UNCHECKED: set[str] = set()
 RESULTS = {"output", "lse", "scale"}
@@ -416,9 +402,6 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "out", (outs, lses), {"output": out, "lse": lse}
     half = torch.zeros_like(outs[0], dtype=F16)  # PyTorch's check cannot compare float8
     yield "out", (outs, lses), {"output": half, "lse": None}
-
-
-# -- wrong arguments of merge_state; those of merge_states are in the table of all ops -------------
 
 
 def arguments_of_two() -> dict[str, Any]:

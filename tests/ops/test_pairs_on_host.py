@@ -48,9 +48,6 @@ def pairs_of(
     return pairs
 
 
-# -- several chunks of rows, several blocks of pairs -----------------------------------------------
-
-
 CHUNK_BYTES = 4 << 20  # of which six are on their way
 BLOCK_PAIRS = 512 << 10  # that are copied at a time
 
@@ -111,9 +108,6 @@ def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> No
     for row, slot in ((2**31, 3), (9, 7), (num_rows - 1, 49), (2**31 - 1, 0)):
         twin.view[slot] = row % 97 + 1
     assert gpu.same(twin)
-
-
-# -- on a GPU: when pairs and rows are read --------------------------------------------------------
 
 
 COUNT, ROW_BYTES = 20_000, 656  # 13 MB, which the chunks hold, so that a call need not wait
@@ -206,9 +200,6 @@ def test_threads_of_every_way() -> None:
         list(pool.map(calls, range(4)))
 
 
-# -- which way -------------------------------------------------------------------------------------
-
-
 def kernels_of(call: Any) -> list[str]:
     call()
     torch.cuda.synchronize()
@@ -239,9 +230,6 @@ def test_the_way_that_was_asked_for_is_taken() -> None:
     assert sizes_of(lambda: h2d_gather(src, dst.view, on_gpu)) == {"large"}
     pageable = src.clone()
     assert sizes_of(lambda: h2d_gather(pageable, dst.view, pairs)) == {"small"}
-
-
-# -- what is refused -------------------------------------------------------------------------------
 
 
 def refused(text: str, call: Any, *written: Buffer) -> None:
@@ -311,9 +299,6 @@ def test_a_capture_refuses_them_and_goes_on(op: Any, method: str) -> None:
     torch.cuda.synchronize()
     ref_h2d_gather(twins[0].view, twins[1].view, pairs)
     assert ends[1].same(twins[1])
-
-
-# -- rows in the order of host memory --------------------------------------------------------------
 
 
 @pytest.mark.cuda

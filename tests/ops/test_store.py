@@ -61,9 +61,6 @@ def test_one_row_of_any_stride(device: torch.device) -> None:
     CASES[0].run_and_compare([*caches, *odd], torch.tensor([9], device=device))
 
 
-# -- K and V whose rows are of different sizes -----------------------------------------------------
-
-
 # K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
 # shapes of warps that differ: rows in parts, several rows to a group.
 PAIRS = [(1536, 1024), (384, 256), (1024, 128), (656, 576), (657, 16), (8192, 3), (2, 1), (48, 40)]

@@ -186,9 +186,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
         run_and_compare(dst, src, rows, counted[0])
 
 
-# -- out of range, and just not --------------------------------------------------------------------
-
-
 # (one of six numbers, what it becomes, the part and how far it reaches) of 1,000 bytes to 900
 OUTSIDE = [
     ({0: 990}, "src: bytes up to 1010 in descriptor 2, expected at most 1000"),
@@ -243,9 +240,6 @@ def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -
         elif device.type == "cuda":
             torch.cuda.synchronize()
         assert dst.same(twin)
-
-
-# -- on a GPU, in graphs and on streams ------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -329,9 +323,6 @@ def test_calls_that_depend_on_each_other() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 def good_arguments() -> dict[str, Any]:
