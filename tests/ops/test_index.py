@@ -119,9 +119,6 @@ def test_wrong_memory_of_a_table() -> None:
     text = r"^indexing: output: device cpu, expected cuda:0 as in indices$"
     with pytest.raises(ValueError, match=text):
         indexing(pinned, indices, output=output)
-    text = r"^indexing: indices: device cpu, expected cuda:0 as in weights$"
-    with pytest.raises(ValueError, match=text):
-        indexing(table.cuda(), indices.cpu())
     check()
 
 
