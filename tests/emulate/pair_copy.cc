@@ -52,7 +52,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   // Either many small blocks, or one or two full ones that go round several times, in equal shares
   // or as each warp comes free.
   const bool shares = !small_call && random.below(6) == 0;
-  const unsigned num_threads = shares ? 64 : kernel.num_threads;
+  const unsigned num_threads = shares ? 64 : std::min(kernel.num_threads, 256);
   const GroupShape shape = group_shape(window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
                                        in_flight(kernel.variant));
   const i64 num_pairs = any_num_rows(shape, num_threads, random);

@@ -47,7 +47,8 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const int vecs = swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
   const GroupShape shape = group_shape(window, vec_bytes, vecs);
   // Where the lanes of a warp wait for each other, blocks are small.
-  const unsigned num_threads = !line_aligned && shape.splits == 1 ? 64 : kernel.num_threads;
+  const unsigned num_threads =
+      !line_aligned && shape.splits == 1 ? 64 : std::min(kernel.num_threads, 256);
   const i64 count = any_num_rows(shape, num_threads, random);
   const i64 host_rows = 2 * count + random.below(count + 1);
   const i64 slots = count + random.below(count + 2);
