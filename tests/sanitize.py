@@ -29,9 +29,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
-# Captured graphs and the record of a source's use need torch's caching allocators, off below; what
-# asks a profiler which kernels ran gets no answer.
-NOT_UNDER_TOOLS = "not graph and not replay and not recorded and not auto_sorts"
+# Captured graphs and the record of a source's use need torch's caching allocators, off below.
+NOT_UNDER_TOOLS = "not graph and not replay and not recorded"
 
 
 class Thin:
@@ -52,7 +51,8 @@ def tests_of(names: Iterable[str]) -> list[str]:
 
 HOST_TESTS = tests_of((*(op.stem for op in OPS), "contract", "cpu_copy", "errors_table"))
 CUDA_TESTS = [
-    *tests_of((*(op.stem for op in OPS if op.has_kernels), "contract", "pair_order")),
+    *tests_of((*(op.stem for op in OPS if op.has_kernels), "contract")),
+    str(HERE / "ops" / "test_pairs_on_host.py") + "::test_many_pairs_of_every_region",
     str(HERE / "comm" / "test_peer_reduce_cuda.py"),
 ]
 

@@ -28,6 +28,7 @@ def own_tests(op: Op) -> Any:
     - ``good_arguments()``: arguments of a right call, each of them given
     - ``mistakes()``: what may be wrong with one of them: change, kind of exception, its text
     - ``UNCHECKED``: the arguments that may have any value; optional
+    - ``RESULTS``: what it makes itself unless it is given; optional
     - ``MIXED_DEVICES``: arguments that may not be on the CPU alone, and what the error expects;
       optional
     - ``opchecks(rows, slots, where)``: calls of its PyTorch operators on so many slots, of which

@@ -26,7 +26,6 @@ MISTAKES = {
     "lane missing": "not every thread came to",
     "lane outside mask": "leaves out the calling lane",
     "shuffle outside mask": "shuffles from lane 5 outside its mask",
-    "barrier without fibers": "started without fibers",
     "cluster barrier not for a block": "not every thread came to",
     "arrived twice": "arrives twice at a barrier of its cluster",
     "block has returned": "heap-use-after-free",

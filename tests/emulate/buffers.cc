@@ -1,8 +1,9 @@
-#include "buffers.h"
+#include "sweep.h"
 
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 
+#include <limits>
 #include <numeric>
 
 namespace emulate {
@@ -17,6 +18,12 @@ void fail(const std::string& what) {
 void install_reports() {
   __sanitizer_set_death_callback(
       [] { std::fprintf(stderr, "FAILED: %s: sanitizer\n", now_running.c_str()); });
+}
+
+Memory allocate(size_t align, size_t bytes) {
+  void* memory = nullptr;
+  if (posix_memalign(&memory, align, bytes) != 0) fail("out of memory");
+  return Memory(static_cast<char*>(memory));
 }
 
 std::vector<i64> Random::distinct(i64 count, i64 bound) {
@@ -35,56 +42,48 @@ RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_b
       stride_bytes_(stride_bytes),
       offset_(offset),
       bytes_(offset + (num_rows - 1) * stride_bytes + row_bytes),
-      base_(nullptr),
+      memory_(allocate(128, bytes_)),
       image_(bytes_) {
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 128, bytes_) != 0) fail("out of memory");
-  base_ = static_cast<char*>(memory);
   for (i64 i = 0; i < bytes_; i += 8) {
     const u64 word = random.bits() * 0x9e3779b97f4a7c15u;
     std::memcpy(image_.data() + i, &word, std::min(i64(8), bytes_ - i));
   }
-  std::memcpy(base_, image_.data(), bytes_);
+  std::memcpy(memory_.get(), image_.data(), bytes_);
   if (offset == 0 && stride_bytes == row_bytes) return;
-  ASAN_POISON_MEMORY_REGION(base_, bytes_);
+  ASAN_POISON_MEMORY_REGION(memory_.get(), bytes_);
   for (i64 i = 0; i < num_rows; ++i) ASAN_UNPOISON_MEMORY_REGION(row(i), row_bytes);
 }
 
-RowBuffer::~RowBuffer() { std::free(base_); }
-
 void RowBuffer::check() {
-  ASAN_UNPOISON_MEMORY_REGION(base_, bytes_);
-  if (std::memcmp(base_, image_.data(), bytes_) == 0) return;
+  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_);
+  if (std::memcmp(memory_.get(), image_.data(), bytes_) == 0) return;
   i64 at = 0;
-  while (base_[at] == image_[at]) ++at;
+  while (memory_[at] == image_[at]) ++at;
   const i64 row = at < offset_ || stride_bytes_ == 0 ? 0 : (at - offset_) / stride_bytes_;
   const i64 byte = at - offset_ - row * stride_bytes_;
   const bool inside = byte >= 0 && byte < row_bytes_;
   fail(std::string(name_) + ": row " + std::to_string(row) + ", byte " + std::to_string(byte) +
-       (inside ? "" : ", which is padding,") + " is " + std::to_string(base_[at] & 0xff) +
+       (inside ? "" : ", which is padding,") + " is " + std::to_string(memory_[at] & 0xff) +
        ", expected " + std::to_string(image_[at] & 0xff));
 }
 
 IntBuffer::IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes)
-    : name_(name), values_(values), int_bytes_(int_bytes), base_(nullptr) {
-  void* memory = nullptr;
-  const size_t bytes = (values.size() + 1) * int_bytes;
-  if (posix_memalign(&memory, 16, bytes) != 0) fail("out of memory");
-  base_ = static_cast<char*>(memory);
-  std::memset(base_, 0x7f, int_bytes);
+    : name_(name),
+      values_(values),
+      int_bytes_(int_bytes),
+      memory_(allocate(16, (values.size() + 1) * int_bytes)) {
+  std::memset(memory_.get(), 0x7f, int_bytes);
   for (size_t i = 0; i < values.size(); ++i) {
     const i32 narrow = static_cast<i32>(values[i]);
     const void* from = int_bytes == 4 ? static_cast<const void*>(&narrow) : &values[i];
-    std::memcpy(base_ + (i + 1) * int_bytes, from, int_bytes);
+    std::memcpy(&memory_[(i + 1) * int_bytes], from, int_bytes);
     values_[i] = at(static_cast<i64>(i));
   }
-  if (int_bytes == 8) ASAN_POISON_MEMORY_REGION(base_, 8);
+  if (int_bytes == 8) ASAN_POISON_MEMORY_REGION(memory_.get(), 8);
 }
 
-IntBuffer::~IntBuffer() { std::free(base_); }
-
 i64 IntBuffer::at(i64 i) const {
-  const char* from = base_ + (i + 1) * int_bytes_;
+  const char* from = &memory_[(i + 1) * int_bytes_];
   return int_bytes_ == 4 ? *reinterpret_cast<const i32*>(from)
                          : *reinterpret_cast<const i64*>(from);
 }
@@ -100,9 +99,7 @@ void IntBuffer::check() {
   }
 }
 
-FaultWord::FaultWord(u32 state)
-    : record_(static_cast<FaultRecord*>(std::malloc(sizeof(FaultRecord)))),
-      before_{state, FaultSite{}, 0, 0, 0} {
+FaultWord::FaultWord(u32 state) : record_(new FaultRecord), before_{state, FaultSite{}, 0, 0, 0} {
   if (state != 0) before_ = {state, FaultSite(77), -1, -2, -3};
   *record_ = before_;
 }
@@ -126,6 +123,49 @@ void FaultWord::check() const {
        (changes ? "one of " + std::to_string(expected_.size()) + " faults, the first at position " +
                       std::to_string(expected_[0].position)
                 : "no change"));
+}
+
+Placement any_placement(i64 row_bytes, int vec_bytes, Random& random) {
+  const i64 pads[] = {0, 0, vec_bytes, 2 * vec_bytes, 3 * vec_bytes, 16, 48, 128, row_bytes};
+  const i64 pad = pads[random.below(std::size(pads))];
+  return {random.below(128 / vec_bytes) * vec_bytes, row_bytes + pad};
+}
+
+void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random) {
+  const i64 lowest =
+      index_bytes == 4 ? std::numeric_limits<i32>::min() : std::numeric_limits<i64>::min();
+  const i64 highest = -(lowest + 1);
+  const auto padding = [&] { return random.pick({i64(-1), i64(-2), lowest}); };
+  const auto too_large = [&] { return random.pick({bound, bound, bound + 1, highest}); };
+  const i64 kind = random.below(6);
+  for (i64& value : values) {
+    const i64 dice = random.below(3);
+    if (kind == 1 && dice == 0) value = padding();
+    if (kind == 2 && dice == 0) value = too_large();
+    if (kind == 3 && dice != 0) value = dice == 1 ? padding() : too_large();
+    if (kind == 4) value = padding();
+  }
+  if (kind == 5) values[random.below(static_cast<i64>(values.size()))] = too_large();
+}
+
+std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random) {
+  std::vector<i64> sources(count);
+  for (i64& source : sources) source = random.below(src_rows);
+  std::vector<i64> targets = random.distinct(count, dst_rows);
+  if (random.below(2) == 0) spoil(sources, src_rows, index_bytes, random);
+  if (random.below(2) == 0) spoil(targets, dst_rows, index_bytes, random);
+  std::vector<i64> flat;
+  for (i64 i = 0; i < count; ++i) flat.insert(flat.end(), {sources[i], targets[i]});
+  return flat;
+}
+
+i64 any_num_rows(const GroupShape& shape, i64 threads_per_block, Random& random) {
+  const i64 full = std::max(i64(1), threads_per_block / (shape.lanes * shape.splits) * shape.rows);
+  return random.pick({i64(1), i64(2), full, full - (full > 1), full + 1, full * 5 / 2 + 1});
+}
+
+Order any_order(Random& random) {
+  return random.pick({Order::kForward, Order::kReverse, Order::kShuffled});
 }
 
 }  // namespace emulate

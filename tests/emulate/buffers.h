@@ -5,6 +5,7 @@
 #include <jitkern/types.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,18 +13,20 @@
 
 namespace emulate {
 
-using jitkern::FaultRecord;
-using jitkern::FaultSite;
-using jitkern::i32;
-using jitkern::i64;
-using jitkern::u32;
-using jitkern::u64;
+using namespace jitkern;  // what emulate has of the same name goes first
 
 // What is running now; every failure is reported with it.
 extern std::string now_running;
 [[noreturn]] void fail(const std::string& what);
 // Makes sanitizer reports end with `now_running`, too.
 void install_reports();
+
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char[], Free>;
+// Of exactly so many bytes.
+Memory allocate(size_t align, size_t bytes);
 
 class Random {
  public:
@@ -58,14 +61,11 @@ class RowBuffer {
             Random& random);
   RowBuffer(const char* name, i64 num_rows, i64 row_bytes, Placement at, Random& random)
       : RowBuffer(name, num_rows, row_bytes, at.stride_bytes, at.offset, random) {}
-  ~RowBuffer();
-  RowBuffer(const RowBuffer&) = delete;
-  RowBuffer& operator=(const RowBuffer&) = delete;
 
   i64 num_rows() const { return num_rows_; }
   i64 row_bytes() const { return row_bytes_; }
   i64 stride_bytes() const { return stride_bytes_; }
-  char* row(i64 i) { return base_ + offset_ + i * stride_bytes_; }
+  char* row(i64 i) { return memory_.get() + offset_ + i * stride_bytes_; }
   // What row i should hold in the end; the same as now unless changed through this.
   char* expected(i64 i) { return image_.data() + offset_ + i * stride_bytes_; }
   // Compares every byte, padding included, with what is expected.
@@ -74,7 +74,7 @@ class RowBuffer {
  private:
   const char* name_;
   i64 num_rows_, row_bytes_, stride_bytes_, offset_, bytes_;
-  char* base_;
+  Memory memory_;
   std::vector<char> image_;
 };
 
@@ -84,14 +84,10 @@ class IntBuffer {
   IntBuffer(const char* name, const std::vector<i64>& values, int int_bytes);
   // `count` times the same value.
   IntBuffer(const char* name, i64 count, i64 value, int int_bytes)
-      : IntBuffer(name, std::vector<i64>(static_cast<size_t>(count), value), int_bytes) {}
-  ~IntBuffer();
-  IntBuffer(const IntBuffer&) = delete;
-  IntBuffer& operator=(const IntBuffer&) = delete;
+      : IntBuffer(name, std::vector<i64>(count, value), int_bytes) {}
 
-  void* data() { return base_ + int_bytes_; }
-  const void* data() const { return base_ + int_bytes_; }
-  u32* words() { return reinterpret_cast<u32*>(base_ + int_bytes_); }
+  void* data() const { return memory_.get() + int_bytes_; }
+  u32* words() const { return static_cast<u32*>(data()); }
   i64 at(i64 i) const;
   i64 size() const { return static_cast<i64>(values_.size()); }
   // The kernel may put `value` at element i; of several expected values any one will do.
@@ -104,7 +100,7 @@ class IntBuffer {
   std::vector<i64> values_;
   std::multimap<i64, i64> expected_;
   int int_bytes_;
-  char* base_;
+  Memory memory_;
 };
 
 // Words that a kernel reads four at a time: exactly as many as it may read, aligned for that.
@@ -122,16 +118,13 @@ class FaultWord {
  public:
   // `state`: 0, or 1 or 2 for a word that is taken and must not change.
   explicit FaultWord(u32 state);
-  ~FaultWord() { std::free(record_); }
-  FaultWord(const FaultWord&) = delete;
-  FaultWord& operator=(const FaultWord&) = delete;
 
-  FaultRecord* record() { return record_; }
+  FaultRecord* record() { return record_.get(); }
   void expect(FaultSite site, i64 position, i64 value, i64 bound);
   void check() const;
 
  private:
-  FaultRecord* record_;
+  std::unique_ptr<FaultRecord> record_;
   FaultRecord before_;
   std::vector<FaultRecord> expected_;
 };

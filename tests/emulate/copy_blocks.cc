@@ -1,28 +1,19 @@
 // copy_blocks between lists of buffers: any address per layer, parts, rows, sizes that differ,
 // pairs as two vectors, and a flag for each layer once all of its bytes are there.
-#include <memory>
-
 #include "ops/copy_blocks.cu"
 
 #include "pairs.h"
 
 namespace emulate {
 
-using jitkern::BlockSide;
-using jitkern::BufferEntry;
-using jitkern::CopyBlocksParams;
-using jitkern::HostSide;
-using jitkern::kHostSource;
-using jitkern::kHostTarget;
-
 constexpr Config kConfig{COPY_BLOCKS_CONFIG};
 
 // A kernel whose pairs are in its parameters.
 template <class Kernel>
 void run_inline(const CopyBlocksParams& p) {
-  jitkern::InlineBlocksParams params;
+  InlineBlocksParams params;
   static_cast<CopyBlocksParams&>(params) = p;
-  std::memcpy(params.inline_pairs, p.pairs, static_cast<size_t>(8 * p.num_pairs));
+  std::memcpy(params.inline_pairs, p.pairs, 8 * p.num_pairs);
   params.pairs = nullptr;
   Kernel::run(params);
 }
@@ -31,8 +22,8 @@ template <int kVecBytes, int kIndexBytes, HostSide kLinesOf>
 void add(Specialisations<CopyBlocksParams>& list) {
   constexpr int kInFlight =
       kLinesOf == kHostTarget ? COPY_BLOCKS_WRITE_IN_FLIGHT : COPY_BLOCKS_READ_IN_FLIGHT;
-  using Kernel = jitkern::CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads,
-                                     kConfig.max_occupancy, kInFlight, kLinesOf>;
+  using Kernel = CopyBlocks<kVecBytes, kIndexBytes, kConfig.num_threads, kConfig.max_occupancy,
+                            kInFlight, kLinesOf>;
   if constexpr (kIndexBytes == 0) {
     list.push_back({0, kVecBytes, 0, kLinesOf, Kernel::kNumThreads, run_inline<Kernel>});
   } else {
@@ -49,7 +40,7 @@ struct Side {
   bool is_table;
   i64 stride_bytes;
   i64 lead = -1;  // of all rows, if they begin at one place of their lines
-  std::vector<std::unique_ptr<RowBuffer>> buffers;
+  std::vector<RowBuffer> buffers;
   std::vector<BufferEntry> entries;
 
   Side(const char* name, i64 blocks, const std::vector<i64>& row_bytes, i64 num_rows, bool alike,
@@ -67,19 +58,18 @@ struct Side {
     const i64 layers = static_cast<i64>(row_bytes.size());
     const auto add_buffer = [&](i64 rows, i64 bytes) {
       const i64 offset = lead < 0 ? random.below(128 / vec_bytes) * vec_bytes : lead;
-      buffers.push_back(
-          std::make_unique<RowBuffer>(name, rows, bytes, stride_bytes, offset, random));
+      buffers.emplace_back(name, rows, bytes, stride_bytes, offset, random);
     };
     if (!is_table) add_buffer(layers * num_blocks, longest);
     for (i64 layer = 0; is_table && layer < layers; ++layer) {
       add_buffer(num_blocks * num_rows, row_bytes[layer]);
-      entries.push_back({reinterpret_cast<u64>(buffers[layer]->row(0)),
+      entries.push_back({reinterpret_cast<u64>(buffers[layer].row(0)),
                          num_parts * num_rows * stride_bytes,
                          (rows_first ? 1 : num_rows) * stride_bytes, num_rows * row_bytes[layer]});
     }
   }
 
-  RowBuffer& buffer(i64 layer) { return *buffers[is_table ? layer : 0]; }
+  RowBuffer& buffer(i64 layer) { return buffers[is_table ? layer : 0]; }
   i64 row(i64 layer, i64 block, i64 row) const {
     if (!is_table) return layer * num_blocks + block;
     const i64 whole = block / num_parts, part = block % num_parts;
@@ -103,7 +93,7 @@ struct Side {
 
 void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random) {
   const int vec_bytes = kernel.vec_bytes;
-  const i64 segment = jitkern::segment_bytes(vec_bytes);
+  const i64 segment = segment_bytes(vec_bytes);
   const bool alike = random.below(3) > 0;
   const i64 num_rows = alike ? random.pick({1, 1, 2, 5}) : 1;
   const i64 num_flags = random.pick({1, 2, 3});
@@ -164,7 +154,7 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   params.row_bytes = alike ? row_bytes[0] : 0;
   const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
   const i64 lead = (lines_of_dst ? dst : src).lead;
-  params.num_segments = jitkern::segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
+  params.num_segments = segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
   params.pace_ns = random.pick({0u, 0u, 200u});
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;
@@ -188,10 +178,10 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
       }
     }
   };
-  run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params, true);
+  run_kernel(kernel, {random.pick({1u, 3u})}, 64, random, params);
   on_system_fence = nullptr;
-  for (const auto& buffer : dst.buffers) buffer->check();
-  for (const auto& buffer : src.buffers) buffer->check();
+  for (RowBuffer& buffer : dst.buffers) buffer.check();
+  for (RowBuffer& buffer : src.buffers) buffer.check();
   check_all(pairs, sources, targets, fault, flags, num_past);
 }
 

@@ -1,9 +1,8 @@
 // CUDA's device language on the host, as far as the kernels use it, so that a sanitizer can watch
 // them. `g++ -include cuda_on_cpu.h` compiles a .cu as it is.
 //
-// Blocks run one after the other. The threads of a block run one after the other as well
-// (`launch`), or take turns at every barrier and warp operation (`launch_fibers`) where a kernel
-// has any. The blocks of a cluster take turns as well (`launch_clusters`).
+// Blocks run one after the other, their threads take turns at every barrier and warp operation
+// (`launch_fibers`). The blocks of a cluster take turns as well (`launch_clusters`).
 #pragma once
 
 #include <algorithm>
@@ -181,7 +180,7 @@ enum class Order { kForward, kReverse, kShuffled };
 unsigned lane();
 void block_barrier(int* sum, int value);
 
-// What ops/cluster.cuh needs. A kernel that is started without clusters is one of 1 block.
+// What ops/cluster.cuh needs.
 unsigned cluster_rank();
 unsigned cluster_size();
 void cluster_arrive();
@@ -200,23 +199,6 @@ void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]);
 
 // The same order on every run, another one for every `count`.
 std::vector<unsigned> turns(unsigned count, Order order);
-
-// Threads one after the other: for kernels without barriers and warp operations, which end the
-// process here.
-template <class Params>
-void launch(dim3 grid, dim3 block, Order order, void (*run)(const Params&), const Params& params) {
-  gridDim = grid;
-  blockDim = block;
-  const std::vector<unsigned> blocks = turns(grid.x * grid.y * grid.z, order);
-  const std::vector<unsigned> threads = turns(block.x * block.y * block.z, order);
-  for (const unsigned b : blocks) {
-    blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-    for (const unsigned t : threads) {
-      threadIdx = {t % block.x, t / block.x % block.y, t / block.x / block.y};
-      run(params);
-    }
-  }
-}
 
 // Threads as fibers that change at barriers and warp operations. A barrier that not every thread
 // comes to, or a warp operation that a lane of its mask misses, ends the process. `cluster_size`

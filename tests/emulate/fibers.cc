@@ -42,17 +42,14 @@ namespace {
 
 constexpr size_t kStackBytes = 64 << 10;
 
-// Where a stack was left.
-struct Context {
-  void* top = nullptr;
-};
-void switch_context(Context& left, Context& entered) { emulate_switch(&left.top, entered.top); }
-void prepare(Context& context, char* stack, void (*begin)()) {
-  constexpr size_t kSaved = 6;  // registers, and behind them where to go on
+// Where a stack was left: at its top are the registers, and behind them where to go on.
+using Context = void*;
+Context prepare(char* stack, void (*begin)()) {
+  constexpr size_t kSaved = 6;
   void** const top = reinterpret_cast<void**>(stack + kStackBytes) - kSaved - 2;
   std::fill_n(top, kSaved + 2, nullptr);
   top[kSaved] = reinterpret_cast<void*>(begin);
-  context.top = top;
+  return top;
 }
 
 struct Exchange {
@@ -95,7 +92,7 @@ struct Block {
 };
 
 struct Fiber {
-  Context context;
+  Context context = nullptr;
   char* stack = nullptr;
   dim3 index;
   unsigned number = 0;  // in its block
@@ -111,7 +108,7 @@ struct Fiber {
 };
 
 struct Cluster {
-  Context scheduler;
+  Context scheduler = nullptr;
   void* fake_stack = nullptr;
   const void* stack_bottom = nullptr;
   size_t stack_bytes = 0;
@@ -124,11 +121,6 @@ struct Cluster {
 };
 
 Cluster* cluster = nullptr;
-
-Fiber& current_fiber(const char* if_none) {
-  if (cluster == nullptr) die(if_none);
-  return *cluster->current;
-}
 
 unsigned threads_of_block() { return blockDim.x * blockDim.y * blockDim.z; }
 
@@ -145,7 +137,7 @@ void yield_to_scheduler() {
   Fiber& fiber = *cluster->current;
   __sanitizer_start_switch_fiber(fiber.done ? nullptr : &fiber.fake_stack, cluster->stack_bottom,
                                  cluster->stack_bytes);
-  switch_context(fiber.context, cluster->scheduler);
+  emulate_switch(&fiber.context, cluster->scheduler);
   __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 }
 
@@ -157,23 +149,20 @@ void wait_while(const unsigned& word, unsigned value) {
   fiber.waits_at = nullptr;
 }
 
-void begin(Block& block) {
-  for (const Shared& shared : block.shared)
-    ASAN_UNPOISON_MEMORY_REGION(shared.start(), shared.bytes);
-}
-
-void end(Block& block) {
-  for (const Shared& shared : block.shared) std::free(shared.memory);
-}
-
 void fiber_main() {
   __sanitizer_finish_switch_fiber(nullptr, &cluster->stack_bottom, &cluster->stack_bytes);
   Fiber& fiber = *cluster->current;
   Block& block = *fiber.block;
-  if (++block.begun == 1) begin(block);
+  const bool is_first = ++block.begun == 1;
+  for (const Shared& shared : block.shared) {
+    if (is_first) ASAN_UNPOISON_MEMORY_REGION(shared.start(), shared.bytes);
+  }
   (*cluster->thread)();
   fiber.done = true;
-  if (++block.done == threads_of_block()) end(block);
+  const bool is_last = ++block.done == threads_of_block();
+  for (const Shared& shared : block.shared) {
+    if (is_last) std::free(shared.memory);
+  }
   cluster->progress = true;
   yield_to_scheduler();
 }
@@ -183,7 +172,7 @@ void resume(Fiber& fiber) {
   blockIdx = fiber.block->index;
   threadIdx = fiber.index;
   __sanitizer_start_switch_fiber(&cluster->fake_stack, fiber.stack, kStackBytes);
-  switch_context(cluster->scheduler, fiber.context);
+  emulate_switch(&cluster->scheduler, fiber.context);
   __sanitizer_finish_switch_fiber(cluster->fake_stack, nullptr, nullptr);
 }
 
@@ -209,7 +198,7 @@ void run_cluster(unsigned first_block, unsigned num_blocks, Order order,
     fiber.number = f % threads;
     fiber.index = index_of(fiber.number, blockDim);
     fiber.stack = stack_of(f);
-    prepare(fiber.context, fiber.stack, fiber_main);
+    fiber.context = prepare(fiber.stack, fiber_main);
   }
   const std::vector<unsigned> order_of_turns = turns(num_blocks * threads, order);
   for (size_t done = 0; done < here.fibers.size();) {
@@ -268,41 +257,39 @@ unsigned lane() {
 }
 
 void block_barrier(int* sum, int value) {
-  Block& block = *current_fiber("a barrier in a kernel that was started without fibers").block;
+  Block& block = *cluster->current->block;
   const int total = wait_at(block.barrier, come_to(block.barrier, threads_of_block(), value));
   if (sum != nullptr) *sum = total;
 }
 
 void cluster_arrive() {
-  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (fiber.arrived_at >= 0) die("arrives twice at a barrier of its cluster");
   fiber.arrived_at = come_to(cluster->barrier, cluster->fibers.size(), 0);
 }
 
 void cluster_wait() {
-  Fiber& fiber = current_fiber("a barrier in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (fiber.arrived_at < 0) die("waits at a barrier that it has not come to");
   wait_at(cluster->barrier, static_cast<unsigned>(fiber.arrived_at));
   fiber.arrived_at = -1;
 }
 
-unsigned cluster_size() { return cluster == nullptr ? 1 : cluster->blocks.size(); }
+unsigned cluster_size() { return cluster->blocks.size(); }
 
 unsigned cluster_rank() { return blockIdx.x % cluster_size(); }
 
 void let_others_run() {
-  current_fiber("nobody else runs in a kernel that was started without fibers");
   cluster->progress = true;
   yield_to_scheduler();
 }
 
 void* own_shared(const void* type, size_t bytes, size_t align) {
-  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
-  return instance(*fiber.block, type, bytes, align);
+  return instance(*cluster->current->block, type, bytes, align);
 }
 
 uint64_t shared_of_block(uint64_t address, unsigned rank) {
-  Fiber& fiber = current_fiber("shared memory in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   if (rank >= cluster->blocks.size()) die("shared memory of a block that the cluster has not");
   for (const Shared& own : fiber.block->shared) {
     const uint64_t offset = address - reinterpret_cast<uint64_t>(own.start());
@@ -314,7 +301,7 @@ uint64_t shared_of_block(uint64_t address, unsigned rank) {
 }
 
 void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]) {
-  Fiber& fiber = current_fiber("a warp operation in a kernel that was started without fibers");
+  Fiber& fiber = *cluster->current;
   const unsigned self = 1u << lane();
   if (!(mask & self)) die("a warp operation whose mask leaves out the calling lane");
   Warp& open = fiber.block->warps[fiber.number / 32];

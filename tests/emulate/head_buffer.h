@@ -53,41 +53,36 @@ class HeadBuffer {
       const u64 word = random.bits() * 0x9e3779b97f4a7c15u;
       std::memcpy(&before_[i], &word, std::min<size_t>(8, before_.size() - i));
     }
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 128, before_.size()) != 0) fail("out of memory");
-    base_ = static_cast<char*>(memory);
+    memory_ = allocate(128, before_.size());
   }
-  ~HeadBuffer() { std::free(base_); }
-  HeadBuffer(const HeadBuffer&) = delete;
-  HeadBuffer& operator=(const HeadBuffer&) = delete;
 
   // What a row holds before the kernel runs.
   char* before(i64 token, i64 head) { return before_.data() + offset_of(token, head); }
-  const char* memory(i64 token, i64 head) const { return base_ + offset_of(token, head); }
-  char* row_0() { return base_ + layout.offset; }
+  const char* memory(i64 token, i64 head) const { return &memory_[offset_of(token, head)]; }
+  char* row_0() { return &memory_[layout.offset]; }
 
   void open(i64 token, i64 head) { opened_.push_back(offset_of(token, head)); }
   bool is_shut() const { return opened_.empty(); }
   // To be called before each launch.
   void begin() {
-    std::copy(before_.begin(), before_.end(), base_);
-    ASAN_POISON_MEMORY_REGION(base_, before_.size());
-    for (const i64 at : opened_) ASAN_UNPOISON_MEMORY_REGION(base_ + at, layout.row_bytes);
+    std::copy(before_.begin(), before_.end(), memory_.get());
+    ASAN_POISON_MEMORY_REGION(memory_.get(), before_.size());
+    for (const i64 at : opened_) ASAN_UNPOISON_MEMORY_REGION(&memory_[at], layout.row_bytes);
   }
   // And these behind it. The row that it wrote, if that is right, is what others have to write.
   void end() {
-    ASAN_UNPOISON_MEMORY_REGION(base_, before_.size());
+    ASAN_UNPOISON_MEMORY_REGION(memory_.get(), before_.size());
     if (after_.empty()) after_ = before_;
   }
   void accept(i64 token, i64 head) {
     std::memcpy(&after_[offset_of(token, head)], memory(token, head), layout.row_bytes);
   }
   void check() const {
-    const auto differ = std::mismatch(after_.begin(), after_.end(), base_);
+    const auto differ = std::mismatch(after_.begin(), after_.end(), memory_.get());
     if (differ.first == after_.end()) return;
     const i64 at = differ.first - after_.begin();
     fail(name_ + ": byte " + std::to_string(at - layout.offset) + " behind its start is " +
-         std::to_string(base_[at] & 0xff) + ", expected " + std::to_string(after_[at] & 0xff));
+         std::to_string(memory_[at] & 0xff) + ", expected " + std::to_string(after_[at] & 0xff));
   }
 
   const HeadLayout layout;
@@ -100,7 +95,7 @@ class HeadBuffer {
   std::string name_;
   std::vector<char> before_, after_;
   std::vector<i64> opened_;
-  char* base_;
+  Memory memory_;
 };
 
 }  // namespace emulate

@@ -9,9 +9,6 @@
 
 namespace emulate {
 
-using jitkern::IndexPairsParams;
-using jitkern::IndexParams;
-
 constexpr FaultSite kIndicesSite{4};
 constexpr i64 kUntouched = -9;
 
@@ -81,8 +78,8 @@ constexpr int num_splits(i64 row_bytes, int vec_bytes) {
 
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
 void add(Specialisations<IndexParams>& list) {
-  using Kernel = jitkern::IndexKernel<kRowBytes, num_splits(kRowBytes, kVecBytes), INDEX_CONFIG,
-                                      kVecBytes, kIndexBytes, INDEX_IN_FLIGHT>;
+  using Kernel = IndexKernel<kRowBytes, num_splits(kRowBytes, kVecBytes), INDEX_CONFIG, kVecBytes,
+                             kIndexBytes, INDEX_IN_FLIGHT>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -97,8 +94,8 @@ EMULATE_COLLECT(IndexParams, kernels)
 void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
-  const jitkern::GroupShape shape =
-      jitkern::group_shape(row_bytes, vec_bytes, INDEX_IN_FLIGHT, num_splits(row_bytes, vec_bytes));
+  const GroupShape shape =
+      group_shape(row_bytes, vec_bytes, INDEX_IN_FLIGHT, num_splits(row_bytes, vec_bytes));
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 table_rows = random.pick({1, 2, 7, 20});
 
@@ -130,8 +127,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random)
 
 template <class Int, i64 kRowBytes, int kVecBytes>
 void pairs_run(Random& random) {
-  using Kernel =
-      jitkern::PairsOfIndices<kRowBytes, kVecBytes, sizeof(Int), kListConfig.num_threads, 1>;
+  using Kernel = PairsOfIndices<kRowBytes, kVecBytes, sizeof(Int), kListConfig.num_threads, 1>;
   const i64 num_rows = random.pick({i64(1), i64(31), i64(32), i64(256), i64(257), i64(700)});
   const Vocabulary vocabulary = any_vocabulary(random.pick({0, 1, 7, 20}), random);
   const std::vector<i64> values = any_indices(vocabulary, num_rows, sizeof(Int), random);

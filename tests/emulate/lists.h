@@ -7,9 +7,6 @@
 
 namespace emulate {
 
-using jitkern::HostSide;
-using jitkern::kHostSource;
-
 constexpr i64 kUntouched = -9;  // where no entry was written
 
 // Exactly the counters of a call's regions, which start as all ones, and what is made of them.
@@ -22,13 +19,13 @@ struct RegionBuffers {
   RegionBuffers(i64 span_bytes, u32 kinds, Random& random)
       : shift(0),
         num_kinds(kinds),
-        last_ranks(i64(kinds) * jitkern::kNumRegions, 0xffffffffu),
-        starts(i64(kinds) * jitkern::kNumRegions, 0x99999999u) {
-    while ((span_bytes - 1) >> shift >= i64(jitkern::kNumRegions)) ++shift;
+        last_ranks(i64(kinds) * kNumRegions, 0xffffffffu),
+        starts(i64(kinds) * kNumRegions, 0x99999999u) {
+    while ((span_bytes - 1) >> shift >= i64(kNumRegions)) ++shift;
     shift += static_cast<int>(random.below(4));
   }
 
-  jitkern::Regions regions(u32* last_entry) {
+  Regions regions(u32* last_entry) {
     return {last_ranks.data(), starts.data(), last_entry, num_kinds, shift};
   }
 };
@@ -53,13 +50,8 @@ void run_list(i64 num_rows, const typename Kernel::Params& params, Random& rando
 // Few blocks of a large copy, smaller than they are on a GPU.
 template <class Kernel>
 void run_large(unsigned blocks, const typename Kernel::Params& params, Random& random,
-               bool talks = false, unsigned num_threads = 128) {
-  const Order order = any_order(random);
-  if (talks) {
-    launch_fibers({blocks}, {num_threads}, order, [&] { Kernel::run(params); });
-  } else {
-    launch({blocks}, {num_threads}, order, Kernel::run, params);
-  }
+               unsigned num_threads = 128) {
+  launch_fibers({blocks}, {num_threads}, any_order(random), [&] { Kernel::run(params); });
 }
 
 inline i64 table_size_for(i64 num_pairs) {
@@ -68,8 +60,8 @@ inline i64 table_size_for(i64 num_pairs) {
   return size;
 }
 
-inline void scan(const jitkern::Regions& regions, Random& random) {
-  using Scan = jitkern::ScanRegions<kScanConfig.num_threads, 1>;
+inline void scan(const Regions& regions, Random& random) {
+  using Scan = ScanRegions<kScanConfig.num_threads, 1>;
   launch_fibers({1}, {Scan::kNumThreads}, any_order(random), [&] { Scan::run(regions); });
 }
 

@@ -10,7 +10,7 @@ namespace emulate {
 template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
           int kThreads, int kRowThreads, int kRows, int kTimes>
 struct Kernel {
-  using Params = jitkern::MergeParams<kCapacity>;
+  using Params = MergeParams<kCapacity>;
   using Merge = jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true,
                                kRowThreads>;
 
@@ -49,7 +49,7 @@ void one_run(const MergeKernel& kernel, Random& random) {
 
 void check_divisor(u32 value, Random& random) {
   now_running = "division by " + std::to_string(value);
-  const jitkern::Divisor divisor = jitkern::Divisor::of(value);
+  const Divisor divisor = Divisor::of(value);
   const i64 most = kMostRows / value;
   // Multiples are where quotients change: the first ones, the last ones, any.
   for (i64 i = 0; i < 40; ++i) {

@@ -8,9 +8,6 @@
 
 namespace emulate {
 
-using jitkern::MergeParams;
-using jitkern::MergeTarget;
-
 constexpr i64 kMostRows = (i64(1) << 31) - 1;
 
 struct MergeKernel {
@@ -81,7 +78,7 @@ class MergeRun {
     to.num_rows = static_cast<u32>(num_rows());
     to.rows_of_block = static_cast<u32>(rows);
     to.num_states = static_cast<i32>(num_states_);
-    to.heads = jitkern::Divisor::of(static_cast<u32>(heads_));
+    to.heads = Divisor::of(static_cast<u32>(heads_));
     log2_of_base_ = random.below(2) == 0 ? 1 : std::log2(std::exp(1.0));
     to.log2_of_base = static_cast<float>(log2_of_base_);
     to.base_log_of_2 = static_cast<float>(1 / log2_of_base_);
@@ -108,8 +105,8 @@ class MergeRun {
   }
 
   void choose_partials(Random& random) {
-    const i64 in_item = jitkern::item_bytes_of(kernel_.in_type);
-    const i64 lse_item = jitkern::item_bytes_of(kernel_.lse_type);
+    const i64 in_item = item_bytes_of(kernel_.in_type);
+    const i64 lse_item = item_bytes_of(kernel_.lse_type);
     const bool in_place = kernel_.in_type == kernel_.out_type && random.below(3) == 0;
     const i64 out_at = in_place ? random.below(num_states_) : -1;
     const i64 lse_at = random.below(3) == 0 ? random.below(num_states_) : -1;
@@ -139,7 +136,7 @@ class MergeRun {
 
   void choose_targets(Random& random) {
     MergeTarget& to = params_.to;
-    const i64 item = jitkern::item_bytes_of(kernel_.out_type);
+    const i64 item = item_bytes_of(kernel_.out_type);
     if (out_ == nullptr) {
       const i64 vec_bytes = std::min<i64>(16, kernel_.elems * item);
       own_out_ = std::make_unique<HeadBuffer>(
@@ -147,8 +144,8 @@ class MergeRun {
       out_ = own_out_.get();
     }
     if (lse_ == nullptr && random.below(4) != 0) {
-      to.lse_type = random.pick({jitkern::kFloat32, jitkern::kFloat16, jitkern::kBFloat16});
-      const i64 lse_item = jitkern::item_bytes_of(to.lse_type);
+      to.lse_type = random.pick({kFloat32, kFloat16, kBFloat16});
+      const i64 lse_item = item_bytes_of(to.lse_type);
       own_lse_ =
           std::make_unique<HeadBuffer>("lse", layout(lse_item, lse_item, false, random), random);
       lse_ = own_lse_.get();
@@ -204,7 +201,7 @@ class MergeRun {
     const int type = kernel_.in_type;
     const i64 spread = logs_ == kSame ? 25 : 9;  // of exponents, about 0
     // Or so large that two have no sum.
-    const i64 largest = type == jitkern::kFloat16 ? 15 : 127;
+    const i64 largest = type == kFloat16 ? 15 : 127;
     const i64 top = is_huge_ ? largest : spread / 2 + 1;
     for (int d = 0; d < kernel_.dim; ++d) {
       const u64 dice = random.bits();
@@ -215,7 +212,7 @@ class MergeRun {
       } else if (random.below(10) == 0) {
         value = 0;
       }
-      store_number(row + d * jitkern::item_bytes_of(type), type, dice & 0x80 ? -value : value);
+      store_number(row + d * item_bytes_of(type), type, dice & 0x80 ? -value : value);
     }
   }
 
@@ -253,7 +250,7 @@ class MergeRun {
 
   // A plain kernel knows how far rows are apart by the stride of heads, of the first partial.
   void forget_strides(i64 s) {
-    jitkern::PartialState& state = params_.states[s];
+    PartialState& state = params_.states[s];
     constexpr i64 kNone = i64(1) << 40;
     state.out_strides.token = state.lse_strides.token = kNone;
     if (s > 0) state.out_strides.head = state.lse_strides.head = kNone;
@@ -272,8 +269,8 @@ class MergeRun {
     }
     const bool is_copy = token >= tokens_of_first_;
     const Weights weights = is_copy ? Weights::of_copy(logs[1]) : Weights(logs, log2_of_base_);
-    const int in_item = jitkern::item_bytes_of(kernel_.in_type);
-    const int out_item = jitkern::item_bytes_of(kernel_.out_type);
+    const int in_item = item_bytes_of(kernel_.in_type);
+    const int out_item = item_bytes_of(kernel_.out_type);
     // The product with the inverse of a power of two is exact, of other scales it is not.
     const bool is_exact = std::exp2(std::ilogb(scale_)) == scale_;
     for (int d = 0; d < kernel_.dim; ++d) {

@@ -9,20 +9,17 @@
 
 namespace emulate {
 
-using jitkern::kFloat8E4M3;
-using jitkern::kMostStates;
-
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Of FloatType. Rounding is floats.h's, which tests/ops/test_merge.py compares with PyTorch's.
 inline double value_of_bits(int type, u32 bits) {
   switch (type) {
-    case jitkern::kFloat32:
-      return jitkern::float_of_bits(bits);
-    case jitkern::kFloat16:
-      return jitkern::float_of<jitkern::kFloat16>(static_cast<unsigned short>(bits));
-    case jitkern::kBFloat16:
-      return jitkern::float_of<jitkern::kBFloat16>(static_cast<unsigned short>(bits));
+    case kFloat32:
+      return float_of_bits(bits);
+    case kFloat16:
+      return float_of<kFloat16>(static_cast<unsigned short>(bits));
+    case kBFloat16:
+      return float_of<kBFloat16>(static_cast<unsigned short>(bits));
   }
   if ((bits & 0x7f) == 0x7f) return std::nan("");
   const int exponent = bits >> 3 & 15, fraction = bits & 7;
@@ -33,14 +30,14 @@ inline double value_of_bits(int type, u32 bits) {
 inline u32 bits_of_value(int type, double value) {
   const float rounded = static_cast<float>(value);
   switch (type) {
-    case jitkern::kFloat32:
-      return jitkern::bits_of_float(rounded);
-    case jitkern::kFloat16:
-      return jitkern::bits_as<jitkern::kFloat16>(rounded);
-    case jitkern::kBFloat16:
-      return jitkern::bits_as<jitkern::kBFloat16>(rounded);
+    case kFloat32:
+      return bits_of_float(rounded);
+    case kFloat16:
+      return bits_as<kFloat16>(rounded);
+    case kBFloat16:
+      return bits_as<kBFloat16>(rounded);
   }
-  return jitkern::bits_as<kFloat8E4M3>(rounded);
+  return bits_as<kFloat8E4M3>(rounded);
 }
 inline double rounded_to(int type, double value) {
   return value_of_bits(type, bits_of_value(type, value));
@@ -48,7 +45,7 @@ inline double rounded_to(int type, double value) {
 
 inline u32 load_bits(const char* from, int type) {
   u32 bits = 0;
-  std::memcpy(&bits, from, jitkern::item_bytes_of(type));
+  std::memcpy(&bits, from, item_bytes_of(type));
   return bits;
 }
 inline double load_number(const char* from, int type) {
@@ -56,7 +53,7 @@ inline double load_number(const char* from, int type) {
 }
 inline void store_number(char* to, int type, double value) {
   const u32 bits = bits_of_value(type, value);
-  std::memcpy(to, &bits, jitkern::item_bytes_of(type));
+  std::memcpy(to, &bits, item_bytes_of(type));
 }
 
 // A number that lies between two that are as near to the right one as float has to come, rounded.
@@ -134,8 +131,8 @@ inline Mean mean_of(const Weights& weights, const std::vector<double>& values) {
 inline float equal_mean_of(const Weights& weights, const std::vector<double>& values, float scale) {
   if (weights.num == 0) return 0;
   float sum = -0.0f;
-  for (size_t begin = 0; begin < values.size(); begin += jitkern::kStatesOfThread) {
-    const size_t end = std::min(values.size(), begin + jitkern::kStatesOfThread);
+  for (size_t begin = 0; begin < values.size(); begin += kStatesOfThread) {
+    const size_t end = std::min(values.size(), begin + kStatesOfThread);
     float part = -0.0f, count = 0;
     for (size_t i = begin; i < end; ++i) count += static_cast<float>(weights.of[i]);
     for (size_t i = begin; i < end; ++i) {

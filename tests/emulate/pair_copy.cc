@@ -19,11 +19,10 @@ constexpr Config config(int variant) { return variant & kSmallCall ? kSmallConfi
 
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
 void add(Specialisations<PairCopyParams>& list) {
-  constexpr auto kSide = kVariant & kScatter ? jitkern::kHostTarget : jitkern::kHostSource;
-  using Kernel =
-      jitkern::PairCopy<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
-                        kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
-                        !(kVariant & kSmallCall), in_flight(kVariant), kSide>;
+  constexpr auto kSide = kVariant & kScatter ? kHostTarget : kHostSource;
+  using Kernel = PairCopy<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
+                          kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                          !(kVariant & kSmallCall), in_flight(kVariant), kSide>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -53,10 +52,9 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   // Either many small blocks, or one or two full ones that go round several times, in equal shares
   // or as each warp comes free.
   const bool shares = !small_call && random.below(6) == 0;
-  const unsigned num_threads = shares ? 64 : kernel.num_threads;
-  const jitkern::GroupShape shape =
-      jitkern::group_shape(jitkern::window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
-                           in_flight(kernel.variant));
+  const unsigned num_threads = shares ? 64 : std::min(kernel.num_threads, 256);
+  const GroupShape shape = group_shape(window_bytes(row_bytes, vec_bytes, line_aligned), vec_bytes,
+                                       in_flight(kernel.variant));
   const i64 num_pairs = any_num_rows(shape, num_threads, random);
   const i64 src_rows = random.pick({i64(1), num_pairs, 2 * num_pairs});
   const i64 dst_rows = num_pairs + random.below(num_pairs + 2);
@@ -105,7 +103,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   params.slot_map_bytes = map_bytes;
   const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
-             random, params, shares);
+             random, params);
   check_all(dst, src, pairs, slot_rows, slot_map, fault);
 }
 

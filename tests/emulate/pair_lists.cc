@@ -1,5 +1,5 @@
-// The lists of large calls of h2d_gather and d2h_scatter, and then the copies that they ask for.
-#include "ops/pairs.cuh"
+// The lists of large calls of h2d_gather and d2h_scatter; the copies that they ask for are proved
+// in pair_copy.cc.
 #include "ops/sort.cuh"
 
 #include <map>
@@ -9,12 +9,7 @@
 
 namespace emulate {
 
-using jitkern::ListParams;
-
-// Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
-constexpr int kVecBytes = 8;
-
 constexpr FaultSite kSlotMapSite{7};
 
 struct Call {
@@ -153,8 +148,8 @@ void one_run(Random& random) {
   list.slot_map_site = kSlotMapSite;
   list.regions = region_buffers.regions(list.last_entries);
   if (ordered) list.ranks = ranks.words();
-  using List = jitkern::ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
-  using Place = jitkern::PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using List = ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using Place = PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   run_list<List>(call.num_pairs, list, random);
   const bool changes = ordered && random.below(8) == 0;
   if (ordered) scan(list.regions, random);
@@ -167,27 +162,6 @@ void one_run(Random& random) {
   const i64 num_copies = last_entries.at(1) + 1;
   check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
   if (ordered) check_order(fetches, num_fetches, kSide, region_buffers.shift);
-
-  // Both copies, as the host launches them: the numbers of pairs are known on the device only.
-  for (const auto& [source, slot] : call.slot_of) {
-    if (slot >= call.dst_rows) continue;
-    std::memcpy(dst.row(slot), src.row(source), kRowBytes);
-    std::memcpy(dst.expected(slot), src.row(source), kRowBytes);
-  }
-  for (i64 i = 0; i < call.num_pairs; ++i) {
-    if (!call.valid(pairs, i)) continue;
-    std::memcpy(dst.expected(pairs.at(2 * i + 1)), src.row(pairs.at(2 * i)), kRowBytes);
-  }
-  PairCopyParams fetch = pair_params(dst, src, fetches, fault);
-  fetch.last_pair = list.last_entries;
-  fetch.last_batch = list.last_entries + 2;
-  using Fetch = jitkern::PairCopy<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true,
-                                  H2D_GATHER_LARGE_IN_FLIGHT, kSide>;
-  run_large<Fetch>(2, fetch, random, true);
-  PairCopyParams copy = pair_params(dst, dst, copies, fault);
-  copy.last_pair = list.last_entries + 1;
-  run_large<Fetch>(3, copy, random);
-  check_all(dst, src, fault);
 }
 
 }  // namespace emulate
@@ -197,7 +171,6 @@ int main() {
   rounds("pair_lists", 600, [&](Random& random, int run) {
     run % 2 ? one_run<i32, kHostSource>(random) : one_run<i64, kHostSource>(random);
     if (run % 3 != 0) return;
-    run % 2 ? one_run<i32, jitkern::kHostTarget>(random)
-            : one_run<i64, jitkern::kHostTarget>(random);
+    run % 2 ? one_run<i32, kHostTarget>(random) : one_run<i64, kHostTarget>(random);
   });
 }

@@ -3,16 +3,11 @@
 #include "comm/peer_copy.cu"
 
 #include <map>
-#include <memory>
 #include <set>
 
 #include "lists.h"
 
 namespace emulate {
-
-using jitkern::kUnwritten;
-using jitkern::PeerCopyParams;
-using jitkern::PeerListParams;
 
 // Of the copies, which have sweeps of their own, one row size will do.
 constexpr i64 kRowBytes = 24;
@@ -69,8 +64,8 @@ struct Expected {
 template <class Int, HostSide kSide>
 struct Rank {
   static constexpr int kIndexBytes = sizeof(Int);
-  using List = jitkern::ListPeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
-  using Place = jitkern::PlacePeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using List = ListPeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  using Place = PlacePeerPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
 
   const Call& call;
   IntBuffer pairs, table, last_entries, fetches, copies, places, cursors;
@@ -86,7 +81,7 @@ struct Rank {
         fetches("fetches", 2 * of.num_pairs, -1, kIndexBytes),
         copies("copies", 2 * of.num_pairs, -9, kIndexBytes),
         places("places", of.num_pairs, -9, 4),
-        cursors("cursors", jitkern::kNumRegions, -1, 4),
+        cursors("cursors", kNumRegions, -1, 4),
         regions(regions_of(of, seed)),
         fault(random.pick({0u, 0u, 0u, 1u, 2u})) {
     for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -166,18 +161,17 @@ void one_run(Random& random) {
   const i64 table_size = table_size_for(call.num_pairs);
   const u64 seed = static_cast<u64>(random.bits());
   const bool changes = random.below(8) == 0;
-  std::vector<std::unique_ptr<Rank<Int, kSide>>> ranks;
+  std::vector<Rank<Int, kSide>> ranks;
   for (u32 r = 0; r < num_ranks; ++r) {
-    ranks.push_back(
-        std::make_unique<Rank<Int, kSide>>(call, r, num_ranks, table_size, seed, random));
-    ranks[r]->make(random, changes);
+    ranks.emplace_back(call, r, num_ranks, table_size, seed, random);
+    ranks[r].make(random, changes);
   }
   if (changes) return;
-  const Expected expected(call, kSide, ranks[0]->regions.shift);
+  const Expected expected(call, kSide, ranks[0].regions.shift);
   std::multiset<PairOf> left = expected.fetches;
   const i64 total = static_cast<i64>(left.size());
   for (u32 r = 0; r < num_ranks; ++r) {
-    const i64 count = ranks[r]->check(left, expected);
+    const i64 count = ranks[r].check(left, expected);
     // In its regions by a hash: within what one may hold.
     if (std::abs(count - total / num_ranks) > 2 * expected.largest_region + 1)
       fail("unequal parts");
@@ -188,36 +182,35 @@ void one_run(Random& random) {
   // up.
   const bool to_all = kSide == kHostSource;
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
-  std::vector<std::unique_ptr<RowBuffer>> dsts;
+  std::vector<RowBuffer> dsts;
   for (u32 r = 0; r < (to_all ? num_ranks : 1); ++r) {
-    dsts.push_back(
-        std::make_unique<RowBuffer>("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random));
+    dsts.emplace_back("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
   }
   const bool is_broken = random.below(8) == 0;
   u32 intact = is_broken ? 2 : kUnwritten;
   for (i64 i = 0; !is_broken && i < call.num_pairs; ++i) {
     if (!call.valid(i)) continue;
     const auto [source, target] = call.pair(i);
-    for (auto& dst : dsts) std::memcpy(dst->expected(target), src.row(source), kRowBytes);
+    for (auto& dst : dsts) std::memcpy(dst.expected(target), src.row(source), kRowBytes);
   }
-  using Copy = std::conditional_t<
-      kSide == kHostSource,
-      jitkern::PeerGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>,
-      jitkern::PeerScatter<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>>;
+  using Copy =
+      std::conditional_t<kSide == kHostSource,
+                         PeerGather<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>,
+                         PeerScatter<kRowBytes, 1024, 1, kVecBytes, kIndexBytes, false, true, 4>>;
   std::vector<PeerCopyParams> calls;
   for (u32 r = 0; r < num_ranks; ++r) {
-    Rank<Int, kSide>& rank = *ranks[r];
+    Rank<Int, kSide>& rank = ranks[r];
     PeerCopyParams fetch{};
     static_cast<PairCopyParams&>(fetch) =
-        pair_params(*dsts[to_all ? r : 0], src, rank.fetches, rank.fault);
+        pair_params(dsts[to_all ? r : 0], src, rank.fetches, rank.fault);
     fetch.last_pair = rank.list.last_entries;
     fetch.last_batch = rank.list.last_entries + 3;
     fetch.intact = &intact;
     fetch.num_shifts = 1;
     for (u32 k = 1; to_all && k < num_ranks; ++k) {
-      fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks]->row(0) - fetch.dst;
+      fetch.shifts[fetch.num_shifts++] = dsts[(r + k) % num_ranks].row(0) - fetch.dst;
     }
-    run_large<Copy>(2, fetch, random, true);
+    run_large<Copy>(2, fetch, random);
     fetch.src = fetch.dst;
     fetch.pairs = rank.copies.data();
     fetch.last_batch = nullptr;
@@ -229,9 +222,9 @@ void one_run(Random& random) {
   for (u32 r = 0; to_all && r < num_ranks; ++r) {  // all fetches are through by then
     run_large<Copy>(3, calls[r], random);
   }
-  for (auto& dst : dsts) dst->check();
+  for (auto& dst : dsts) dst.check();
   src.check();
-  for (auto& rank : ranks) rank->fault.check();
+  for (auto& rank : ranks) rank.fault.check();
 }
 
 }  // namespace emulate
@@ -241,7 +234,7 @@ int main() {
   rounds("peer_lists", 120, [&](Random& random, int) {
     one_run<i32, kHostSource>(random);
     one_run<i64, kHostSource>(random);
-    one_run<i32, jitkern::kHostTarget>(random);
-    one_run<i64, jitkern::kHostTarget>(random);
+    one_run<i32, kHostTarget>(random);
+    one_run<i64, kHostTarget>(random);
   });
 }

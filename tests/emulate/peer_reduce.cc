@@ -12,9 +12,6 @@
 
 namespace emulate {
 
-using jitkern::kUnwritten;
-using jitkern::PeerReduceParams;
-
 constexpr FaultSite kSite{9};
 
 struct PeerKernel {
@@ -39,22 +36,22 @@ class PeerSum {
     std::vector<PeerKernel> own;
     const bool is_sum = random.below(6) != 0;  // a barrier is short, and sums are what can go wrong
     for (const PeerKernel& one : kernels) {
-      const bool is_wanted = !is_sum || one.way != jitkern::kMeet;
+      const bool is_wanted = !is_sum || one.way != kMeet;
       if (one.num_ranks == static_cast<int>(num_ranks) && is_wanted) own.push_back(one);
     }
-    const PeerKernel& like = own[static_cast<size_t>(random.below(i64(own.size())))];
+    const PeerKernel& like = own[random.below(i64(own.size()))];
     type_ = like.type, way_ = like.way;
-    item_bytes_ = jitkern::item_bytes_of(type_);
+    item_bytes_ = item_bytes_of(type_);
     const i64 of_vec = 16 / item_bytes_;
     num_items_ =
         random.pick({i64(1), random.below(9) + 1, of_vec * random.below(vecs + 1) + 1,
                      of_vec * (1 + random.below(vecs)), random.below(3 * of_vec * vecs) + 1,
                      random.below(30 * of_vec) == 0 ? i64(4000) : i64(of_vec)});
-    if (way_ == jitkern::kTwoShot && num_items_ * item_bytes_ <= 16 * (num_ranks - 1)) {
+    if (way_ == kTwoShot && num_items_ * item_bytes_ <= 16 * (num_ranks - 1)) {
       num_items_ += of_vec * num_ranks;
     }
-    if (way_ == jitkern::kScatter) num_items_ *= num_ranks;  // of x
-    if (way_ == jitkern::kMeet) num_items_ = of_vec;         // which nobody reads
+    if (way_ == kScatter) num_items_ *= num_ranks;  // of x
+    if (way_ == kMeet) num_items_ = of_vec;         // which nobody reads
     for (u32 r = 0; r < num_ranks; ++r) ranks.push_back(any_rank(r, kernels, random));
     expect();
   }
@@ -66,21 +63,20 @@ class PeerSum {
     return (p.blocks.share(block).count + p.slots.vecs - 1) / p.slots.vecs;
   }
 
-  bool is_one_shot() const { return way_ == jitkern::kOneShot || is_barrier(); }
-  bool is_barrier() const { return way_ == jitkern::kMeet; }
-  bool is_two_shot() const { return way_ == jitkern::kTwoShot; }
+  bool is_one_shot() const { return way_ == kOneShot || is_barrier(); }
+  bool is_barrier() const { return way_ == kMeet; }
+  bool is_two_shot() const { return way_ == kTwoShot; }
 
   // What rank `r` should have by now.
   void check(u32 r, bool is_done) {
     Rank& rank = ranks[r];
     RowBuffer& out = rank.out == nullptr ? *rank.x : *rank.out;
     if (is_done && !is_barrier()) {
-      const i64 begin = way_ == jitkern::kScatter ? num_items_ / num_ranks_ * r : 0;
-      const i64 count = way_ == jitkern::kScatter ? num_items_ / num_ranks_ : num_items_;
+      const i64 begin = way_ == kScatter ? num_items_ / num_ranks_ * r : 0;
+      const i64 count = way_ == kScatter ? num_items_ / num_ranks_ : num_items_;
       char* const to = out.expected(0) + (rank.out == nullptr ? begin * item_bytes_ : 0);
       for (i64 i = 0; i < count; ++i) {
-        std::memcpy(to + i * item_bytes_, &sums_[static_cast<size_t>(begin + i)],
-                    static_cast<size_t>(item_bytes_));
+        std::memcpy(to + i * item_bytes_, &sums_[begin + i], item_bytes_);
       }
     }
     rank.x->check();
@@ -96,16 +92,16 @@ class PeerSum {
     for (const PeerKernel& one : kernels) {
       const bool is_like =
           one.num_ranks == static_cast<int>(num_ranks_) && one.type == type_ && one.way == way_;
-      const bool is_aligned = way_ != jitkern::kScatter ||
-                              num_items_ / num_ranks_ * item_bytes_ % one.access_bytes == 0;
+      const bool is_aligned =
+          way_ != kScatter || num_items_ / num_ranks_ * item_bytes_ % one.access_bytes == 0;
       if (is_like && is_aligned) fitting.push_back(one);
     }
     if (fitting.empty()) fail("no such kernel");
-    const PeerKernel& kernel = fitting[static_cast<size_t>(random.below(i64(fitting.size())))];
+    const PeerKernel& kernel = fitting[random.below(i64(fitting.size()))];
     Rank rank;
     rank.run = kernel.run;
     const i64 bytes = num_items_ * item_bytes_;
-    const bool is_scatter = way_ == jitkern::kScatter;
+    const bool is_scatter = way_ == kScatter;
     const auto buffer = [&](const char* name, i64 num_bytes) {
       const i64 offset = kernel.access_bytes * random.below(128 / kernel.access_bytes);
       return std::make_unique<RowBuffer>(name, 1, num_bytes, num_bytes, offset, random);
@@ -130,12 +126,12 @@ class PeerSum {
     p.tail_bytes = static_cast<u32>(bytes % 16);
     p.part_bytes = bytes;
     p.num_vecs = vecs;
-    if (way_ == jitkern::kTwoShot) {
+    if (way_ == kTwoShot) {
       p.part_bytes = vecs / num_ranks_ * 16;
       p.longer_parts = vecs % num_ranks_;
       p.num_vecs = (vecs + num_ranks_ - 1) / num_ranks_;
     }
-    if (way_ == jitkern::kScatter) {
+    if (way_ == kScatter) {
       p.part_bytes = bytes / num_ranks_;
       p.tail_bytes = static_cast<u32>(p.part_bytes % 16);
       p.num_vecs = static_cast<u32>((p.part_bytes + 15) / 16);
@@ -145,9 +141,7 @@ class PeerSum {
   // Numbers of all kinds, and the bits that slots hold where nothing is written.
   void fill(Rank& rank, Random& random) const {
     const u32 all = item_bytes_ == 4 ? ~0u : 0xffff;
-    const u32 one = type_ == jitkern::kFloat32   ? 0x3f800000
-                    : type_ == jitkern::kFloat16 ? 0x3c00
-                                                 : 0x3f80;
+    const u32 one = type_ == kFloat32 ? 0x3f800000 : type_ == kFloat16 ? 0x3c00 : 0x3f80;
     const i64 kind = random.below(4);
     for (i64 i = 0; i < num_items_; ++i) {
       const u32 any = static_cast<u32>(random.bits()) & all;
@@ -155,25 +149,25 @@ class PeerSum {
                  : kind == 1 ? (one & 0xfffff000) + any % (one / 2)
                              : random.pick({any, all, all, all - 1, 0u, all / 2 + 1, 1u, one});
       rank.items.push_back(bits);
-      std::memcpy(rank.x->row(0) + i * item_bytes_, &bits, static_cast<size_t>(item_bytes_));
-      std::memcpy(rank.x->expected(0) + i * item_bytes_, &bits, static_cast<size_t>(item_bytes_));
+      std::memcpy(rank.x->row(0) + i * item_bytes_, &bits, item_bytes_);
+      std::memcpy(rank.x->expected(0) + i * item_bytes_, &bits, item_bytes_);
     }
   }
 
   template <int kType>
   u32 sum(size_t i) const {
     const auto value = [&](const Rank& rank) {
-      return jitkern::float_of<kType>(static_cast<jitkern::Bits<kType>>(rank.items[i]));
+      return float_of<kType>(static_cast<Bits<kType>>(rank.items[i]));
     };
     float sum = value(ranks[0]);
     for (u32 r = 1; r < num_ranks_; ++r) sum += value(ranks[r]);
-    return jitkern::bits_as<kType>(sum != sum ? jitkern::float_of_bits(0x7fffffff) : sum);
+    return bits_as<kType>(sum != sum ? float_of_bits(0x7fffffff) : sum);
   }
   void expect() {
     for (size_t i = 0; i < static_cast<size_t>(num_items_); ++i) {
-      sums_.push_back(type_ == jitkern::kFloat32   ? sum<jitkern::kFloat32>(i)
-                      : type_ == jitkern::kFloat16 ? sum<jitkern::kFloat16>(i)
-                                                   : sum<jitkern::kBFloat16>(i));
+      sums_.push_back(type_ == kFloat32   ? sum<kFloat32>(i)
+                      : type_ == kFloat16 ? sum<kFloat16>(i)
+                                          : sum<kBFloat16>(i));
     }
   }
 
@@ -185,7 +179,7 @@ class PeerSum {
 
 template <int kType, int kRanks, int kAccessBytes, int kWay, int kInFlight>
 struct Kernel {
-  using Reduce = jitkern::PeerReduce<kType, kRanks, kAccessBytes, kWay, 512, 1, true, kInFlight>;
+  using Reduce = PeerReduce<kType, kRanks, kAccessBytes, kWay, 512, 1, true, kInFlight>;
   static PeerKernel described() { return {kType, kRanks, kAccessBytes, kWay, Reduce::run}; }
 };
 
@@ -211,10 +205,10 @@ class Round {
         kernels_(num_ranks, std::vector<Running>(calls_.size())) {
     first_epoch_ = random.pick({~0u, 0u, 7u, ~0u - 3});
     for (u32 r = 0; r < num_ranks_; ++r) {
-      workspaces_.push_back(std::make_unique<AlignedWords>(slots_.workspace_bytes() / 4, ~0u));
+      workspaces_.emplace_back(slots_.workspace_bytes() / 4, ~0u);
       for (u32& epoch : control(r).epochs) epoch = first_epoch_;
-      failures_.push_back(std::make_unique<FaultWord>(0));
-      faults_.push_back(std::make_unique<FaultWord>(random.pick({0u, 0u, 2u})));
+      failures_.emplace_back(0);
+      faults_.emplace_back(random.pick({0u, 0u, 2u}));
     }
     for (u32 k = 0; k < calls_.size(); ++k) give_params(k);
   }
@@ -225,7 +219,7 @@ class Round {
     missing_from_ = from;
     missing_ = missing;
     // The lucky one ends a call of one shot, and waits in the next.
-    const PeerSum& call = calls_[static_cast<size_t>(from)];
+    const PeerSum& call = calls_[from];
     const bool can_die = call.is_two_shot() ||
                          (call.is_one_shot() && call.epochs_of(0) == 1 && from + 1 < num_calls());
     dies_ = missing < num_ranks_ && num_ranks_ > 2 && can_die && random_.below(2) == 0;
@@ -273,8 +267,8 @@ class Round {
     }
     return calls;
   }
-  jitkern::PeerControl& control(u32 rank) {
-    return *reinterpret_cast<jitkern::PeerControl*>(workspaces_[rank]->data());
+  PeerControl& control(u32 rank) {
+    return *reinterpret_cast<PeerControl*>(workspaces_[rank].data());
   }
   void give_params(u32 k) {
     PeerSum& call = calls_[k];
@@ -282,27 +276,25 @@ class Round {
     for (u32 r = 0; r < num_ranks_; ++r) {
       PeerReduceParams& p = call.ranks[r].params;
       for (u32 w = 0; w < num_ranks_; ++w) {
-        p.workspaces[w] = reinterpret_cast<char*>(workspaces_[w]->data());
+        p.workspaces[w] = reinterpret_cast<char*>(workspaces_[w].data());
       }
       p.slots = slots_;
       call.num_blocks = std::min(blocks, p.num_vecs);
-      p.blocks = jitkern::PeerShares::of(p.num_vecs, call.num_blocks);
+      p.blocks = PeerShares::of(p.num_vecs, call.num_blocks);
       p.rank = r;
       p.number = k + 1;
       p.site = kSite;
-      p.failure = failures_[r]->record();
-      p.fault = faults_[r]->record();
+      p.failure = failures_[r].record();
+      p.fault = faults_[r].record();
       kernels_[r][k].begins_at = static_cast<u64>(random_.pick({i64(0), random_.below(300)}));
     }
   }
-
-  // -- what fibers do
 
   u32 rank() const { return blockIdx.y / 2; }
   u32 number() const {
     return (blockIdx.y * num_blocks_ + blockIdx.x) * num_threads_ + threadIdx.x;
   }
-  Running& here() { return kernels_[rank()][static_cast<size_t>(at_[number()])]; }
+  Running& here() { return kernels_[rank()][at_[number()]]; }
   void rest() {
     if (++rests_ > 50'000'000) fail("it never ends");
     let_others_run();
@@ -345,7 +337,7 @@ class Round {
   }
   void wait_for_kernel() {
     const i64 k = at_[number()];
-    while (k > 0 && !kernels_[rank()][static_cast<size_t>(k - 1)].is_over) rest();
+    while (k > 0 && !kernels_[rank()][k - 1].is_over) rest();
   }
   void end(u32 r, u32 k) {
     const u32 set = (2 * r + k % 2) * num_blocks_ * num_threads_;
@@ -360,8 +352,6 @@ class Round {
       fail("a broken workspace is used");
     }
   }
-
-  // -- memory
 
   bool is_dying() const { return dies_ && rank() == missing_ && at_[number()] == missing_from_; }
   void look_on() {
@@ -382,10 +372,10 @@ class Round {
   }
   void store(uint4* to, const uint4& value) {
     ++here().num_stored;
-    const PeerSum& call = calls_[static_cast<size_t>(at_[number()])];
+    const PeerSum& call = calls_[at_[number()]];
     const bool is_sent = std::memcmp(&value, &kAllOnes, sizeof(value)) != 0;
     if (call.is_barrier() && is_sent && !is_fenced_[number()]) fail("a barrier overtakes");
-    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_]->data());
+    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_].data());
     const i64 offset = reinterpret_cast<const char*>(to) - lucky;
     if (is_dying() && (offset < 0 || offset >= slots_.workspace_bytes())) return;
     u32 words[4];
@@ -418,29 +408,26 @@ class Round {
     *one.at = one.value;
   }
 
-  // -- the end
-
   i64 failing_call(u32 r) const {
-    const bool is_next =
-        dies_ && r == lucky_ && !calls_[static_cast<size_t>(missing_from_)].is_two_shot();
+    const bool is_next = dies_ && r == lucky_ && !calls_[missing_from_].is_two_shot();
     return missing_from_ + is_next;
   }
   void check_end() {
     const bool is_broken = missing_ < num_ranks_;
     for (u32 r = 0; r < num_ranks_; ++r) {
       if (is_broken && r != missing_) expect_failure(r);
-      failures_[r]->check();
-      faults_[r]->check();
+      failures_[r].check();
+      faults_[r].check();
       if (is_broken) continue;
-      for (u32 b = 0; b < jitkern::kMostPeerBlocks; ++b) {
+      for (u32 b = 0; b < kMostPeerBlocks; ++b) {
         u32 epoch = first_epoch_;
         for (u32 k = 0; k < num_calls(); ++k) epoch += calls_[k].epochs_of(b);
         if (control(r).epochs[b] != epoch) fail("the epoch of block " + std::to_string(b));
       }
       if (control(r).intact != kUnwritten) fail("broken, though all came");
-      const i64 begin = jitkern::kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
+      const i64 begin = kPeerControlBytes / 4, end = slots_.workspace_bytes() / 4;
       for (i64 i = begin; i < end; ++i) {
-        if (workspaces_[r]->data()[i] != kUnwritten) fail("leaves something written");
+        if (workspaces_[r].data()[i] != kUnwritten) fail("leaves something written");
       }
     }
   }
@@ -448,21 +435,21 @@ class Round {
     const i64 mask = 1 << missing_;
     const i64 number = failing_call(r) + 1;
     if (control(r).intact == kUnwritten) fail("not broken, though ranks were missing");
-    if (failures_[r]->record()->state != 2) fail("silent");
-    failures_[r]->expect(kSite, mask, number, r);
-    faults_[r]->expect(kSite, mask, number, r);
+    if (failures_[r].record()->state != 2) fail("silent");
+    failures_[r].expect(kSite, mask, number, r);
+    faults_[r].expect(kSite, mask, number, r);
   }
 
   Random& random_;
   const u32 num_ranks_, num_threads_, num_blocks_;
-  const jitkern::PeerSlots slots_;
+  const PeerSlots slots_;
   std::vector<PeerSum> calls_;
   std::vector<i64> at_;  // the call of each fiber
   std::vector<i64> slow_;
   std::vector<char> is_fenced_;  // since it last looked at what others write
   std::vector<std::vector<Running>> kernels_;
-  std::vector<std::unique_ptr<AlignedWords>> workspaces_;
-  std::vector<std::unique_ptr<FaultWord>> failures_, faults_;
+  std::vector<AlignedWords> workspaces_;
+  std::vector<FaultWord> failures_, faults_;
   std::vector<Pending> pending_;
   u32 first_epoch_ = 0;
   i64 missing_from_ = 0;
@@ -485,7 +472,7 @@ int main() {
   constexpr int kRounds = 60;
 #endif
   rounds("peer_reduce", kRounds, [&](Random& random, int) {
-    const auto& kernel = list[static_cast<size_t>(random.below(static_cast<i64>(list.size())))];
+    const auto& kernel = list[random.below(static_cast<i64>(list.size()))];
     const u32 num_ranks = static_cast<u32>(kernel.num_ranks);
     Round round(list, num_ranks, random);
     const bool all_come = random.below(4) != 0;

@@ -12,24 +12,16 @@
 
 namespace emulate {
 
-using jitkern::Descriptor;
-using jitkern::ring_count;
-using jitkern::ring_generation;
-using jitkern::ring_word;
-using jitkern::RingHeader;
-
 // Of exactly the bytes that a ring has. What nobody reads is poisoned.
 class RingMemory {
  public:
   RingMemory(unsigned num_slots, unsigned max_descriptors)
-      : header(jitkern::ring_layout(num_slots, max_descriptors)),
-        base(static_cast<char*>(std::aligned_alloc(128, static_cast<size_t>(header.num_bytes)))) {
-    std::memset(base, 0, static_cast<size_t>(header.num_bytes));
-    jitkern::ring_init(base, num_slots, max_descriptors);
+      : header(ring_layout(num_slots, max_descriptors)),
+        memory(allocate(128, header.num_bytes)),
+        base(memory.get()) {
+    std::memset(base, 0, header.num_bytes);
+    ring_init(base, num_slots, max_descriptors);
   }
-  ~RingMemory() { std::free(base); }
-  RingMemory(const RingMemory&) = delete;
-  RingMemory& operator=(const RingMemory&) = delete;
 
   u64* head() const { return at(header.head_at); }
   u64* word(u64 ticket) const { return at(header.word_at(ticket)); }
@@ -65,6 +57,7 @@ class RingMemory {
   }
 
   const RingHeader header;
+  const Memory memory;
   char* const base;
 };
 
@@ -107,7 +100,7 @@ class StepwiseProducer {
         dones_(dones),
         own_(to.header.num_slots, to.header.max_descriptors),
         random_(random) {
-    std::memcpy(own_.base, to.base, static_cast<size_t>(to.header.num_bytes));
+    std::memcpy(own_.base, to.base, to.header.num_bytes);
   }
 
   // Of the push that is next, or under way.
@@ -154,7 +147,7 @@ class StepwiseProducer {
   std::map<u64, std::vector<Descriptor>> pushed;  // by ticket, whole
 
  private:
-  jitkern::RingProducer producer() const { return jitkern::RingProducer(own_.base); }
+  RingProducer producer() const { return RingProducer(own_.base); }
   void list_stores(size_t count) {
     at_ = 0;
     stores_.clear();
@@ -163,7 +156,7 @@ class StepwiseProducer {
       for (const int field : {0, 1, 2, 4, 5, 6}) stored(own_.words(ticket_, i) + field);
     }
     for (size_t i = stores_.size(); i > 1; --i) {
-      std::swap(stores_[i - 1], stores_[static_cast<size_t>(random_.below(i64(i)))]);
+      std::swap(stores_[i - 1], stores_[random_.below(i64(i))]);
     }
     for (size_t i = 0; i < count; ++i) {
       for (const int seal : {3, 7}) stored(own_.words(ticket_, i) + seal);
@@ -226,22 +219,24 @@ class Content {
       };
       if (one.len == 0) continue;
       if (src_end > src_bytes_) {
-        wrong(jitkern::kSrcPart, src_end, src_bytes_);
+        wrong(kSrcPart, src_end, src_bytes_);
       } else if (one.dst_off < 0) {
-        wrong(jitkern::kDstPart, one.dst_off, dst_bytes_);
+        wrong(kDstPart, one.dst_off, dst_bytes_);
       } else {
-        each_piece(one,
-                   [&](char* target, const char* source) { std::memcpy(target, source, one.len); });
+        for (i64 k = 0; k < one.count; ++k) {
+          std::memcpy(dst.expected(0) + one.dst_off + k * one.dst_stride,
+                      src.row(0) + one.src_off + k * one.src_stride, one.len);
+        }
       }
     }
   }
-  void give_to(jitkern::UnpackParams& params) {
+  void give_to(UnpackParams& params) {
     params.dst = dst.row(0);
     params.src = src.row(0);
     params.dst_bytes = dst_bytes_;
     params.src_bytes = src_bytes_;
     params.reads_host = random_.below(3) == 0;
-    for (u32 part = 0; part < jitkern::kNumParts; ++part) {
+    for (u32 part = 0; part < kNumParts; ++part) {
       params.sites[part] = FaultSite(u32(kFirstSite) + part);
     }
   }
@@ -258,13 +253,6 @@ class Content {
     used_ = at + count * dst_stride;
     const i64 from = random_.below(src_bytes_ - count * src_stride);
     return {from, at, static_cast<u32>(len), static_cast<u32>(count), src_stride, dst_stride};
-  }
-  template <class Copy>
-  void each_piece(const Descriptor& one, const Copy& copy) {
-    for (i64 k = 0; k < one.count; ++k) {
-      copy(dst.expected(0) + one.dst_off + k * one.dst_stride,
-           src.row(0) + one.src_off + k * one.src_stride);
-    }
   }
 
   i64 src_bytes_, dst_bytes_, most_long_, used_ = 0;
@@ -293,8 +281,8 @@ class RingRound {
   void check(bool is_so, const char* what) const {
     if (!is_so) fail(what);
   }
-  jitkern::RingParams ring_params(u64 call, FaultWord& fault) {
-    jitkern::RingParams params{};
+  RingParams ring_params(u64 call, FaultWord& fault) {
+    RingParams params{};
     params.ring = ring_.header;
     params.base = ring_.base;
     params.dones = dones().base + ring_.header.dones_at;
@@ -324,8 +312,8 @@ class RingRound {
   const bool is_copy_;  // what kernels read is not where the completion words are
   RingMemory ring_, host_;
   Content content_;
-  u64 turn_ = 0;  // the ticket that is next, as the kernel should have it
-  std::vector<jitkern::RingState> state_{1};  // of exactly its size
+  u64 turn_ = 0;                     // the ticket that is next, as the kernel should have it
+  std::vector<RingState> state_{1};  // of exactly its size
   StepwiseProducer producer_;
   Halves halves_;
 

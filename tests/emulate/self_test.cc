@@ -10,11 +10,6 @@
 
 namespace emulate {
 
-using jitkern::cluster_sync;
-using jitkern::load_acquire;
-using jitkern::load_fresh;
-using jitkern::of_block;
-
 constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kShuffled};
 
 #define EXPECT(condition) \
@@ -35,8 +30,6 @@ void warp_operations() {
   EXPECT(__syncthreads_or(threadIdx.x == 9) && !__syncthreads_and(threadIdx.x != 9));
   EXPECT(!__syncthreads_or(0) && __syncthreads_and(1));
 }
-
-// ---- clusters
 
 struct OfBlock {
   u32 value;
@@ -81,8 +74,6 @@ void clusters_work(Order order) {
   }
 }
 
-// ---- memory that others write
-
 // A producer that writes when the consumer looks for the fifth time, and one that never does.
 void fresh_loads_work(Order order) {
   u64 word = 0;
@@ -102,7 +93,7 @@ void fresh_loads_work(Order order) {
   // The producer is another block of the cluster.
   on_fresh_load = let_others_run;
   launch_clusters({2}, {1}, 2, order, [&] {
-    if (blockIdx.x == 0) jitkern::store_release(&word, 9);
+    if (blockIdx.x == 0) store_release(&word, 9);
     while (load_acquire(&word) != 9) continue;
   });
   on_fresh_load = nullptr;
@@ -110,7 +101,7 @@ void fresh_loads_work(Order order) {
   on_system_store = [&](const void* to) { EXPECT(to == &word && word == 9); };
   fresh_vector = [](const uint4*) { return make_uint4(6, 7, 8, 9); };
   launch_fibers({1}, {1}, order, [&] {
-    jitkern::store_release(&word, 10);
+    store_release(&word, 10);
     EXPECT(word == 10 && load_fresh(&values).w == 9);
     EXPECT(jitkern::claim(&word, 3) == 10 && word == 10);
   });
@@ -119,81 +110,50 @@ void fresh_loads_work(Order order) {
   EXPECT(jitkern::claim(&word, 3) == 0 && word == 3);
 }
 
-// ---- mistakes
-
-void mistake_in_cluster(std::string_view kind) {
+// Rows of 12 bytes, 16 apart, on a 16-byte boundary.
+void mistake(std::string_view kind) {
+  Random random(1);
+  RowBuffer rows("rows", 4, 12, 16, 0, random);
+  const IntBuffer ints("ints", {1, 2, 3}, 4);
+  FaultWord fault(0);
   volatile u32 sink = 0;
+  volatile int large = INT32_MAX, behind = 16;
   const auto own = []() -> OfBlock& { return jitkern::own_shared<OfBlock>(); };
-  const auto two_blocks = [](auto thread) {
-    launch_clusters({2}, {1}, 2, Order::kForward, thread);
-  };
+  const auto warp = [](auto thread) { launch_fibers({1}, {32}, Order::kForward, thread); };
+  const auto cluster = [](auto thread) { launch_clusters({2}, {1}, 2, Order::kForward, thread); };
+  if (kind == "read behind a row") sink = rows.row(1)[12];
+  if (kind == "write inside a row") rows.row(2)[3] ^= 1;
+  if (kind == "read behind the indices") sink = static_cast<const char*>(ints.data())[12];
+  if (kind == "unaligned vector") sink = load_vec<8>(rows.row(0) + 4).x;
+  if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
+  if (kind == "signed overflow") sink = large + 1;
+  if (kind == "barrier not for all") warp([] { threadIdx.x < 31 ? __syncthreads() : void(); });
+  if (kind == "lane missing") warp([] { lane() != 4 ? __syncwarp() : void(); });
+  if (kind == "lane outside mask") warp([] { __syncwarp(0xfffffffeu); });
+  if (kind == "shuffle outside mask") warp([] { lane() < 4 ? __shfl_sync(0xfu, 1, 5) : 0; });
   if (kind == "cluster barrier not for a block")
-    two_blocks([] {
-      if (blockIdx.x != 1) cluster_sync();
-    });
-  if (kind == "arrived twice")
-    two_blocks([] {
-      jitkern::cluster_arrive();
-      cluster_sync();
-    });
+    cluster([] { blockIdx.x != 1 ? cluster_sync() : void(); });
+  if (kind == "arrived twice") cluster([] { jitkern::cluster_arrive(), cluster_sync(); });
   if (kind == "block has returned")
-    two_blocks([&] {
+    cluster([&] {
       OfBlock& other = of_block(own(), 1 - blockIdx.x);
       cluster_sync();
       if (blockIdx.x == 0) sink = other.value;  // the last that comes to a barrier goes on first
     });
-  if (kind == "block has not begun") two_blocks([&] { of_block(own(), 1).value = 1; });
-  if (kind == "not in shared memory")
-    two_blocks([&] {
-      u32 local = 0;
-      sink = of_block(local, 0);
-    });
+  if (kind == "block has not begun") cluster([&] { of_block(own(), 1).value = 1; });
+  if (kind == "not in shared memory") {
+    u32 local = 0;
+    cluster([&] { sink = of_block(local, 0); });
+  }
   if (kind == "write behind shared memory")
-    two_blocks([&] {
+    cluster([&] {
       cluster_sync();
-      volatile int behind = 16;
       of_block(own(), 1).others[behind] = 1;
       cluster_sync();
     });
-  (void)sink;
-}
-
-// Rows of 12 bytes, 16 apart, on a 16-byte boundary.
-void mistake(std::string_view kind) {
-  mistake_in_cluster(kind);
-  Random random(1);
-  RowBuffer rows("rows", 4, 12, 16, 0, random);
-  const IntBuffer ints("ints", {1, 2, 3}, 4);
-  volatile char sink = 0;
-  const auto once = [](auto thread) { launch_fibers({1}, {32}, Order::kForward, thread); };
-  if (kind == "read behind a row") sink = rows.row(1)[12];
-  if (kind == "write inside a row") rows.row(2)[3] ^= 1;
-  if (kind == "read behind the indices") sink = static_cast<const char*>(ints.data())[12];
-  if (kind == "unaligned vector") sink = jitkern::load_vec<8>(rows.row(0) + 4).x;
-  if (kind == "unaligned acquire") sink = load_acquire(reinterpret_cast<u64*>(rows.row(0) + 4));
-  volatile int large = INT32_MAX;
-  if (kind == "signed overflow") sink = static_cast<char>(large + 1);
-  if (kind == "barrier not for all")
-    once([] {
-      if (threadIdx.x < 31) __syncthreads();
-    });
-  if (kind == "lane missing")
-    once([] {
-      if (lane() != 4) __syncwarp();
-    });
-  if (kind == "lane outside mask") once([] { __syncwarp(0xfffffffeu); });
-  if (kind == "shuffle outside mask")
-    once([] {
-      if (lane() < 4) __shfl_sync(0xfu, 1, 5);
-    });
-  if (kind == "barrier without fibers") {
-    void (*run)(const int&) = [](const int&) { __syncthreads(); };
-    launch({1}, {2}, Order::kForward, run, 0);
-  }
-  rows.check();
-  FaultWord fault(0);
   if (kind == "fault not written") fault.expect(FaultSite{1}, 1, 2, 3);
   if (kind == "fault overwritten") fault.record()->value = 5;
+  rows.check();
   fault.check();
   (void)sink;
 }

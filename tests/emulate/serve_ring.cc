@@ -6,15 +6,12 @@
 
 namespace emulate {
 
-using jitkern::RingState;
-using jitkern::ServeParams;
-
 constexpr Config kConfig{UNPACK_SERVE_CONFIG};
 
 constexpr int kThreads = 64;
-using Serve = jitkern::ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                 UNPACK_SERVE_PIECE_IN_FLIGHT, UNPACK_SERVE_IN_FLIGHT,
-                                 UNPACK_PARTS_IN_FLIGHT, 4>;
+using Serve =
+    ServeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl, UNPACK_SERVE_PIECE_IN_FLIGHT,
+              UNPACK_SERVE_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, 4>;
 
 constexpr int kRounds = 80;
 constexpr u64 kCall = (5ull << 32) + 1;
@@ -71,8 +68,6 @@ class Round : RingRound {
     params.idle_ns = waits ? ~0ull : 300'000;
     return params;
   }
-
-  // -- what others do
 
   // Some pushes in front of the server.
   void push_some() {
@@ -132,8 +127,6 @@ class Round : RingRound {
     if (stop_[0] == 0) most_done_ = num_done_ + 1;
     stop_[0] = 1;
   }
-
-  // -- what should be
 
   bool is_all_done() const {
     return producer_.pushed.empty() || producer_.pushed.rbegin()->first < turn_;

@@ -6,15 +6,13 @@
 
 namespace emulate {
 
-using jitkern::StoreParams;
-
 constexpr FaultSite kIndicesSite{3};
 
 // The variant is the size of the rows that come first.
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kFirstRowBytes = kRowBytes>
 void add(Specialisations<StoreParams>& list) {
-  using Kernel = jitkern::StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, kIndexBytes,
-                                      STORE_IN_FLIGHT, kFirstRowBytes>;
+  using Kernel =
+      StoreKernel<kRowBytes, STORE_CONFIG, kVecBytes, kIndexBytes, STORE_IN_FLIGHT, kFirstRowBytes>;
   list.push_back(
       {kRowBytes, kVecBytes, kIndexBytes, kFirstRowBytes, Kernel::kNumThreads, Kernel::run});
 }
@@ -39,10 +37,8 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random)
   const i64 k_bytes = kernel.variant;
   const unsigned num_copies = k_bytes == row_bytes && random.below(4) == 0 ? 1 : 2;
   const bool two_sizes = k_bytes != row_bytes;
-  const auto shape_of = [&](i64 bytes) {
-    return jitkern::group_shape(bytes, vec_bytes, STORE_IN_FLIGHT);
-  };
-  const jitkern::GroupShape shape = shape_of(row_bytes);
+  const auto shape_of = [&](i64 bytes) { return group_shape(bytes, vec_bytes, STORE_IN_FLIGHT); };
+  const GroupShape shape = shape_of(row_bytes);
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
   const i64 num_slots = num_rows + random.below(num_rows + 2);
 

@@ -2,7 +2,7 @@
 // 50 row sizes to a program.
 #include "ops/swap.cu"
 
-#include "swap_triples.h"
+#include "pairs.h"
 
 namespace emulate {
 
@@ -17,10 +17,9 @@ constexpr Config config(int variant) { return variant & kSmallCall ? kSmallConfi
 
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
 void add(Specialisations<SwapParams>& list) {
-  using Kernel =
-      jitkern::SwapRows<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
-                        kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
-                        !(kVariant & kSmallCall), in_flight(kVariant)>;
+  using Kernel = SwapRows<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
+                          kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
+                          !(kVariant & kSmallCall), in_flight(kVariant)>;
   list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, Kernel::run});
 }
 
@@ -44,12 +43,12 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const int vec_bytes = kernel.vec_bytes;
   const bool line_aligned = kernel.variant & kLineAligned;
   const bool small_call = kernel.variant & kSmallCall;
-  const i64 window = jitkern::window_bytes(row_bytes, vec_bytes, line_aligned);
-  const int vecs = jitkern::swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
-  const jitkern::GroupShape shape = jitkern::group_shape(window, vec_bytes, vecs);
+  const i64 window = window_bytes(row_bytes, vec_bytes, line_aligned);
+  const int vecs = swap_in_flight(window, vec_bytes, in_flight(kernel.variant));
+  const GroupShape shape = group_shape(window, vec_bytes, vecs);
   // Where the lanes of a warp wait for each other, blocks are small.
-  const bool talks = !line_aligned && shape.splits == 1;
-  const unsigned num_threads = talks ? 64 : kernel.num_threads;
+  const unsigned num_threads =
+      !line_aligned && shape.splits == 1 ? 64 : std::min(kernel.num_threads, 256);
   const i64 count = any_num_rows(shape, num_threads, random);
   const i64 host_rows = 2 * count + random.below(count + 1);
   const i64 slots = count + random.below(count + 2);
@@ -68,7 +67,7 @@ void one_run(const Specialisation<SwapParams>& kernel, int run, Random& random) 
   const SwapParams params = swap_params(triples, host, gpu, fault);
   const unsigned blocks = ceil_div(shape.num_threads(count), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
-             random, params, talks);
+             random, params);
   check_all(host, gpu, triples, fault);
 }
 

@@ -4,13 +4,8 @@
 #include "ops/swap.cu"
 
 #include "lists.h"
-#include "swap_triples.h"
 
 namespace emulate {
-
-using jitkern::kExchanged;
-using jitkern::kNotListed;
-using jitkern::SwapListParams;
 
 // Exchanges come first; of these, of the other rows to fetch and of the others to write back to,
 // each list is in the order of its regions and without a gap.
@@ -61,7 +56,7 @@ void one_run(Random& random) {
   expect_swaps(triples, host, gpu, fault);
   SwapParams swap = swap_params(triples, host, gpu, fault);
 
-  RegionBuffers region_buffers(host_rows * host_at.stride_bytes, jitkern::kNumMoveKinds, random);
+  RegionBuffers region_buffers(host_rows * host_at.stride_bytes, kNumMoveKinds, random);
   IntBuffer counters("counters", {-1, -1}, 4);
   IntBuffer ranks("ranks", 2 * count, kUntouched, 4);
   IntBuffer moves("moves", 3 * count, -1, kIndexBytes);
@@ -71,8 +66,8 @@ void one_run(Random& random) {
   list.ranks = ranks.words();
   list.moves = moves.data();
   list.places = places.data();
-  using List = jitkern::ListTriples<kIndexBytes, kListConfig.num_threads, 1>;
-  using Place = jitkern::PlaceTriples<kIndexBytes, kListConfig.num_threads, 1>;
+  using List = ListTriples<kIndexBytes, kListConfig.num_threads, 1>;
+  using Place = PlaceTriples<kIndexBytes, kListConfig.num_threads, 1>;
   run_list<List>(count, list, random);
   scan(list.regions, random);
   const bool rewritten = random.below(8) == 0;
@@ -100,9 +95,9 @@ void one_run(Random& random) {
   swap.triples = moves.data();
   swap.staging = staging.row(0);
   swap.last_batch = counters.words() + 1;
-  using Swap = jitkern::SwapRows<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
-                                 kLineAligned, true, SWAP_LARGE_IN_FLIGHT, true>;
-  run_large<Swap>(1 + unsigned(random.below(2)), swap, random, true, 64);
+  using Swap = SwapRows<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
+                        kLineAligned, true, SWAP_LARGE_IN_FLIGHT, true>;
+  run_large<Swap>(1 + unsigned(random.below(2)), swap, random, 64);
   for (i64 i = 0; i < count; ++i) {
     if (places.at(2 * i) < 0) continue;
     if (places.at(2 * i) != i) fail("a place of another move");
@@ -112,9 +107,9 @@ void one_run(Random& random) {
   host.check();
 
   const PairCopyParams place = pair_params(gpu, staging, places, fault);
-  using PlaceStaged = jitkern::H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes,
-                                         kIndexBytes, true, true, SWAP_PLACE_IN_FLIGHT>;
-  run_large<PlaceStaged>(2, place, random, false, 64);
+  using PlaceStaged = H2DGather<kRowBytes, kLargeConfig.num_threads, 1, kVecBytes, kIndexBytes,
+                                true, true, SWAP_PLACE_IN_FLIGHT>;
+  run_large<PlaceStaged>(2, place, random, 64);
   check_all(gpu, host, fault);
 }
 

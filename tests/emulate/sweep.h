@@ -96,7 +96,7 @@ void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random)
 std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random);
 
 // How many rows fill a block, miss it by one, or spread over several; few where rows are long.
-i64 any_num_rows(const jitkern::GroupShape& shape, i64 threads_per_block, Random& random);
+i64 any_num_rows(const GroupShape& shape, i64 threads_per_block, Random& random);
 
 // Compares each with what is expected of it.
 template <class... Buffers>
@@ -120,17 +120,10 @@ void rounds(const std::string& name, int count, const One& one, int first_seed =
   }
 }
 
-// Runs one kernel as a grid of blocks. `talks`: its threads have warp operations or
-// barriers.
 template <class Params>
 void run_kernel(const Specialisation<Params>& kernel, dim3 grid, unsigned num_threads,
-                Random& random, const Params& params, bool talks = false) {
-  const Order order = any_order(random);
-  if (talks) {
-    launch_fibers(grid, {num_threads}, order, [&] { kernel.run(params); });
-  } else {
-    launch(grid, {num_threads}, order, kernel.run, params);
-  }
+                Random& random, const Params& params) {
+  launch_fibers(grid, {num_threads}, any_order(random), [&] { kernel.run(params); });
 }
 
 // Once for each place that the primary buffer can have relative to a line of 128 bytes; a sample of

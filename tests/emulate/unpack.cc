@@ -8,12 +8,6 @@
 
 namespace emulate {
 
-using jitkern::DescriptorFormat;
-using jitkern::kSextuples;
-using jitkern::kTriples;
-using jitkern::Pieces;
-using jitkern::UnpackParams;
-
 constexpr FaultSite kFirstSite{5};
 
 constexpr Config kConfig{UNPACK_CONFIG};
@@ -21,9 +15,9 @@ constexpr Config kConfig{UNPACK_CONFIG};
 // Small blocks, and little for a warp of its own, so that there is a rest of what is no megabyte.
 template <DescriptorFormat kFormat, int kThreads, int kShort, int kOwn, int kFirst, int kUnit>
 void add(Specialisations<UnpackParams>& list) {
-  using Kernel = jitkern::Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                 UNPACK_PIECE_IN_FLIGHT, UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT,
-                                 kShort, kOwn, kFirst, kUnit>;
+  using Kernel =
+      Unpack<kFormat, kThreads, kConfig.max_occupancy, kConfig.use_pdl, UNPACK_PIECE_IN_FLIGHT,
+             UNPACK_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, kShort, kOwn, kFirst, kUnit>;
   list.push_back({kOwn, 16, 8, kFormat, kThreads, Kernel::run});
 }
 template <DescriptorFormat kFormat>
@@ -185,7 +179,7 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
     if (kind != 0 || random.below(one_in) != 0) continue;
     spoil(list.back(), format, src_bytes, dst_bytes, random);
     // What happens to be right may lie over others.
-    if (verdict_on(list.back(), src_bytes, dst_bytes).part == jitkern::kNumParts) {
+    if (verdict_on(list.back(), src_bytes, dst_bytes).part == kNumParts) {
       list.back().len = 0;
     }
   }
@@ -200,8 +194,8 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
   for (i64 i = 0; i < last; ++i) {
     const Pieces& pieces = list[i];
     // What that says of any numbers is in tests/ops/test_unpack.py.
-    const jitkern::Verdict wrong = verdict_on(pieces, src_bytes, dst_bytes);
-    if (wrong.part != jitkern::kNumParts) {
+    const Verdict wrong = verdict_on(pieces, src_bytes, dst_bytes);
+    if (wrong.part != kNumParts) {
       fault.expect(FaultSite(u32(kFirstSite) + u32(wrong.part)), i, wrong.value, wrong.bound);
       continue;
     }
@@ -223,12 +217,12 @@ void one_run(const Specialisation<UnpackParams>& kernel, int, Random& random) {
   params.num_descriptors = static_cast<u32>(num);
   params.num_copiers = copiers;
   params.reads_host = random.below(3) == 0;
-  for (u32 part = 0; part < jitkern::kNumParts; ++part) {
+  for (u32 part = 0; part < kNumParts; ++part) {
     params.sites[part] = FaultSite(u32(kFirstSite) + part);
   }
   params.fault = fault.record();
-  run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random, params,
-             true);
+  run_kernel(kernel, {copiers + dealers}, static_cast<unsigned>(kernel.num_threads), random,
+             params);
   check_all(dst, src, rows, fault);
 }
 

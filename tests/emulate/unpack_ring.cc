@@ -6,10 +6,6 @@
 
 namespace emulate {
 
-using jitkern::ConsumeParams;
-using jitkern::RingBoard;
-using jitkern::RingState;
-
 constexpr Config kConfig{UNPACK_RING_CONFIG};
 constexpr int kRounds = 100, kCalls = 10;
 
@@ -21,9 +17,9 @@ struct Kernel {
 
 template <int kThreads>
 Kernel kernel() {
-  using Consume = jitkern::ConsumeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl,
-                                       UNPACK_RING_PIECE_IN_FLIGHT, UNPACK_RING_IN_FLIGHT,
-                                       UNPACK_PARTS_IN_FLIGHT, 4>;
+  using Consume =
+      ConsumeRing<kThreads, kConfig.max_occupancy, kConfig.use_pdl, UNPACK_RING_PIECE_IN_FLIGHT,
+                  UNPACK_RING_IN_FLIGHT, UNPACK_PARTS_IN_FLIGHT, 4>;
   return {kThreads, Consume::Reader::kAtOnce, Consume::run};
 }
 
@@ -63,8 +59,6 @@ class Round : RingRound {
   }
   RingState& state() { return state_[0]; }
 
-  // -- what should be
-
   bool is_there(u64 ticket) const {
     return producer_.pushed.count(ticket) != 0 && ticket != wrong_ticket_;
   }
@@ -95,8 +89,6 @@ class Round : RingRound {
       }
     }
   }
-
-  // -- what others do
 
   // Some pushes, the last of them perhaps not all of it.
   void push_some() {
@@ -138,7 +130,7 @@ class Round : RingRound {
     std::vector<std::pair<u64*, u64>> before;
     const std::vector<u64> tickets = takeable(most_);
     if (tickets.empty()) return before;
-    const u64 ticket = tickets[static_cast<size_t>(random_.below(i64(tickets.size())))];
+    const u64 ticket = tickets[random_.below(i64(tickets.size()))];
     const auto change = [&](u64* at, u64 value) {
       before.emplace_back(at, *at);
       *at = value;
@@ -163,8 +155,6 @@ class Round : RingRound {
     wrong_ticket_ = ticket;
     return before;
   }
-
-  // -- a call
 
   ConsumeParams any_params(FaultWord& fault) {
     ConsumeParams params{};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -64,19 +65,28 @@ def make_buffer(
 
     ``offset`` moves the base by so many items from an address that is aligned to 64 bytes.
     """
-    item_bytes = dtype.itemsize
-    row_items = int(torch.Size(shape[1:]).numel())
-    guard = GUARD_BYTES // item_bytes
-    items = guard + offset + shape[0] * (row_items + gap) + guard
-    whole = random_bytes(items * item_bytes, seed)
-    if pinned:
-        whole = whole.pin_memory()
-    whole = whole.to(device)
     strides = [1] * len(shape)
     for d in range(len(shape) - 2, -1, -1):
         strides[d] = strides[d + 1] * max(shape[d + 1], 1)
     if len(shape) > 0:
-        strides[0] = row_items + gap
+        strides[0] = int(torch.Size(shape[1:]).numel()) + gap
+    return strided_buffer(shape, strides, dtype, device, offset=offset, pinned=pinned, seed=seed)
+
+
+def strided_buffer(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    offset: int = 0,
+    pinned: bool = False,
+    seed: int = 0,
+) -> Buffer:
+    guard, item_bytes = GUARD_BYTES // dtype.itemsize, dtype.itemsize
+    reach = 1 + sum(max(n - 1, 0) * stride for n, stride in zip(shape, strides, strict=True))
+    whole = random_bytes((guard + offset + reach + guard) * item_bytes, seed)
+    whole = whole.pin_memory() if pinned else whole.to(device)
     view = whole.view(dtype).as_strided(tuple(shape), tuple(strides), guard + offset)
     return Buffer(whole, view)
 
@@ -84,6 +94,14 @@ def make_buffer(
 def random_bytes(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def bytes_of(view: Tensor) -> list[int]:
+    """Return the addresses of a view of bytes; one that is there several times is so here."""
+    steps = [
+        range(0, n * s, s) if s else [0] * n for n, s in zip(view.shape, view.stride(), strict=True)
+    ]
+    return [view.data_ptr() + sum(at) for at in itertools.product(*steps)]
 
 
 def host_buffer(
@@ -101,6 +119,11 @@ def distinct(count: int, below: int, seed: int = 0) -> list[int]:
     """Return ``count`` different row numbers in random order."""
     generator = torch.Generator().manual_seed(seed)
     return [int(i) for i in torch.randperm(below, generator=generator)[:count]]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @contextmanager

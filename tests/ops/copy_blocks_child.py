@@ -7,18 +7,23 @@ import struct
 from typing import Any
 
 import torch
-import tvm_ffi
-from fake_copies import foreign, from_a_line, main, on_gpu
-from launch_fake import STREAM, driver, log, params, refused
+from fake_copies import (
+    DEVICE,
+    HALF,
+    PAGEABLE,
+    PINNED,
+    foreign,
+    lines,
+    main,
+    on_a_stream,
+    on_gpu,
+    view,
+)
+from launch_fake import driver, log, params, refused
 
 from jitkern import copy_blocks
 from jitkern.host import module as host
 
-PINNED, DEVICE = from_a_line(1 << 20), from_a_line(1 << 20)
-PAGEABLE = torch.zeros(1 << 16, dtype=torch.uint8)
-HALF = 1 << 19  # where the second registration begins
-for begin in (0, HALF):
-    driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
 SIDE = "Q8xQqqqqqqI4x"
 SIDE_NAMES = (
     "table base block_bytes part_bytes piece_bytes layer_bytes row_stride num_blocks num_parts"
@@ -41,21 +46,6 @@ def told(line: str, names: str) -> list[Any]:
     values = struct.unpack(PARAMS, params(line)[: struct.calcsize(PARAMS)])
     by_name = dict(zip(NAMES, values, strict=True))
     return [by_name[name] for name in names.split()]
-
-
-def view(memory: torch.Tensor, *shape: int, at: int = 0) -> torch.Tensor:
-    return memory[at : at + torch.Size(shape).numel()].view(shape)
-
-
-def on_a_stream() -> Any:
-    """Not the default one, on which the driver takes no batch."""
-    return tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), STREAM)
-
-
-def clean() -> None:
-    DEVICE.zero_()
-    driver.fake_capture(0)
-    log()
 
 
 def by_engine(
@@ -178,18 +168,18 @@ def check_pages_of_the_host_go_by_staging() -> None:
     pairs = foreign(torch.tensor([[0, 1], [-1, 2], [3, 2], [2, 3]]))
     with on_a_stream():
         copy_blocks(pool, gpu, pairs, src_block_dim=0)
-        lines = [line for line in log().splitlines() if not line.startswith("module")]
-        assert lines[:2] == ["allocate 393216", "batch 131072 131072 131072 on 4711"], lines
-        assert len(lines) == 3 and "v16_inline_write of" in lines[2] and "grid 3,1,1" in lines[2]
+        staging, batch, launch = lines()
+        assert staging == "allocate 393216" and batch == "batch 131072 131072 131072 on 4711"
+        assert "v16_inline_write of" in launch and "grid 3,1,1" in launch, launch
         names = "dst_base dst_layer_bytes dst_block_bytes src_layer_bytes src_block_bytes"
         wanted = [DEVICE.data_ptr(), 65536, 16384, 16384, 131072]
-        assert told(lines[2], names) == wanted
+        assert told(launch, names) == wanted
         names = "num_pairs src_num_blocks dst_num_blocks num_layers row_bytes num_segments pace_ns"
-        assert told(lines[2], names) == [3, 3, 4, 8, 16384, 32, 0]
+        assert told(launch, names) == [3, 3, 4, 8, 16384, 32, 0]
         copy_blocks(gpu, pool, pairs, dst_block_dim=0)
-        lines = [line for line in log().splitlines() if not line.startswith("module")]
-        assert lines[0] == "allocate 393216" and "v16_inline_write of" in lines[1]
-        assert lines[2:] == ["batch 393216 on 4711"]  # to pages that are neighbours
+        staging, launch, batch = lines()
+        assert staging == "allocate 393216" and "v16_inline_write of" in launch
+        assert batch == "batch 393216 on 4711"  # to pages that are neighbours
         copy_blocks(gpu, pool, pairs, dst_block_dim=0, method="sm")
         assert "inline_write" in log()
     copy_blocks(gpu, pool, pairs, dst_block_dim=0)
@@ -213,11 +203,11 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
     pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
     copy_blocks(pool, gpu, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
-    lines = [line for line in log().splitlines() if not line.startswith("module")]
-    assert len(lines) == 1 and "v16_inline_read of" in lines[0] and "grid 1,1,1" in lines[0], lines
+    (launch,) = lines()
+    assert "v16_inline_read of" in launch and "grid 1,1,1" in launch, launch
     size = struct.calcsize(PARAMS)
-    assert told(lines[0], "count num_pairs") == [0, 2]  # no count on the device, two pairs
-    assert struct.unpack("4i", params(lines[0])[size : size + 16]) == (7, 0, 19, 8)
+    assert told(launch, "count num_pairs") == [0, 2]  # no count on the device, two pairs
+    assert struct.unpack("4i", params(launch)[size : size + 16]) == (7, 0, 19, 8)
     many = torch.tensor([[7, 0]]).repeat(1_500_000, 1)  # 12 MB of int32, in two uploads
     many[-1] = torch.tensor([3, 5])
     copy_blocks(pool, gpu, foreign(many[-448:]), method="sm")
@@ -225,47 +215,46 @@ def check_pairs_of_the_host_go_with_the_launch() -> None:
     copy_blocks(pool, gpu, foreign(many[-449:]), method="sm")
     assert "allocate 3592\nh2d 3592 on 0\n" in log()
     copy_blocks(pool, gpu, foreign(many), method="sm")
-    lines = log().splitlines()
-    assert lines[:3] == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
-    (begin,) = told(lines[3], "pairs")
+    *uploads, launch = lines()
+    assert uploads == ["allocate 12000000", "h2d 8388608 on 0", "h2d 3611392 on 0"]
+    (begin,) = told(launch, "pairs")
     listed = struct.unpack("4i", ctypes.string_at(begin + 12_000_000 - 16, 16))
     assert listed == (7, 0, 3, 5)
     copy_blocks(pool, gpu, foreign(many), method="sm", count=foreign(torch.tensor(0)))
     assert log() == ""
 
 
+def launched(*ends: Any, **how: Any) -> str:
+    copy_blocks(*ends, **how)
+    return log().splitlines()[-1]
+
+
 def check_the_launch() -> None:
     """Two blocks for 4 KB pieces, more for short ones; a pace to the host. "sm": four, no pace."""
-    gpu, pool = view(DEVICE, 8, 16, 4096), view(PINNED, 8, 16, 4096)
+    gpu, pool = on_gpu(view(DEVICE, 8, 16, 4096)), view(PINNED, 8, 16, 4096)
     pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
-    for method, blocks in (("auto", 2), ("sm", 4)):
-        copy_blocks(on_gpu(gpu), pool, pairs, method=method)
-        line = log().splitlines()[-1]
+    # To the host with 64 warps, each with 4 KiB every 8.2 us: 32 GB/s.
+    for how, blocks, pace_ns in (
+        ({}, 2, 64 * 4096 * 1000 // 32_000),
+        ({"method": "sm"}, 4, 0),
+        ({"num_sms": 3}, 3, 0),  # as fast as these SMs can
+    ):
+        line = launched(gpu, pool, pairs, **how)
         assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
-        # 64 warps, each with 4 KiB every 8.2 us: 32 GB/s.
-        pace_ns = 64 * 4096 * 1000 // 32_000 if method == "auto" else 0
         assert told(line, "pace_ns") == [pace_ns]
-    copy_blocks(pool, on_gpu(gpu), pairs)
-    line = log().splitlines()[-1]
+    line = launched(pool, gpu, pairs)
     assert "v16_i64_read of" in line and "grid 2,1,1" in line, line
     names = "dst_base src_base dst_layer_bytes dst_block_bytes src_layer_bytes src_block_bytes"
     wanted = [DEVICE.data_ptr(), PINNED.data_ptr(), 65536, 4096, 65536, 4096]
     assert told(line, names) == wanted
     names = "count num_pairs src_num_blocks dst_num_blocks num_layers row_bytes num_segments"
     assert told(line, f"{names} count_bytes pace_ns flags") == [0, 16, 16, 16, 8, 4096, 8, 0, 0, 0]
-    copy_blocks(on_gpu(gpu), pool, pairs, num_sms=3)
-    line = log().splitlines()[-1]
-    assert "v16_i64_write of" in line and "grid 3,1,1" in line, line
-    assert told(line, "pace_ns") == [0]  # as fast as these SMs can
     count = on_gpu(torch.tensor([3], dtype=torch.int32))
-    copy_blocks(pool, on_gpu(gpu), pairs, count=count, num_sms=10_000)
-    line = log().splitlines()[-1]
-    assert "grid 4,1,1" in line, line  # what there is for 128 warps
-    assert told(line, "count_bytes") == [4]
-    copy_blocks(on_gpu(view(DEVICE, 8, 8, 4096, at=HALF)), on_gpu(gpu[:, :8]), pairs)
-    line = log().splitlines()[-1]
-    assert "v16_i64_write of" in line and "grid 4,1,1" in line, line
+    line = launched(pool, gpu, pairs, count=count, num_sms=10_000)
+    assert "grid 4,1,1" in line and told(line, "count_bytes") == [4], line  # for all 128 warps
+    near = on_gpu(view(DEVICE, 8, 8, 4096)), on_gpu(view(DEVICE, 8, 8, 4096, at=HALF))
+    assert "v16_i64_write of" in (line := launched(*near, pairs)) and "grid 4,1,1" in line, line
 
 
 if __name__ == "__main__":
-    main(dict(globals()), clean)
+    main(dict(globals()))

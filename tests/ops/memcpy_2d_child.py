@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
-from fake_copies import on_gpu
-from fake_gpu import report_checks
+from fake_copies import DEVICE, HALF, PAGEABLE, PINNED, main, on_gpu
 from launch_fake import driver, log, refused
 
 from jitkern import memcpy_2d_async
 from jitkern.offload import memory
-
-KIB = 1024
-# Pinned memory in two registrations that follow each other, and some that nobody has pinned.
-PINNED = torch.randint(0, 256, (8 * KIB,), dtype=torch.uint8)
-PAGEABLE = torch.randint(0, 256, (8 * KIB,), dtype=torch.uint8)
-for begin in (0, 4 * KIB):
-    driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(4 * KIB), 1, 0)
-DEVICE = torch.zeros(8 * KIB, dtype=torch.uint8)
 
 
 @dataclass
@@ -34,26 +24,19 @@ def rows(
     return memory_[begin:].as_strided((height, width), (pitch, 1))
 
 
-def clean() -> None:
-    DEVICE.zero_()
-    driver.fake_capture(0)
-    log()
-
-
 def check_each_kind_is_one_strided_copy() -> None:
-    there = rows(DEVICE, 100, 16, 4)
-    memcpy_2d_async(on_gpu(there), rows(PINNED, 160, 16, 4), 100, 160, 16, 4, "h2d")
-    assert log() == "copy 4 x 16, pitches 100 160, types 2 1, on 0\n"
-    assert torch.equal(there, rows(PINNED, 160, 16, 4))
+    there, back = rows(DEVICE, 100, 16, 4), rows(PINNED, 40, 16, 4, 2000)
+    twin, source = rows(DEVICE, 60, 16, 4, 1000), rows(PINNED, 160, 16, 4)
+    for dst, src, dpitch, spitch, kind, types in (
+        (there, source, 100, 160, "h2d", "2 1"),
+        (back, there, 40, 100, "d2h", "1 2"),
+        (twin, there, 60, 100, "d2d", "4 4"),
+    ):
+        ends = (dst if dst is back else on_gpu(dst)), (src if src is source else on_gpu(src))
+        memcpy_2d_async(*ends, dpitch, spitch, 16, 4, kind)
+        assert log() == f"copy 4 x 16, pitches {dpitch} {spitch}, types {types}, on 0\n"
+        assert torch.equal(dst, src)
     assert DEVICE[16:100].eq(0).all()
-    back = rows(PINNED, 40, 16, 4, 2000)
-    memcpy_2d_async(back, on_gpu(there), 40, 100, 16, 4, "d2h")
-    assert log() == "copy 4 x 16, pitches 40 100, types 1 2, on 0\n"
-    assert torch.equal(back, there)
-    twin = rows(DEVICE, 60, 16, 4, 1000)
-    memcpy_2d_async(on_gpu(twin), on_gpu(there), 60, 100, 16, 4, "d2d")
-    assert log() == "copy 4 x 16, pitches 60 100, types 4 4, on 0\n"
-    assert torch.equal(twin, there)
 
 
 def check_what_is_one_piece_is_no_strided_copy() -> None:
@@ -62,7 +45,7 @@ def check_what_is_one_piece_is_no_strided_copy() -> None:
     assert log() == "h2d 64 on 0\n"
     memcpy_2d_async(PINNED, whole, 5, 0, 16, 1, "d2h")  # of one row pitches mean nothing
     assert log() == "d2h 16 on 0\n"
-    memcpy_2d_async(whole, on_gpu(DEVICE[KIB:]), 16, 16, 16, 4, "d2d")
+    memcpy_2d_async(whole, on_gpu(DEVICE[1024:]), 16, 16, 16, 4, "d2d")
     assert log() == "copy 64 on 0\n"
     for width, height in ((0, 4), (16, 0)):
         memcpy_2d_async(whole, PINNED, 16, 16, width, height, "h2d")
@@ -70,17 +53,16 @@ def check_what_is_one_piece_is_no_strided_copy() -> None:
 
 
 def check_streams() -> None:
-    first, second = on_gpu(DEVICE), on_gpu(DEVICE[KIB:], 1)
+    first, second = on_gpu(DEVICE), on_gpu(DEVICE[1024:], 1)
     copy = (16, 160, 16, 4)
     memcpy_2d_async(second, PINNED, *copy, "h2d", Stream(4711, 1))
     assert log() == "copy 4 x 16, pitches 16 160, types 2 1, on 4711\n"
-    text = "memcpy_2d_async: stream: a stream of cuda:0, expected one of cuda:1, as dst"
-    refused(ValueError, text, memcpy_2d_async, second, PINNED, *copy, "h2d", Stream(4711, 0))
     for number in (0, 1):  # between two GPUs
         memcpy_2d_async(second, first, *copy, "d2d", Stream(7, number))
         assert log() == "copy 4 x 16, pitches 16 160, types 4 4, on 7\n"
-    text = "memcpy_2d_async: stream: a stream of cuda:2, expected one of cuda:1, as dst"
-    refused(ValueError, text, memcpy_2d_async, second, first, *copy, "d2d", Stream(7, 2))
+    for src, kind, number in ((PINNED, "h2d", 0), (first, "d2d", 2)):
+        text = f"memcpy_2d_async: stream: a stream of cuda:{number}, expected one of cuda:1, as dst"
+        refused(ValueError, text, memcpy_2d_async, second, src, *copy, kind, Stream(7, number))
 
 
 def check_pageable_memory() -> None:
@@ -102,8 +84,7 @@ def check_pageable_memory() -> None:
 
 def check_no_copy_spans_two_registrations() -> None:
     """Rows of one registration go together; one that lies in both in two parts."""
-    begin = 4 * KIB - 250  # the third row crosses
-    source = rows(PINNED, 100, 64, 6, begin)
+    source = rows(PINNED, 100, 64, 6, HALF - 250)  # the third row crosses
     memcpy_2d_async(on_gpu(DEVICE), source, 80, 100, 64, 6, "h2d")
     assert log().splitlines() == [
         "copy 2 x 64, pitches 80 100, types 2 1, on 0",
@@ -114,16 +95,16 @@ def check_no_copy_spans_two_registrations() -> None:
     assert torch.equal(rows(DEVICE, 80, 64, 6), source)
     memcpy_2d_async(source, on_gpu(DEVICE), 100, 80, 64, 6, "d2h")
     assert log().splitlines()[1:3] == ["d2h 50 on 0", "d2h 14 on 0"]
-    memcpy_2d_async(on_gpu(DEVICE), PINNED[3 * KIB :], 512, 512, 512, 4, "h2d")  # one piece
+    memcpy_2d_async(on_gpu(DEVICE), PINNED[HALF - 1024 :], 512, 512, 512, 4, "h2d")  # one piece
     assert log().splitlines() == ["h2d 1024 on 0", "h2d 1024 on 0"]
-    assert torch.equal(DEVICE[: 2 * KIB], PINNED[3 * KIB : 5 * KIB])
+    assert torch.equal(DEVICE[:2048], PINNED[HALF - 1024 : HALF + 1024])
 
 
 def check_rows_of_a_pool() -> None:
-    pool = memory.PinnedMemory(8 * KIB)
+    pool = memory.PinnedMemory(8192)
     pool._register(0)
     log()
-    memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4 * KIB - 40 :], 64, 128, 64, 2, "h2d")
+    memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4056:], 64, 128, 64, 2, "h2d")
     assert log() == "copy 2 x 64, pitches 64 128, types 2 1, on 0\n"
     pool.close()
     text = "memcpy_2d_async: src: memory of a PinnedPool that was closed, expected an open pool.*"
@@ -143,4 +124,4 @@ def narrow_pitches_beyond_the_limit_go_row_by_row() -> None:
 
 
 if __name__ == "__main__":
-    report_checks(dict(globals()), clean)
+    main(dict(globals()))

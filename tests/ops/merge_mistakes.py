@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import mistakes as common
 import torch
-from mistakes import (
-    Mistake,
-    bad_indices,
-    non_tensors,
-    not_ints,
-    not_words,
-    stride_text,
-    unreadable,
-    zeros,
-)
+from mistakes import Mistake, zeros
 from torch import Tensor
 
 SHAPE, LSE_SHAPE = (4, 2, 8), (4, 2)
@@ -27,21 +19,7 @@ COUNT = "expected 1 to 64 partial results"
 APART = "expected rows apart in a tensor that is written; .clone() one that was expanded"
 
 
-class Place(NamedTuple):
-    """A partial among the arguments: what to give to have another one there, and its name."""
-
-    argument: str
-    number: int | None = None  # in a list
-    others: tuple[Any, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.argument if self.number is None else f"{self.argument}[{self.number}]"
-
-    def given(self, value: Any) -> dict[str, Any]:
-        if self.number is None:
-            return {self.argument: value}
-        return {self.argument: [*self.others[: self.number], value, *self.others[self.number :]]}
+Wrong = tuple[Any, type[Exception], str]  # value of one argument
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,10 +32,10 @@ def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
     With `good`, also tensors that cannot be read.
     """
     table = []
-    for change, kind, text in non_tensors(name):
+    for change, kind, text in common.non_tensors(name):
         text = text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", "")
         table.append((change, kind, text))
-    return table if good is None else table + unreadable(name, good)
+    return table if good is None else table + common.unreadable(name, good)
 
 
 def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool = False) -> str:
@@ -80,53 +58,58 @@ def shared_text(argument: str, row_bytes: int, token: int, head: int, shape: lis
     )
 
 
-def of_dtypes(place: Place, dtypes: list[torch.dtype], expected: str) -> list[Mistake]:
-    good = zeros(*{"lse": LSE_SHAPE, "sca": (1,)}.get(place.name[:3], SHAPE))
-    table: list[Mistake] = []
-    for dtype in dtypes:
-        text = f"{place.name}: dtype {dtype_name(dtype)}, expected {expected}"
-        table.append((place.given(good.to(dtype)), TypeError, text))
-    return table
+def of_dtypes(name: str, good: Tensor, dtypes: list[torch.dtype], expected: str) -> list[Wrong]:
+    return [
+        (good.to(dtype), TypeError, f"{name}: dtype {dtype_name(dtype)}, expected {expected}")
+        for dtype in dtypes
+    ]
 
 
-def mistakes_of_partials(out: Place, lse: Place, like: str) -> list[Mistake]:
-    """Of one partial that is not the first, which is called `like`; the first has none."""
-    table: list[Mistake] = []
-    for place, good in ((out, zeros(*SHAPE)), (lse, zeros(*LSE_SHAPE))):
-        for change, kind, text in not_partials(place.name, good):
-            table.append((place.given(change[place.name]), kind, text))
-        table += of_dtypes(place, [torch.float64, torch.int32, FP8, torch.complex64], FLOATS)
-        first = like if place is out else like.replace("out", "lse")
-        table += of_dtypes(place, [torch.float16, torch.bfloat16], f"float32 as in {first}")
+def mistakes_of_partials(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
+    """Of one partial that is not the first."""
+    given, wrong = {"outs": outs, "lses": lses}, dict[str, list[Wrong]]()
+    for name, good in (("outs", outs[1]), ("lses", lses[1])):
+        one = f"{name}[1]"
+        wrong[name] = [(change[one], kind, text) for change, kind, text in not_partials(one, good)]
+        odd = [torch.float64, torch.int32, FP8, torch.complex64]
+        wrong[name] += of_dtypes(one, good, odd, FLOATS)
+        other = [torch.float16, torch.bfloat16]
+        wrong[name] += of_dtypes(one, good, other, f"float32 as in {name}[0]")
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 2], [1, 4, 2, 8], [], [4, 2, 0]):
-        text = f"{out.name}: shape {shape}, expected shape [4, 2, 8] as in {like}"
-        table.append((out.given(torch.zeros(shape)), ValueError, text))
+        text = f"outs[1]: shape {shape}, expected shape [4, 2, 8] as in outs[0]"
+        wrong["outs"].append((torch.zeros(shape), ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], [0, 2], []):
-        text = layouts_text(lse.name, shape, like)
-        table.append((lse.given(torch.zeros(shape)), ValueError, text))
+        text = layouts_text("lses[1]", shape, "outs[0]")
+        wrong["lses"].append((torch.zeros(shape), ValueError, text))
     step, same, far = zeros(4, 2, 16)[..., ::2], zeros(4, 2, 1).expand(SHAPE), zeros(8, 4, 2)
-    for wrong, stride in ((step, 2), (same, 0), (far.permute(1, 2, 0), 8)):
-        text = stride_text(out.name, stride, 2, [4, 2, 8], 1)
-        table.append((out.given(wrong), ValueError, text))
-    return table
+    for strided, stride in ((step, 2), (same, 0), (far.permute(1, 2, 0), 8)):
+        text = common.stride_text("outs[1]", stride, 2, [4, 2, 8], 1)
+        wrong["outs"].append((strided, ValueError, text))
+    return [
+        ({name: [given[name][0], value, given[name][2]]}, kind, text)
+        for name, table in wrong.items()
+        for value, kind, text in table
+    ]
 
 
-def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
+def mistakes_of_overlaps(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
     """Of results, and what else is given, in memory of a partial or of each other."""
     memory, logs = torch.zeros(80), torch.zeros(20)
     values, numbers = memory[:64].view(SHAPE), logs[:8].view(LSE_SHAPE)
+    of_out = {"outs": [outs[0], values, outs[2]]}
+    of_lse = {"lses": [lses[0], numbers, lses[2]]}
+    across = {"lses": [lses[0], memory[60:68].view(LSE_SHAPE), lses[2]]}
     no_scale = {"scale": None}
     return [
-        ({**out.given(values), "output": memory[1:65].view(SHAPE), **no_scale}, ValueError,
-         f"output: overlaps {out.name}, {OWN_OR_SAME}"),
-        ({**out.given(values), "output": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
-         f"output: overlaps {out.name}, {OWN_OR_SAME}"),  # at its place, of other rows
-        ({**lse.given(memory[60:68].view(LSE_SHAPE)), "output": values, **no_scale}, ValueError,
-         f"output: overlaps {lse.name}, {OWN}"),
-        ({**lse.given(numbers), "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
-         f"lse: overlaps {lse.name}, {OWN_OR_SAME}"),
-        ({**out.given(values), "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
-         f"lse: overlaps {out.name}, {OWN}"),
+        ({**of_out, "output": memory[1:65].view(SHAPE), **no_scale}, ValueError,
+         f"output: overlaps outs[1], {OWN_OR_SAME}"),
+        ({**of_out, "output": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
+         f"output: overlaps outs[1], {OWN_OR_SAME}"),  # at its place, of other rows
+        ({**across, "output": values, **no_scale}, ValueError, f"output: overlaps lses[1], {OWN}"),
+        ({**of_lse, "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
+         f"lse: overlaps lses[1], {OWN_OR_SAME}"),
+        ({**of_out, "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
+         f"lse: overlaps outs[1], {OWN}"),
         ({"output": values, "lse": memory[63:71].view(LSE_SHAPE), **no_scale}, ValueError,
          f"lse: overlaps output, {OWN}"),
         ({"output": memory.view(FP8)[:64].view(SHAPE), "scale": memory[15]}, ValueError,
@@ -141,13 +124,15 @@ def mistakes_of_overlaps(out: Place, lse: Place) -> list[Mistake]:
 def mistakes_of_results() -> list[Mistake]:
     """Of `output`, `lse` and `scale`, apart from overlaps."""
     table: list[Mistake] = []
-    for name, good in (("output", zeros(*SHAPE)), ("lse", zeros(*LSE_SHAPE)), ("scale", zeros(1))):
-        table += [*non_tensors(name, optional=True), *unreadable(name, good)]
     odd = [torch.float64, torch.int32, torch.float8_e5m2, torch.bool]
-    table += of_dtypes(Place("output"), odd, f"{FLOATS.replace(' or', ',')} or float8_e4m3fn")
-    table += of_dtypes(Place("lse"), [*odd, FP8], FLOATS) + of_dtypes(
-        Place("scale"), odd, "float32"
-    )
+    for name, good, other, expected in (
+        ("output", zeros(*SHAPE), [], f"{FLOATS.replace(' or', ',')} or float8_e4m3fn"),
+        ("lse", zeros(*LSE_SHAPE), [FP8], FLOATS),
+        ("scale", zeros(1), [], "float32"),
+    ):
+        table += [*common.non_tensors(name, optional=True), *common.unreadable(name, good)]
+        wrong = of_dtypes(name, good, [*odd, *other], expected)
+        table += [({name: value}, kind, text) for value, kind, text in wrong]
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 16], [1, 4, 2, 8], []):
         fits = "shape [4, 2, 8] as in outs[0]" if len(shape) == 3 else "[tokens, heads, dim]"
         text = f"output: shape {shape}, expected {fits}"
@@ -157,7 +142,7 @@ def mistakes_of_results() -> list[Mistake]:
         table.append(({"lse": torch.zeros(shape)}, ValueError, text))
     table += [
         ({"output": zeros(4, 2, 16).to(FP8)[..., ::2]}, ValueError,
-         stride_text("output", 2, 2, [4, 2, 8], 1)),
+         common.stride_text("output", 2, 2, [4, 2, 8], 1)),
         ({"scale": None}, ValueError,
          "scale: None, expected a float32 tensor of 1 element, as output is float8_e4m3fn"),
         *(({"scale": torch.ones(n)}, ValueError, f"scale: shape [{n}], expected 1 element")
@@ -169,14 +154,14 @@ def mistakes_of_results() -> list[Mistake]:
     ]  # fmt: skip
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
         words = ("10", "E", "heads", known[0] + " ")
-        table += not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
+        table += common.not_words(name, f'"{known[0]}" or "{known[1]}"', *words)
     return table
 
 
 def mistakes_of_count() -> list[Mistake]:
     good = torch.tensor([3, 2, 1, 0])
-    table = non_tensors("count", optional=True) + unreadable("count", good)
-    table += bad_indices("count", good)
+    table = common.non_tensors("count", optional=True) + common.unreadable("count", good)
+    table += common.bad_indices("count", good)
     each = "expected shape [1] or [4], one for each token"
     table += [
         ({"count": torch.ones(shape).int()}, ValueError, f"count: shape {shape}, {each}")
@@ -252,21 +237,28 @@ def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
 
 
 def mistakes_of_many(good: dict[str, Any]) -> list[Mistake]:
-    outs, lses = good["outs"], good["lses"]
-    places = Place("outs", 1, (outs[0], outs[2])), Place("lses", 1, (lses[0], lses[2]))
+    partials = good["outs"], good["lses"]
     return [
-        *mistakes_of_lists(outs, lses),
-        *mistakes_of_partials(*places, "outs[0]"),
-        *mistakes_of_overlaps(*places),
+        *mistakes_of_lists(*partials),
+        *mistakes_of_partials(*partials),
+        *mistakes_of_overlaps(*partials),
         *mistakes_of_results(),
         *mistakes_of_count(),
     ]
 
 
 def mistakes_of_two() -> list[Mistake]:
-    places = Place("out_b"), Place("lse_b")
-    table = [
-        *mistakes_of_partials(*places, "out_a"),
+    """The checks are those of lists: what is shown is that each has the right name."""
+    table: list[Mistake] = [
+        ({"out_b": zeros(*SHAPE).half()}, TypeError,
+         "out_b: dtype float16, expected float32 as in out_a"),
+        ({"lse_b": zeros(*LSE_SHAPE).half()}, TypeError,
+         "lse_b: dtype float16, expected float32 as in lse_a"),
+        ({"out_b": zeros(4, 2, 9)}, ValueError,
+         "out_b: shape [4, 2, 9], expected shape [4, 2, 8] as in out_a"),
+        ({"out_b": zeros(4, 2, 16)[..., ::2]}, ValueError,
+         common.stride_text("out_b", 2, 2, [4, 2, 8], 1)),
+        ({"lse_b": zeros(4, 3)}, ValueError, layouts_text("lse_b", [4, 3], "out_a")),
         ({"out_a": zeros(0, 2, 2**28)}, ValueError,
          "out_a: dim 268435456, expected 1 to 268435455"),
         ({"out_a": zeros(4, 2, 0)}, ValueError, "out_a: dim 0, expected 1 to 268435455"),
@@ -276,11 +268,11 @@ def mistakes_of_two() -> list[Mistake]:
         ({"lse_layout": "heads_tokens"}, ValueError,
          layouts_text("lse_a", [4, 2], "out_a", heads_first=True)),
     ]  # fmt: skip
-    for name in ("out_a", "lse_a"):
+    for name in ("out_a", "lse_a", "out_b", "lse_b"):
         table += not_partials(name, zeros(*(SHAPE if "out" in name else LSE_SHAPE)))
     prefill = "prefill_tokens_with_context"
     table += [
         ({prefill: value}, ValueError, f"{prefill}: {value}, expected 0 or more")
         for value in (-1, -(2**63))
     ]
-    return table + not_ints(prefill, optional=True)
+    return table + common.not_ints(prefill, optional=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from buffers import GUARD_BYTES, Buffer, random_bytes
+from buffers import Buffer, strided_buffer
 from ref import same_bits
 from torch import Tensor
 
@@ -162,18 +162,15 @@ def placed(values: Tensor, layout: str = "contiguous", *, seed: int = 0) -> Buff
     tokens, heads = values.shape[:2]
     dim = values.shape[2] if values.ndim == 3 else 1
     token_stride, head_stride, first = strides_of(layout, tokens, heads, dim)
-    guard = GUARD_BYTES // values.itemsize
-    reach = max(tokens - 1, 0) * token_stride + max(heads - 1, 0) * head_stride + dim
-    items = guard + first + reach + guard
-    whole = random_bytes(items * values.itemsize, seed).to(values.device)
     strides = (token_stride, head_stride, 1)[: values.ndim]
-    view = whole.view(values.dtype).as_strided(values.shape, strides, guard + first)
+    where = (values.shape, strides, values.dtype, values.device)
+    made = strided_buffer(*where, offset=first, seed=seed)
     if layout in EXPANDED:  # what the first rows say holds for all
         only = slice(None if token_stride else 1), slice(None if head_stride else 1)
-        view[only].copy_(values[only])
+        made.view[only].copy_(values[only])
     else:
-        view.copy_(values)
-    return Buffer(whole, view)
+        made.view.copy_(values)
+    return made
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, distinct, out_of_range, random_bytes
+from buffers import INT_DTYPES, distinct, out_of_range, random_bytes, synchronize
+from test_copy_blocks import CPU, DIRECTIONS, ways
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,9 +19,6 @@ from jitkern import BlockBuffers, LayerSignals, copy_blocks
 from jitkern.offload import OffloadEngine, PinnedPool
 
 LAYERS, BLOCKS, HOST_BLOCKS = 5, 17, 29
-CPU = torch.device("cpu")
-Layout = Callable[[torch.device, int], "tuple[Any, list[Tensor]]"]
-"""Makes a side of ``copy_blocks``, and its layers as ``[blocks, bytes]`` tensors."""
 
 
 def memory(device: torch.device, *shape: int, pinned: bool = False) -> Tensor:
@@ -28,6 +26,7 @@ def memory(device: torch.device, *shape: int, pinned: bool = False) -> Tensor:
     return made.pin_memory() if pinned else made.to(device)
 
 
+# Each makes a side of copy_blocks, and its layers as [blocks, bytes] tensors.
 def make_list(device: torch.device, item: int, blocks: int = BLOCKS, pinned: bool = False) -> Any:
     layers = [memory(device, blocks, item + i % 2, pinned=pinned)[:, :item] for i in range(LAYERS)]
     return BlockBuffers(layers), layers
@@ -62,21 +61,30 @@ def make_factor(device: torch.device, item: int, blocks: int, pinned: bool) -> A
     return BlockBuffers(layers, block_dims=2), [one.reshape(-1, item) for one in layers]
 
 
-def sides(
-    device: torch.device, direction: str, host: Callable[..., Any], item: int, **how: Any
-) -> tuple[Any, Any, Callable[[], list[Tensor]], Callable[[], list[Tensor]]]:
-    """Return source and destination, and what reads their layers, copied, on the CPU."""
-    pinned = device.type == "cuda" and direction != "d2d"
-    where = device if direction == "d2d" else CPU
-    far, far_layers = host(where, item, HOST_BLOCKS, pinned)
-    near, near_layers = how.get("near", make_list)(device, item, **how.get("options", {}))
+Case = tuple[Any, Any, Callable[[], list[Tensor]], Callable[[], list[Tensor]]]
+"""A source, a destination, and what reads the layers of each, copied, on the CPU."""
 
-    def reader(layers: list[Tensor]) -> Callable[[], list[Tensor]]:
-        return lambda: [layer.cpu().clone().reshape(len(layer), -1) for layer in layers]
 
-    made = [(far, reader(far_layers)), (near, reader(near_layers))]
+def case_of(direction: str, far: Any, near: Any) -> Case:
+    """Return the case of two sides, each given with its layers and their number of blocks."""
+
+    def reader(layers: list[Tensor], blocks: int) -> Callable[[], list[Tensor]]:
+        return lambda: [layer.cpu().clone().reshape(blocks, -1) for layer in layers]
+
+    made = [(side, reader(layers, blocks)) for side, layers, blocks in (far, near)]
     (src, read_src), (dst, read_dst) = made if direction != "d2h" else made[::-1]
     return src, dst, read_src, read_dst
+
+
+def sides(
+    device: torch.device, direction: str, host: Callable[..., Any], item: int, **how: Any
+) -> Case:
+    pinned = device.type == "cuda" and direction != "d2d"
+    far, far_layers = host(device if direction == "d2d" else CPU, item, HOST_BLOCKS, pinned)
+    near, near_layers = how.get("near", make_list)(device, item, BLOCKS, False)
+    return case_of(
+        direction, (far, far_layers, len(far_layers[0])), (near, near_layers, len(near_layers[0]))
+    )
 
 
 def make_pairs(src_blocks: int, dst_blocks: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -95,12 +103,7 @@ def expect(read_src: Any, before: list[Tensor], pairs: Tensor) -> list[Tensor]:
     return before
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def run(device: torch.device, case: Any, pairs: Tensor, given: Any = None, **how: Any) -> None:
+def run(device: torch.device, case: Case, pairs: Tensor, given: Any = None, **how: Any) -> None:
     src, dst, read_src, read_dst = case
     expected = expect(read_src, read_dst(), pairs.cpu())
     for name, side in (("src", src), ("dst", dst)):
@@ -112,59 +115,39 @@ def run(device: torch.device, case: Any, pairs: Tensor, given: Any = None, **how
         assert torch.equal(came, wanted), layer
 
 
-@pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
+def run_all_ways(device: torch.device, case: Case) -> None:
+    src_blocks, dst_blocks = (len(read()[0]) for read in case[2:])
+    for i, (on, method) in enumerate(ways(device)):
+        pairs = make_pairs(src_blocks, dst_blocks, INT_DTYPES[i % 2]).to(on)
+        run(device, case, pairs, method=method)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("host", [make_page_first, make_region, make_factor, make_k_and_v])
 @pytest.mark.parametrize("item", [16, 24, 656, 4096])
 def test_layouts_of_engines(device: torch.device, item: int, host: Any, direction: str) -> None:
-    near = {}
-    if host is make_k_and_v:
-        near = {"near": make_k_and_v, "options": {"blocks": BLOCKS, "pinned": False}}
-    case = sides(device, direction, host, item, **near)
-    for i, (on, method) in enumerate(ways(device)):
-        src_blocks, dst_blocks = (len(read()[0]) for read in case[2:])
-        run(
-            device,
-            case,
-            make_pairs(src_blocks, dst_blocks, INT_DTYPES[i % 2]).to(on),
-            method=method,
-        )
-
-
-def ways(device: torch.device) -> list[tuple[torch.device, str]]:
-    on_cpu = [(CPU, method) for method in ("auto", "sm", "engine")]
-    return on_cpu if device.type == "cpu" else [*on_cpu, (device, "auto"), (device, "sm")]
+    near = make_k_and_v if host is make_k_and_v else make_list
+    run_all_ways(device, sides(device, direction, host, item, near=near))
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_page_head(device: torch.device, direction: str) -> None:
     """A token is a row per head on the host, and contiguous on the GPU."""
     pages, heads, page_size, dim = 6, 4, 3, 32
-    pinned = device.type == "cuda"
-    host = memory(CPU, pages, heads, page_size, LAYERS, dim, pinned=pinned)
+    host = memory(CPU, pages, heads, page_size, LAYERS, dim, pinned=device.type == "cuda")
     far = [host[:, :, :, i].permute(0, 2, 1, 3) for i in range(LAYERS)]
     near = [memory(device, 20, heads, dim) for _ in range(LAYERS)]
-    made = [
-        (BlockBuffers(far, block_dims=2), lambda: [f.cpu().reshape(18, -1).clone() for f in far]),
-        (BlockBuffers(near), lambda: [n.cpu().reshape(20, -1).clone() for n in near]),
-    ]
-    (src, read_src), (dst, read_dst) = made if direction == "h2d" else made[::-1]
-    for on, method in ways(device):
-        run(device, (src, dst, read_src, read_dst), make_pairs(18, 18).to(on), method=method)
+    far_side = (BlockBuffers(far, block_dims=2), far, pages * page_size)
+    run_all_ways(device, case_of(direction, far_side, (BlockBuffers(near), near, 20)))
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_layers_of_different_sizes(device: torch.device, direction: str) -> None:
-    sizes = [4096, 16, 656, 32, 8192]
-    pinned = device.type == "cuda"
+    sizes, pinned = [4096, 16, 656, 32, 8192], device.type == "cuda"
     far = [memory(CPU, HOST_BLOCKS, size, pinned=pinned) for size in sizes]
     near = [memory(device, BLOCKS, size) for size in sizes]
-    made = [
-        (BlockBuffers(one), lambda one=one: [t.cpu().clone() for t in one]) for one in (far, near)
-    ]
-    (src, read_src), (dst, read_dst) = made if direction == "h2d" else made[::-1]
-    blocks = (HOST_BLOCKS, BLOCKS) if direction == "h2d" else (BLOCKS, HOST_BLOCKS)
-    for on, method in ways(device):
-        run(device, (src, dst, read_src, read_dst), make_pairs(*blocks).to(on), method=method)
+    of_lists = [(BlockBuffers(layers), layers, len(layers[0])) for layers in (far, near)]
+    run_all_ways(device, case_of(direction, *of_lists))
 
 
 @pytest.mark.parametrize("dtype", INT_DTYPES, ids=str)
@@ -185,10 +168,9 @@ def test_many_pairs_are_uploaded(device: torch.device) -> None:
     """More than fit into the parameters of a launch."""
     far = [memory(CPU, 1000, 64, pinned=device.type == "cuda") for _ in range(2)]
     near = [memory(device, 900, 64) for _ in range(2)]
-    read = [lambda one=one: [t.cpu().clone() for t in one] for one in (far, near)]
+    case = case_of("h2d", (BlockBuffers(far), far, 1000), (BlockBuffers(near), near, 900))
     for on in {CPU, device}:
-        pairs = make_pairs(1000, 900).to(on)
-        run(device, (BlockBuffers(far), BlockBuffers(near), *read), pairs, method="sm")
+        run(device, case, make_pairs(1000, 900).to(on), method="sm")
 
 
 def test_count_and_range(device: torch.device) -> None:
@@ -231,9 +213,6 @@ def test_trusted_addresses(device: torch.device) -> None:
     copy_blocks(pool, trusted, torch.tensor([[8, 3]], device=device), src_block_dim=0)
     assert all(torch.equal(layers[i][3].cpu(), pool[8, i]) for i in range(LAYERS))
     assert len(trusted) == LAYERS
-
-
-# -- signals ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_signals", [LAYERS, 1])
@@ -350,9 +329,6 @@ def test_signals_are_of_one_copy_at_a_time() -> None:
     with pytest.raises(ValueError, match=text):
         copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
     torch.cuda.synchronize()
-
-
-# -- wrong lists -----------------------------------------------------------------------------------
 
 
 def rows(*shape: int, **how: Any) -> Tensor:

@@ -6,20 +6,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, distinct, random_bytes, to_index
+from buffers import INT_DTYPES, Buffer, bytes_of, distinct, host_buffer, make_buffer, to_index
 from contract import Case
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, bad_indices, not_ints, not_tensors, read_only
+from mistakes import Mistake
 from ref import ref_h2d_gather
 from stems import OpCheck, Rows
 from torch import Tensor
 
-import jitkern
 from jitkern import copy_blocks
 
+CPU = torch.device("cpu")
 LAYERS, SRC_BLOCKS, DST_BLOCKS = 3, 13, 17
 DIRECTIONS = ("h2d", "d2h", "d2d")
 LAYOUTS = list(itertools.product((0, 1), repeat=2))  # the block dimensions of dst and src
@@ -39,46 +40,22 @@ def ref_copy_blocks(
             to[b].copy_(source[a].to(dst.device))
 
 
-def shape_of(blocks: int, block_dim: int, layers: int = LAYERS) -> list[int]:
-    return [layers, blocks] if block_dim == 1 else [blocks, layers]
-
-
-def block_buffer(
-    shape: list[int],
-    item: int,
-    device: torch.device,
-    *,
-    pinned: bool = False,
-    gaps: tuple[int, int] = (0, 0),
-    offset: int = 0,
-    seed: int = 0,
-) -> Buffer:
-    """Make bytes `[*shape, item]` inside of random ones; gaps behind rows, and behind blocks."""
-    inner = item + gaps[1]
-    outer = shape[1] * inner + gaps[0]
-    whole = random_bytes(512 + offset + shape[0] * outer + 512, seed)
-    whole = whole.pin_memory() if pinned else whole.to(device)
-    return Buffer(whole, whole.as_strided((*shape, item), (outer, inner, 1), 512 + offset))
+def shape_of(blocks: int, block_dim: int) -> list[int]:
+    return [LAYERS, blocks] if block_dim == 1 else [blocks, LAYERS]
 
 
 def buffers_for(
-    device: torch.device,
-    direction: str,
-    dims: tuple[int, int],
-    item: int,
-    layers: int = LAYERS,
-    **how: Any,
+    device: torch.device, direction: str, dims: tuple[int, int], item: int
 ) -> tuple[Buffer, Buffer]:
     """A destination and a source; on the CPU both are there, whatever the direction."""
-    made = []
-    for blocks, dim, on_host, seed in (
-        (DST_BLOCKS, dims[0], direction == "d2h", 1),
-        (SRC_BLOCKS, dims[1], direction == "h2d", 2),
-    ):
-        pinned = on_host and device.type == "cuda"
-        shape = shape_of(blocks, dim, layers)
-        made.append(block_buffer(shape, item, device, pinned=pinned, seed=seed, **how))
-    return made[0], made[1]
+    make_dst, make_src = (
+        host_buffer if direction == way else make_buffer for way in ("d2h", "h2d")
+    )
+    dst, src = (shape_of(DST_BLOCKS, dims[0]), shape_of(SRC_BLOCKS, dims[1]))
+    return (
+        make_dst([*dst, item], torch.uint8, device, seed=1),
+        make_src([*src, item], torch.uint8, device, seed=2),
+    )
 
 
 def pairs_of(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -108,8 +85,7 @@ def run_and_compare(
 
 def ways(device: torch.device) -> list[tuple[torch.device, str]]:
     """Where pairs may be, and the methods that go with them there."""
-    cpu = torch.device("cpu")
-    on_cpu = [(cpu, method) for method in ("auto", "sm", "engine")]
+    on_cpu = [(CPU, method) for method in ("auto", "sm", "engine")]
     return on_cpu if device.type == "cpu" else [*on_cpu, (device, "auto"), (device, "sm")]
 
 
@@ -139,33 +115,11 @@ def test_runs_of_blocks(device: torch.device, direction: str) -> None:
 def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
     for pairs_on, method in ways(device):
         dst, src = buffers_for(device, "h2d", (1, 0), 656)
+        pairs = pairs_of(pairs_on)
+        pairs[max(count, 0) :] = 2**40  # which nobody looks at
         counted = torch.tensor([count], dtype=dtype, device=pairs_on)
         how = {"method": method, "count": counted if method != "sm" else counted[0]}
-        run_and_compare(dst, src, pairs_of(pairs_on), (1, 0), **how)
-
-
-def test_beyond_the_count_nothing_is_looked_at(device: torch.device) -> None:
-    for pairs_on, method in ways(device):
-        dst, src = buffers_for(device, "h2d", (1, 1), 40)
-        pairs = pairs_of(pairs_on)
-        pairs[5:] = 2**40
-        count = torch.tensor([5], device=pairs_on)
-        run_and_compare(dst, src, pairs, method=method, count=count)
-        if device.type == "cuda":
-            jitkern.check(device)
-
-
-# -- which memory it takes -------------------------------------------------------------------------
-
-
-def bytes_of(view: Tensor) -> list[int]:
-    """The bytes of each element, from the storage's first on; one that is there twice is twice."""
-    strides, shape = view.stride(), view.shape
-    places = itertools.product(*map(range, shape))
-    return [
-        view.storage_offset() + sum(i * s for i, s in zip(at, strides, strict=True))
-        for at in places
-    ]
+        run_and_compare(dst, src, pairs, (1, 0), **how)
 
 
 @given(data=st.data())
@@ -196,21 +150,6 @@ def test_blocks_that_meet_are_refused(data: st.DataObject) -> None:
     assert torch.equal(memory, before)
 
 
-def test_k_and_v_of_one_tensor(device: torch.device) -> None:
-    """Blocks of one side may lie between those of the other; what shares a byte is refused."""
-    both = torch.randint(0, 256, (LAYERS, 9, 2, 64), dtype=torch.uint8, device=device)
-    k, v = both[:, :, 0], both[:, :, 1]
-    expected = k[:, 4].clone()
-    pairs = torch.tensor([[4, 2]], device=device)
-    copy_blocks(k, v, pairs)
-    assert torch.equal(v[:, 2], expected)
-    text = r"copy_blocks: dst: overlaps src, expected memory of its own"
-    for dst, src in ((k[:, :5], k[:, 4:]), (k[:, :8], k), (k[:2], k[1:])):
-        with pytest.raises(ValueError, match=text):
-            copy_blocks(src, dst, pairs)
-    copy_blocks(k[:, 4:8], k[:, :4], pairs - 4)
-
-
 def test_within_one_cache(device: torch.device) -> None:
     """Copy on write: what other requests still read is left as it is."""
     cache = torch.randint(0, 256, (LAYERS, 9, 2, 64), dtype=torch.uint8, device=device)
@@ -227,7 +166,63 @@ def test_within_one_cache(device: torch.device) -> None:
             assert torch.equal(cache, expected)
 
 
-# -- for the tests that go over all ops ------------------------------------------------------------
+@pytest.mark.cuda
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_in_a_cuda_graph(direction: str) -> None:
+    """Pairs and their count are read at each replay; the first call is captured as well."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, direction, (1, 0), 4104 if direction == "h2d" else 4120)
+    pairs = pairs_of(device)
+    count = torch.tensor([5], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(src.view, dst.view, pairs, src_block_dim=0, count=count)
+    for number, shift in ((5, 0), (13, 1), (0, 2)):
+        count.fill_(number)
+        pairs.copy_(pairs_of(device).roll(shift, 0))
+        twin = dst.twin()
+        graph.replay()
+        torch.cuda.synchronize()
+        ref_copy_blocks(twin.view, src.view, pairs, 1, 0, number)
+        assert dst.same(twin)
+
+
+@pytest.mark.cuda
+def test_the_engine_in_a_cuda_graph() -> None:
+    """Its copies are of the blocks that the pairs named when it was captured."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "h2d", (1, 1), 4096)
+    pairs = pairs_of(CPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(src.view, dst.view, pairs, method="engine")
+    twin = dst.twin()
+    ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
+    pairs.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
+def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
+    """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "d2h", (1, 1), 4096)
+    pairs = pairs_of(pairs_on)
+    new = torch.randint_like(src.whole, 0, 256)
+    torch.cuda.synchronize()
+    twin = dst.twin()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        src.whole.copy_(new)
+        copy_blocks(src.view, dst.view, pairs, method=method)
+        if pairs_on.type == "cpu":
+            pairs.fill_(0)
+        torch.cuda.current_stream().synchronize()
+    ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
+    assert dst.same(twin)
 
 
 class CopyBlocks(Case):
@@ -273,13 +268,16 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, "dst", "src", "pairs")
-    table += not_tensors(good, "count", optional="count")
-    table += bad_indices("pairs", good["pairs"]) + read_only(good, "src", "dst", "pairs", "count")
-    table += not_ints("src_block_dim", "dst_block_dim")
-    table += not_ints("num_sms", optional=True)
+    table = common.not_tensors(good, "dst", "src", "pairs")
+    table += common.not_tensors(good, "count", optional="count")
+    table += common.bad_indices("pairs", good["pairs"]) + common.read_only(
+        good, "src", "dst", "pairs", "count"
+    )
+    table += common.not_ints("src_block_dim", "dst_block_dim")
+    table += common.not_num_sms() + common.not_words(
+        "method", '"auto", "sm" or "engine"', "gpu", optional=True
+    )
     wanted = "expected shape [..., 2] of (source block, destination block)"
-    methods = 'expected "auto", "sm" or "engine"'
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
     shared = (
         "dst: rows of 32 bytes that overlap, 0 and 32 bytes apart (shape [3, 50, 8]), expected "
@@ -295,8 +293,7 @@ def mistakes() -> list[Mistake]:
             ({side: torch.zeros(8)}, ValueError,
              f"{side}: shape [8], expected at least 2 dimensions"),
             ({side: torch.zeros(3, blocks, 8, 2)[..., 0]}, ValueError,
-             f"{side}: stride 2 in dimension 2 of shape [3, {blocks}, 8], expected contiguous "
-             "rows, stride 1; call .contiguous()"),
+             common.stride_text(side, 2, 2, [3, blocks, 8], 1)),
         ]  # fmt: skip
     table += [
         ({"src": good["src"].half()}, TypeError,
@@ -308,30 +305,24 @@ def mistakes() -> list[Mistake]:
          "layer as in dst (shape [3, 50, 8])"),
         ({"dst": torch.zeros(1, 50, 8).expand(3, 50, 8)}, ValueError, shared),
         ({"dst": good["src"][:, :15], "src": good["src"][:, 5:]}, ValueError,
-         "dst: overlaps src, expected memory of its own"),
+         common.overlap_text("dst", "src")),
         ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[1, 7].view(2, 2)}, ValueError,
-         "pairs: overlaps dst, expected memory of its own"),
+         common.overlap_text("pairs", "dst")),
         ({"dst": memory.view(torch.float32), "count": memory[1, 7, :1]}, ValueError,
-         "count: overlaps dst, expected memory of its own"),
+         common.overlap_text("count", "dst")),
         ({"count": torch.tensor([1, 2])}, ValueError, "count: shape [2], expected 1 element"),
         ({"dst": torch.zeros(3, 0, 8), "count": torch.tensor([1, 2])}, ValueError,
          "count: shape [2], expected 1 element"),
         ({"count": torch.tensor([1.0])}, TypeError,
          "count: dtype float32, expected int32 or int64"),
-        ({"method": "gpu"}, ValueError, f'method: "gpu", {methods}'),
-        ({"method": ""}, ValueError, f'method: "", {methods}'),
-        ({"method": torch.ones(2, device="meta")}, TypeError, f"method: Tensor, {methods}"),
-        ({"method": True}, TypeError, f"method: bool, {methods}"),
-        ({"method": ["sm"]}, TypeError, f"method: list, {methods}"),
-        ({"num_sms": 0}, ValueError, "num_sms: 0, expected at least 1"),
         ({"signals": 2}, TypeError, "signals: int, expected LayerSignals"),
         ({"pairs": torch.tensor([[0, 1], [20, 3]])}, IndexError,
-         "pairs[..., 0]: index 20 at position 1, expected below 20; nothing was written"),
+         common.index_text("pairs[..., 0]", 20, 1, 20)),
         ({"pairs": torch.tensor([[0, 50]])}, IndexError,
-         "pairs[..., 1]: index 50 at position 0, expected below 50; nothing was written"),
+         common.index_text("pairs[..., 1]", 50, 0, 50)),
     ]  # fmt: skip
     return table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -59,32 +58,6 @@ def test_a_large_gather_in_a_graph(reuse_resident: bool) -> None:
     jitkern.check()
 
 
-def test_faults_in_replays() -> None:
-    """Found, told once, cleared, and found again; the other rows of each replay are written."""
-    cache, rows = device_bytes(SLOTS), device_bytes(ROWS, 1)
-    slots = torch.arange(ROWS, dtype=torch.int32, device="cuda")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        store_cache(cache, None, slots, rows)
-    for value in (SLOTS, 2**31 - 1):
-        slots[17] = value
-        rows.random_(0, 256)
-        graph.replay()
-        torch.cuda.synchronize()
-        text = f"store_cache: indices: index {value} at position 17, expected below {SLOTS}"
-        with pytest.raises(IndexError, match=text):
-            jitkern.check()
-        jitkern.check()
-        good = slots < SLOTS
-        assert torch.equal(cache[:ROWS][good], rows[good])
-        slots[17] = 17
-        graph.replay()
-        torch.cuda.synchronize()
-        jitkern.check()
-        assert torch.equal(cache[:ROWS], rows)
-
-
 def test_the_next_call_raises_an_earlier_fault_and_does_nothing() -> None:
     cache, rows = device_bytes(SLOTS), device_bytes(4, 1)
     before = cache.clone()
@@ -121,9 +94,6 @@ def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     assert torch.equal(written, outgoing.cpu().flip(0))
 
 
-# -- a call in which no argument is PyTorch's; without a GPU see test_faults.py --------------------
-
-
 class Foreign:
     """A tensor that says no more than DLPack does, and orders no streams."""
 
@@ -137,36 +107,22 @@ class Foreign:
         return self._tensor.__dlpack_device__()
 
 
-def stored(cache: Any, indices: Any, rows: Any) -> None:
-    store_cache(cache, None, indices, rows)
-
-
-def looked_up(cache: Any, indices: Any, rows: Any) -> None:
-    indexing(rows, indices, output=cache)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("call", [stored, looked_up])
 @pytest.mark.parametrize("kind", [lambda one: one, tvm_ffi.from_dlpack], ids=["dlpack", "ffi"])
-def test_it_is_torch_s_current_one(
-    kind: Callable[[Any], Any],
-    call: Callable[..., None],
-    mode: Callable[[], AbstractContextManager[object]],
-) -> None:
-    with mode():
-        rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
-        indices = torch.arange(5, device="cuda")
-        given = [kind(Foreign(one)) for one in (cache, indices, rows)]
-        call(*given)  # compiles
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(100_000_000)  # cycles, of some 2 GHz
-            rows.fill_(3)
-            call(*given)
-            found = cache.clone()
-        stream.synchronize()
-        assert torch.equal(found, torch.full_like(found, 3))
+def test_without_a_tensor_of_torch_its_current_stream_is_taken(kind: Callable[[Any], Any]) -> None:
+    """Other calls and modes, without a GPU: tests/fault_child.py."""
+    rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
+    indices = torch.arange(5, device="cuda")
+    to, where, new = (kind(Foreign(one)) for one in (cache, indices, rows))
+    store_cache(to, None, where, new)  # compiles
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles, of some 2 GHz
+        rows.fill_(3)
+        store_cache(to, None, where, new)
+        found = cache.clone()
+    stream.synchronize()
+    assert torch.equal(found, torch.full_like(found, 3))
 
 
 @pytest.mark.multigpu

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from contract import Case
 from mistakes import Mistake, good_pair_arguments, not_words, pair_mistakes
-from ref import ref_h2d_gather as ref_copy_pairs
 from stems import OpCheck, Rows
+from test_h2d_gather import DST_ROWS, SRC_ROWS, Gather
 from torch import Tensor
 
 from jitkern import d2h_scatter
 
-SRC_ROWS = 29
-DST_ROWS = 43
 
-
-class Scatter(Case):
-    function, argument = staticmethod(d2h_scatter), "pairs"
-    rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
-    on_host = (1,)
-    ways = ({}, {"order": "host"})
-    takes_num_sms = True
-    large = (20_011, 20_000), 19_999, 656
-
-    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
-        assert d2h_scatter(*tables, indices, **how) is None
-
-    def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
-        ref_copy_pairs(*tables, indices)
+class Scatter(Gather):
+    function = staticmethod(d2h_scatter)
+    rows, on_host = (DST_ROWS, SRC_ROWS), (1,)
 
 
 class ScatterOfHostPairs(Scatter):

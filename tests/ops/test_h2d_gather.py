@@ -7,21 +7,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range
 from contract import Case
-from mistakes import (
-    Mistake,
-    bad_indices,
-    good_pair_arguments,
-    index_text,
-    not_ints,
-    not_tensors,
-    not_words,
-    overlap_text,
-    pair_mistakes,
-)
+from mistakes import Mistake
 from ref import ref_h2d_gather
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -176,9 +167,6 @@ class Gather(Case):
     takes_num_sms = True
     large = (20_011, 20_000), 19_999, 656
 
-    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
-        assert h2d_gather(*tables, indices, **how) is None
-
     def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
         ref_h2d_gather(*tables, indices)
 
@@ -196,7 +184,7 @@ CASES = [Gather(), GatherOfHostPairs()]
 
 def good_arguments() -> dict[str, Any]:
     flags = {"dedup": True, "reuse_resident": False}
-    return {**good_pair_arguments(), "slot_map": torch.arange(3), **flags, "num_threads": 1}
+    return {**common.good_pair_arguments(), "slot_map": torch.arange(3), **flags, "num_threads": 1}
 
 
 # 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
@@ -210,30 +198,30 @@ def mistakes() -> list[Mistake]:
     cores = len(os.sched_getaffinity(0))
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
-        *pair_mistakes(good, "src"),
-        *not_words("method", '"auto", "sm", "cpu" or "both"', "gpu", "CPU", optional=True),
+        *common.pair_mistakes(good, "src"),
+        *common.not_words("method", '"auto", "sm", "cpu" or "both"', "gpu", "CPU", optional=True),
         *[({"num_threads": number}, ValueError,
            f"num_threads: {number}, expected 1 to {cores}, the cores of this process")
           for number in (0, -2, cores + 1)],
-        *not_ints("num_threads", optional=True),
+        *common.not_ints("num_threads", optional=True),
         *[({"method": method, "reuse_resident": True}, ValueError,
            f'method: "{method}" with reuse_resident, expected "sm": the slot map is on the GPU')
           for method in ("cpu", "both")],
-        *not_tensors(good, "slot_map", optional="slot_map"),
-        *bad_indices("slot_map", good["slot_map"]),
+        *common.not_tensors(good, "slot_map", optional="slot_map"),
+        *common.bad_indices("slot_map", good["slot_map"]),
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
         ({"slot_map": torch.zeros(3, 1, dtype=torch.int32)}, ValueError,
          f"slot_map: shape [3, 1], {of_map}"),
         ({"dst": memory.view(torch.float32), "slot_map": memory[7, :3]}, ValueError,
-         overlap_text("slot_map", "dst")),
+         common.overlap_text("slot_map", "dst")),
         ({"pairs": memory[7].view(2, 2), "slot_map": memory[7, :3]}, ValueError,
-         overlap_text("pairs", "slot_map")),
+         common.overlap_text("pairs", "slot_map")),
         ({"src": memory.view(torch.float32)[:3], "slot_map": memory[1, :3]}, ValueError,
-         overlap_text("slot_map", "src")),
+         common.overlap_text("slot_map", "src")),
         ({"reuse_resident": True, "slot_map": None}, ValueError,
          f"reuse_resident: True without a slot_map, {without}"),
         ({"reuse_resident": True, "slot_map": torch.tensor([-1, -1, 50])}, IndexError,
-         index_text("slot_map", 50, 2, 50)),
+         common.index_text("slot_map", 50, 2, 50)),
         *(({name: value}, TypeError, f"{name}: {came}, expected a bool")
           for name in ("dedup", "reuse_resident")
           for value, came in (

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from buffers import random_bytes
+from buffers import random_bytes, synchronize
 from hypothesis import given
 from hypothesis import strategies as st
-from mistakes import Mistake, not_ints, not_tensors, not_words, read_only
+from mistakes import Mistake, not_ints, not_tensors, not_words, overlap_text, read_only
 from torch import Tensor
 
 from jitkern import memcpy_2d_async
 from jitkern.offload import PinnedPool
 
-
-@dataclass(frozen=True)
-class Sides:
-    """A direction that a device has: where the memory of each side lies."""
-
-    kind: str
-    dst: torch.device
-    src: torch.device
-
-    def memory(self, side: str, num_bytes: int, seed: int) -> Tensor:
-        where = self.dst if side == "dst" else self.src
-        made = random_bytes(num_bytes, seed)
-        if where.type == "cuda":
-            return made.to(where)
-        return made.pin_memory() if self.kind != "h2h" else made
-
-    def finish(self) -> None:
-        if self.kind != "h2h":
-            torch.cuda.synchronize()
+CPU = torch.device("cpu")
+Sides = tuple[str, torch.device, torch.device]  # a direction, and where dst and src lie
 
 
 def all_sides(device: torch.device) -> list[Sides]:
-    cpu = torch.device("cpu")
     if device.type == "cpu":
-        return [Sides("h2h", cpu, cpu)]
-    return [Sides("h2d", device, cpu), Sides("d2h", cpu, device), Sides("d2d", device, device)]
+        return [("h2h", CPU, CPU)]
+    return [("h2d", device, CPU), ("d2h", CPU, device), ("d2d", device, device)]
+
+
+def memory(sides: Sides, side: str, num_bytes: int, seed: int) -> Tensor:
+    kind, *where = sides
+    made = random_bytes(num_bytes, seed).to(where[side == "src"])
+    return made if kind == "h2h" or made.is_cuda else made.pin_memory()
 
 
 def ref_memcpy_2d(
@@ -57,12 +44,12 @@ def run_and_compare(
     sides: Sides, dpitch: int, spitch: int, width: int, height: int, offsets: tuple[int, int]
 ) -> None:
     span = max(height - 1, 0)
-    dst = sides.memory("dst", offsets[0] + span * dpitch + width + 64, seed=1)
-    src = sides.memory("src", offsets[1] + span * spitch + width + 64, seed=2)
+    dst = memory(sides, "dst", offsets[0] + span * dpitch + width + 64, seed=1)
+    src = memory(sides, "src", offsets[1] + span * spitch + width + 64, seed=2)
     expected, unchanged = dst.clone(), src.clone()
     to, source = dst[offsets[0] :], src[offsets[1] :]
-    assert memcpy_2d_async(to, source, dpitch, spitch, width, height, sides.kind) is None
-    sides.finish()
+    assert memcpy_2d_async(to, source, dpitch, spitch, width, height, sides[0]) is None
+    synchronize(dst.device if dst.is_cuda else src.device)
     ref_memcpy_2d(expected[offsets[0] :], src[offsets[1] :], dpitch, spitch, width, height)
     assert torch.equal(dst, expected)
     assert torch.equal(src, unchanged)
@@ -94,18 +81,17 @@ def test_one_block_of_every_layer(device: torch.device, dtype: torch.dtype) -> N
     """A view says where to begin; rows may lie beyond it, as far as its storage goes."""
     for sides in all_sides(device):
         layers, blocks, item = 4, 6, 2 * 24 * dtype.itemsize
-        dst = sides.memory("dst", layers * blocks * item, 1).view(dtype).view(layers, blocks, 2, 24)
-        src = sides.memory("src", layers * item, 2).view(dtype).view(layers, 2, 24)
+        dst = (
+            memory(sides, "dst", layers * blocks * item, 1).view(dtype).view(layers, blocks, 2, 24)
+        )
+        src = memory(sides, "src", layers * item, 2).view(dtype).view(layers, 2, 24)
         expected = dst.clone()
         expected[:, 5] = src.to(dst.device)
         for block in (dst[:, 5], dst[0, 5]):
             dst[:, 5] = 0
-            memcpy_2d_async(block, src[:1, :1], blocks * item, item, item, layers, sides.kind)
-            sides.finish()
+            memcpy_2d_async(block, src[:1, :1], blocks * item, item, item, layers, sides[0])
+            synchronize(dst.device if dst.is_cuda else src.device)
             assert torch.equal(dst.view(torch.uint8), expected.view(torch.uint8))
-
-
-# -- reach and overlap, against sets of bytes ------------------------------------------------------
 
 
 def bytes_of(begin: int, pitch: int, width: int, height: int) -> set[int]:
@@ -154,9 +140,6 @@ def test_a_tracer_is_refused() -> None:
     assert good["dst"].eq(0).all()
 
 
-# -- on a GPU, in graphs and on streams ------------------------------------------------------------
-
-
 @pytest.mark.cuda
 def test_streams() -> None:
     """Of the current one by default, of the one that is given, of no other device's."""
@@ -184,8 +167,8 @@ def test_streams() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["h2d", "d2h", "d2d"])
 def test_in_a_cuda_graph(kind: str) -> None:
-    sides = next(one for one in all_sides(torch.device("cuda")) if one.kind == kind)
-    src, dst = sides.memory("src", 40 * 700, 1), sides.memory("dst", 40 * 656, 2)
+    sides = next(one for one in all_sides(torch.device("cuda")) if one[0] == kind)
+    src, dst = memory(sides, "src", 40 * 700, 1), memory(sides, "dst", 40 * 656, 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         memcpy_2d_async(dst, src, 656, 700, 656, 40, kind)
@@ -264,7 +247,7 @@ def mistakes() -> list[Mistake]:
         ({"dst": memory[:0]}, ValueError,
          beyond("dst", 3, 32, 32, 96).replace("most 96", "most 0")),
         ({"dst": memory[:24], "src": memory[16:]}, ValueError,
-         "dst: overlaps src, expected memory of its own"),
+         overlap_text("dst", "src")),
         ({"kind": "h2d"}, ValueError, 'kind: "h2d" from cpu to cpu, expected "h2h"'),
         ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
         *not_words("kind", kinds, "H2H"),

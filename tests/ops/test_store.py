@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, make_buffer
 from contract import Case, views
-from mistakes import (
-    Mistake,
-    apart_text,
-    bad_indices,
-    bytes_text,
-    count_text,
-    index_text,
-    not_rows,
-    not_tensors,
-    overlap_text,
-    read_only,
-    stride_text,
-    zeros,
-)
+from mistakes import Mistake, zeros
 from ref import ref_store
 from stems import OpCheck, Rows
 from tiny import SM_90
@@ -36,14 +24,19 @@ SLOTS = 37
 ROWS = 19
 
 
-def test_one_layer_of_a_paged_cache(device: torch.device) -> None:
-    """Layers side by side in a slot, only the first 3 of 4 heads used: a view in every respect."""
-    cache = make_buffer((SLOTS, 3, 2, 4, 8), torch.float16, device)
-    k, v = views(CASES[0].buffers(device, (3, 8), torch.float16))[2:]
-    layer = cache.view[:, 1, :, :3]
-    twin = cache.twin()
-    store_cache(layer[:, 0], layer[:, 1], CASES[0].indices(device), k, v)
-    ref_store(twin.view[:, 1, 0, :3], twin.view[:, 1, 1, :3], CASES[0].indices(device), k, v)
+# Of slots of two heads of 320: a layer among others, of which only the first part of each head is
+# used; and one head with K of 192 and V of 128 side by side.
+SIDES = {"layers": lambda at: (at[:, 0, :24], at[:, 1, :24]),
+         "K and V": lambda at: (at[:, 1, :192], at[:, 1, 192:])}  # fmt: skip
+
+
+@pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
+def test_both_caches_in_one_tensor(device: torch.device, sides: Any) -> None:
+    cache = make_buffer((SLOTS, 2, 320), torch.bfloat16, device)
+    new = make_buffer((ROWS, 2, 320), torch.bfloat16, device, seed=1).view
+    twin, indices = cache.twin(), CASES[0].indices(device)
+    store_cache(*sides(cache.view), indices, *sides(new))
+    ref_store(*sides(twin.view), indices, *sides(new))
     assert cache.same(twin)
 
 
@@ -68,9 +61,6 @@ def test_one_row_of_any_stride(device: torch.device) -> None:
     CASES[0].run_and_compare([*caches, *odd], torch.tensor([9], device=device))
 
 
-# -- K and V whose rows are of different sizes -----------------------------------------------------
-
-
 # K and V: MLA's with and without a common vector, heads of 192 and 128, one of a few bytes, and of
 # shapes of warps that differ: rows in parts, several rows to a group.
 PAIRS = [(1536, 1024), (384, 256), (1024, 128), (656, 576), (657, 16), (8192, 3), (2, 1), (48, 40)]
@@ -89,21 +79,6 @@ def test_rows_of_two_sizes(
         for row_bytes, gap in ((k_bytes, 0), (v_bytes, 5))
     ]
     CASES[0].run_and_compare(buffers, CASES[0].indices(device, index_dtype))
-
-
-def test_both_in_one_slot_of_one_tensor(device: torch.device) -> None:
-    """Heads of 192 and of 128 side by side: a slot is one row of memory."""
-    cache = make_buffer((SLOTS, 2, 192 + 128), torch.bfloat16, device)
-    new = make_buffer((ROWS, 2, 192 + 128), torch.bfloat16, device, seed=1).view
-    twin, indices = cache.twin(), CASES[0].indices(device)
-    sides = [
-        [whole[:, head, start:end] for start, end in ((0, 192), (192, 320))]
-        for whole, head in ((cache.view, 1), (new, 0), (twin.view, 1))
-    ]
-    (k_cache, v_cache), (k, v), (k_twin, v_twin) = sides
-    store_cache(k_cache, v_cache, indices, k, v)
-    ref_store(k_twin, v_twin, indices, k, v)
-    assert cache.same(twin)
 
 
 def test_one_kernel_serves_both_caches_and_one() -> None:
@@ -163,36 +138,35 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = not_tensors(good, "k_cache", "indices", "k")
-    table += read_only(good, *good)
-    table += not_tensors(good, "v_cache", optional="v_cache") + not_tensors(good, "v", optional="v")
-    for change, kind, text in bad_indices("indices", good["indices"]):
+    table = common.not_tensors(good, "k_cache", "indices", "k")
+    table += common.read_only(good, *good)
+    for argument in ("v_cache", "v"):
+        table += common.not_tensors(good, argument, optional=argument)
+    for change, kind, text in common.bad_indices("indices", good["indices"]):
         is_order = kind is TypeError and "int16" not in text
         table.append((change, kind, text + ORDER if is_order else text))
     cache, memory = zeros(50, 8), torch.zeros(50, 4, dtype=torch.int64)
     for argument in ("k_cache", "v_cache"):
         table += [
-            *not_rows(argument, [50, 8], written=True),
+            *common.not_rows(argument, [50, 8], written=True),
             ({argument: zeros(300).as_strided((50, 8), (4, 1))}, ValueError,
-             apart_text(argument, 16, [50, 8])),
+             common.apart_text(argument, 16, [50, 8])),
             ({argument: memory.view(torch.float32), "indices": memory[7, :3]}, ValueError,
-             overlap_text("indices", argument)),
+             common.overlap_text("indices", argument)),
         ]  # fmt: skip
     for argument in ("k", "v"):
         table += [
-            *not_rows(argument, [3, 8], like="k_cache"),
-            ({argument: zeros(3, 8, dtype=torch.int32)}, TypeError,
-             f"{argument}: dtype int32, expected float32 as in k_cache"),
+            *common.not_rows(argument, [3, 8], like="k_cache"),
             ({argument: zeros(3, 7)}, ValueError,
-             bytes_text(argument, 28, [3, 7], f"{argument}_cache")),
-            *(({argument: zeros(n, 8)}, ValueError, count_text(argument, n, [n, 8], 3))
+             common.bytes_text(argument, 28, [3, 7], f"{argument}_cache")),
+            *(({argument: zeros(n, 8)}, ValueError, common.count_text(argument, n, [n, 8], 3))
               for n in (0, 4)),
-            ({argument: zeros(3, 16)[:, ::2]}, ValueError, stride_text(argument, 2, 1, [3, 8], 1)),
             ({argument: zeros(3, 1).expand(3, 8)}, ValueError,
-             stride_text(argument, 0, 1, [3, 8], 1)),
+             common.stride_text(argument, 0, 1, [3, 8], 1)),
             ({argument: zeros(3, 4, 3)[:, :, :2]}, ValueError,
-             stride_text(argument, 3, 1, [3, 4, 2], 2)),
-            *(({written: cache, argument: cache[4:7]}, ValueError, overlap_text(argument, written))
+             common.stride_text(argument, 3, 1, [3, 4, 2], 2)),
+            *(({written: cache, argument: cache[4:7]}, ValueError,
+               common.overlap_text(argument, written))
               for written in ("k_cache", "v_cache")),
         ]  # fmt: skip
     for argument, other in (("v", "v_cache"), ("v_cache", "v")):
@@ -204,7 +178,8 @@ def mistakes() -> list[Mistake]:
         ({"v_cache": zeros(50, 9)}, ValueError,
          "v: rows of 32 bytes (shape [3, 8]), expected 36 bytes as in v_cache (shape [50, 9])"),
         ({"k_cache": cache, "v_cache": cache}, ValueError,
-         f"{overlap_text('v_cache', 'k_cache')}; for a single cache give None as v_cache and v"),
+         common.overlap_text("v_cache", "k_cache")
+         + "; for a single cache give None as v_cache and v"),
         ({"v_cache": zeros(49, 8)}, ValueError,
          "v_cache: 49 rows (shape [49, 8]), expected 50 rows as in k_cache"),
         ({"k_cache": zeros(3, 8), "v_cache": zeros(3, 8), "indices": zeros(50, 8),
@@ -218,10 +193,11 @@ def mistakes() -> list[Mistake]:
          "(shape [3, 8]); of pages of 4 slots give v_cache.view(-1, 8)"),
         *(({"indices": torch.zeros(shape, dtype=torch.int64)}, ValueError,
            f"indices: shape {shape}, expected 1 dimension") for shape in ([3, 1], [])),
-        ({"indices": torch.arange(4)}, ValueError, count_text("k", 3, [3, 8], 4)),
-        ({"indices": torch.tensor([4, 50, 51])}, IndexError, index_text("indices", 50, 1, 50)),
+        ({"indices": torch.arange(4)}, ValueError, common.count_text("k", 3, [3, 8], 4)),
+        ({"indices": torch.tensor([4, 50, 51])}, IndexError,
+         common.index_text("indices", 50, 1, 50)),
         ({"indices": torch.tensor([-4, -50, 2**40])}, IndexError,
-         index_text("indices", 1099511627776, 2, 50)),
+         common.index_text("indices", 1099511627776, 2, 50)),
     ]  # fmt: skip
     return table
 

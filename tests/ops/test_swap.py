@@ -7,26 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, distinct, out_of_range, to_index
 from contract import Case, store_bits, views
-from mistakes import (
-    ROWS,
-    SLOTS,
-    Mistake,
-    bad_indices,
-    bytes_text,
-    index_text,
-    not_num_sms,
-    not_rows,
-    not_tensors,
-    not_words,
-    on_cuda,
-    overlap_text,
-    read_only,
-    zeros,
-)
+from mistakes import ROWS, SLOTS, Mistake, zeros
 from ref import ref_h2d_gather as ref_copy_pairs
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -144,9 +130,6 @@ class Swap(Case):
     takes_num_sms = True
     line_gap = 48  # so that the two host rows of a triple begin at different places, too
 
-    def call(self, tables: Sequence[Tensor], indices: Tensor, **how: Any) -> None:
-        assert swap_rows(*tables, indices, **how) is None
-
     def reference(self, tables: Sequence[Tensor], indices: Tensor) -> None:
         host, gpu = tables
         before = torch.empty_like(gpu)
@@ -175,37 +158,31 @@ def mistakes() -> list[Mistake]:
     table = memory.view(torch.float32)
     inside = memory[7:9].view(-1)[:6].view(2, 3)
     return [
-        *not_tensors(good, "host", "device", "triples"),
-        *bad_indices("triples", good["triples"]),
-        *read_only(good, "host", "device", "triples"),
-        *not_num_sms(),
-        *not_rows("host", [ROWS, 8], written=True, like="device"),
-        *not_rows("device", [SLOTS, 8], written=True),
-        ({"host": zeros(ROWS, 7)}, ValueError, bytes_text("host", 28, [3, 7], "device")),
+        *common.not_tensors(good, "host", "device", "triples"),
+        *common.bad_indices("triples", good["triples"]),
+        *common.read_only(good, "host", "device", "triples"),
+        *common.not_num_sms(),
+        *common.not_rows("host", [ROWS, 8], written=True, like="device"),
+        *common.not_rows("device", [SLOTS, 8], written=True),
+        ({"host": zeros(ROWS, 7)}, ValueError, common.bytes_text("host", 28, [3, 7], "device")),
         ({"triples": torch.tensor(3)}, ValueError, f"triples: shape [], {wanted}"),
         ({"triples": torch.arange(4)}, ValueError, f"triples: shape [4], {wanted}"),
         ({"triples": torch.zeros(4, 2, dtype=torch.int32)}, ValueError,
          f"triples: shape [4, 2], {wanted}"),
         ({"host": table[:ROWS], "device": table[ROWS - 1 :]}, ValueError,
-         overlap_text("host", "device")),
-        ({"host": table, "triples": inside}, ValueError, overlap_text("triples", "host")),
-        ({"device": table, "triples": inside}, ValueError, overlap_text("triples", "device")),
-        ({"host": on_cuda(good["host"])}, ValueError,
+         common.overlap_text("host", "device")),
+        ({"host": table, "triples": inside}, ValueError, common.overlap_text("triples", "host")),
+        ({"device": table, "triples": inside}, ValueError,
+         common.overlap_text("triples", "device")),
+        ({"host": common.on_cuda(good["host"])}, ValueError,
          "host: device cuda:0, expected cpu, in the order (host, device, triples)"),
-        *not_words("order", '"auto", "given" or "host"', "source", optional=True),
-        *(({"triples": torch.tensor(triples)}, ValueError, f"{text}; nothing was written")
-          for triples, text in (
-              ([[0, 1, 2], [1, 1, -1]],
-               "triples[..., 1]: 1 at positions 0 and 1, expected distinct slots"),
-              ([[0, 1, 2], [-1, 2, 2]],
-               "triples[..., 2]: 2 at positions 0 and 1, expected distinct rows to write back to"),
-          )),
+        *common.not_words("order", '"auto", "given" or "host"', "source", optional=True),
         ({"triples": torch.tensor([[0, 1, -1], [3, 3, -1]])}, IndexError,
-         index_text("triples[..., 0]", 3, 1, 3)),
+         common.index_text("triples[..., 0]", 3, 1, 3)),
         ({"triples": torch.tensor([[[0, 50, -1]], [[0, 1, -1]]])}, IndexError,
-         index_text("triples[..., 1]", 50, 0, 50)),
+         common.index_text("triples[..., 1]", 50, 0, 50)),
         ({"triples": torch.tensor([[0, 1, -1], [-1, 0, 7]])}, IndexError,
-         index_text("triples[..., 2]", 7, 1, 3)),
+         common.index_text("triples[..., 2]", 7, 1, 3)),
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range
+from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
 from mistakes import Mistake, not_tensors, overlap_text, read_only
 from needs import needs_cxx
 from ref import ref_unpack
@@ -47,15 +47,13 @@ def buffers(
     dst_offset: int = 0,
 ) -> tuple[Buffer, Buffer]:
     """A destination and a source so many bytes behind a line; on the CPU all are there."""
-    made = []
-    for name, size, offset, seed in (
-        ("d2h", dst_bytes, dst_offset, 1),
-        ("h2d", src_bytes, src_offset, 2),
-    ):
-        on_host = direction == name and device.type == "cuda"
-        where = CPU if on_host else device
-        made.append(make_buffer((size,), device=where, offset=offset, pinned=on_host, seed=seed))
-    return made[0], made[1]
+    make_dst, make_src = (
+        host_buffer if direction == way else make_buffer for way in ("d2h", "h2d")
+    )
+    return (
+        make_dst((dst_bytes,), torch.uint8, device, offset=dst_offset, seed=1),
+        make_src((src_bytes,), torch.uint8, device, offset=src_offset, seed=2),
+    )
 
 
 def run_and_compare(
@@ -174,9 +172,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
         run_and_compare(dst, src, rows, counted[0])
 
 
-# -- out of range, and just not --------------------------------------------------------------------
-
-
 # (one of six numbers, what it becomes, the part and how far it reaches) of 1,000 bytes to 900
 OUTSIDE = [
     ({0: 990}, "src: bytes up to 1010 in descriptor 2, expected at most 1000"),
@@ -231,9 +226,6 @@ def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -
         elif device.type == "cuda":
             torch.cuda.synchronize()
         assert dst.same(twin)
-
-
-# -- on a GPU, in graphs and on streams ------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -307,10 +299,8 @@ def test_calls_that_depend_on_each_other() -> None:
     size, calls = 1 << 16, 40
     memory = torch.randint(0, 256, (calls + 1, size), dtype=torch.uint8, device=device)
     first = memory[0].clone()
-    rows = torch.tensor([[0, size, size]], device=device).expand(calls, 3).clone()
-    rows[:, 0] = 3  # off by three, so that every call moves what it brings
-    rows[:, 1] = 0
-    rows[:, 2] = size - 3
+    # Off by three, so that every call moves what it brings.
+    rows = torch.tensor([[3, 0, size - 3]], device=device).repeat(calls, 1)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -319,9 +309,6 @@ def test_calls_that_depend_on_each_other() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(memory[calls, : size - 3 * calls], first[3 * calls :])
-
-
-# -- for the tests that go over all ops ------------------------------------------------------------
 
 
 def good_arguments() -> dict[str, Any]:

@@ -6,16 +6,24 @@ import ctypes
 import struct
 
 import torch
-import tvm_ffi
-from fake_copies import foreign, from_a_line, main, on_gpu
+from fake_copies import (
+    DEVICE,
+    PAGEABLE,
+    PINNED,
+    SIZE,
+    foreign,
+    from_a_line,
+    lines,
+    main,
+    on_a_stream,
+    on_gpu,
+)
 from launch_fake import driver, log, params, refused
 
 from jitkern import unpack
 from jitkern.ops.unpack import CONFIG, OWN_SEGMENTS
 
-SIZE = 1 << 20
-PINNED, DEVICE, OTHER = from_a_line(SIZE), from_a_line(SIZE), from_a_line(SIZE)
-driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr()), ctypes.c_uint64(SIZE), 1, 0)
+OTHER = from_a_line(SIZE)
 PARAMS = "=QQqqQQIiI??xx4IQ"  # of UnpackParams
 THREADS = CONFIG.num_threads
 for name in ("i64x3", "i64x6"):
@@ -24,19 +32,11 @@ for name in ("i64x3", "i64x6"):
     )
 
 
-def clean() -> None:
-    driver.fake_capture(0)
-    log()
-
-
-def launched() -> tuple[str, tuple[int, ...]]:
-    """Return the last launch, and what the kernel was told."""
+def launched() -> tuple[str, int, tuple[int, ...]]:
+    """Return the last launch, its blocks, and what the kernel was told."""
     line = log().splitlines()[-1]
-    return line, struct.unpack(PARAMS, params(line))
-
-
-def grid_of(line: str) -> int:
-    return int(line.partition("grid ")[2].partition(",")[0])
+    grid = int(line.partition("grid ")[2].partition(",")[0])
+    return line, grid, struct.unpack(PARAMS, params(line))
 
 
 def check_the_launch() -> None:
@@ -44,12 +44,12 @@ def check_the_launch() -> None:
     count = torch.tensor([3], dtype=torch.int32)
     six = torch.zeros(9000, 6, dtype=torch.int64)
     unpack(on_gpu(OTHER), on_gpu(DEVICE), on_gpu(six), count=on_gpu(count))
-    line, told = launched()
+    line, grid, told = launched()
     assert "jitkern_unpack_v16_i64x6 of" in line and f"block {THREADS},1,1" in line, line
     assert told[:4] == (DEVICE.data_ptr(), OTHER.data_ptr(), SIZE, SIZE)
     assert told[4:8] == (six.data_ptr(), count.data_ptr(), 9000, 4)
     copiers = told[8]  # two an SM
-    assert grid_of(line) == copiers + copiers // 2, line
+    assert grid == copiers + copiers // 2, line
     assert told[9:11] == (False, False)
     assert len(set(told[11:15])) == 4  # a site for each part
 
@@ -58,16 +58,13 @@ def check_the_launch() -> None:
     rows = torch.zeros(copiers * (THREADS // 32) // own, 3, dtype=torch.int64)
     for num, dealers in ((len(rows), 0), (len(rows) + 1, copiers // 2)):
         unpack(on_gpu(OTHER), on_gpu(DEVICE), on_gpu(torch.zeros(num, 3, dtype=torch.int64)))
-        line, told = launched()
+        line, grid, told = launched()
         assert "jitkern_unpack_v16_i64x3 of" in line, line
-        assert told[5:9] == (0, num, 0, copiers) and grid_of(line) == copiers + dealers, line
-
-
-def check_few_blocks_for_few_bytes() -> None:
-    rows = on_gpu(torch.zeros(3, 3, dtype=torch.int64))
-    unpack(on_gpu(OTHER), on_gpu(DEVICE[:1000]), rows)
-    line, told = launched()
-    assert "grid 1,1,1" in line and told[8] == 1, line
+        assert told[5:9] == (0, num, 0, copiers) and grid == copiers + dealers, line
+    # Few blocks for few bytes.
+    unpack(on_gpu(OTHER), on_gpu(DEVICE[:1000]), on_gpu(torch.zeros(3, 3, dtype=torch.int64)))
+    line, grid, told = launched()
+    assert grid == 1 and told[8] == 1, line
 
 
 def check_host_memory() -> None:
@@ -75,18 +72,17 @@ def check_host_memory() -> None:
     rows = torch.zeros(4000, 3, dtype=torch.int64)
     for dst, src in ((on_gpu(DEVICE), PINNED), (PINNED, on_gpu(DEVICE))):
         unpack(src, dst, on_gpu(rows))
-        line, told = launched()
-        assert grid_of(line) <= 64 and told[8] <= 32
+        _, grid, told = launched()
+        assert grid <= 64 and told[8] <= 32
         assert told[9:11] == (src is PINNED, dst is PINNED)
         assert sorted(told[:2]) == sorted((DEVICE.data_ptr(), PINNED.data_ptr()))
-    pageable = torch.zeros(100)
     for given in (on_gpu(rows), rows):
         text = "unpack: {}: pageable host memory, expected pinned host memory .*"
-        refused(ValueError, text.format("src"), unpack, pageable, on_gpu(DEVICE), given)
-        refused(ValueError, text.format("dst"), unpack, on_gpu(DEVICE), pageable, given)
+        refused(ValueError, text.format("src"), unpack, PAGEABLE, on_gpu(DEVICE), given)
+        refused(ValueError, text.format("dst"), unpack, on_gpu(DEVICE), PAGEABLE, given)
     assert log() == ""
     unpack(torch.zeros(0), on_gpu(DEVICE), on_gpu(rows))
-    assert launched()[1][3] == 0
+    assert launched()[2][3] == 0
 
 
 def check_descriptors_of_the_host_are_uploaded() -> None:
@@ -96,19 +92,18 @@ def check_descriptors_of_the_host_are_uploaded() -> None:
         [[7, 9, 5, 1, 0, 0], [0, 0, 0, 9, 9, 9], [1, 2, 8, 4, 8, 8], [0, 0, 4, 9, 5, 0], [-1] * 6]
     )
     unpack(*sides, foreign(rows), count=foreign(torch.tensor(4)))
-    lines = [line for line in log().splitlines() if not line.startswith("module")]
-    assert lines[:2] == ["allocate 144", "h2d 144 on 0"]
-    assert len(lines) == 3 and "i64x6 of" in lines[2], lines
-    told = struct.unpack(PARAMS, params(lines[2]))
+    upload, copy, launch = lines()
+    assert (upload, copy) == ("allocate 144", "h2d 144 on 0") and "i64x6 of" in launch
+    told = struct.unpack(PARAMS, params(launch))
     assert told[5:7] == (0, 3)  # no count on the device
     listed = struct.unpack("18q", ctypes.string_at(told[4], 144))
     assert listed == (7, 9, 5, 1, 0, 0, 1, 2, 32, 1, 8, 8, 0, 0, 4, 1, 5, 0)
     many = torch.tensor([[7, 0, 3]]).repeat(200_000, 1)
     many[-1, 0] = 77
     unpack(*sides, foreign(many))
-    lines = log().splitlines()
-    assert lines[:3] == ["allocate 9600000", "h2d 8388576 on 0", "h2d 1211424 on 0"], lines[:3]
-    told = struct.unpack(PARAMS, params(lines[3]))
+    *uploads, launch = lines()
+    assert uploads == ["allocate 9600000", "h2d 8388576 on 0", "h2d 1211424 on 0"]
+    told = struct.unpack(PARAMS, params(launch))
     last = struct.unpack("6q", ctypes.string_at(told[4] + 9_600_000 - 48, 48))
     assert last == (77, 0, 3, 1, 0, 0)
     unpack(*sides, foreign(many), count=foreign(torch.tensor(0)))
@@ -127,7 +122,7 @@ def check_capture() -> None:
     rows = torch.tensor([[0, 0, 8]])
     driver.fake_capture(1)
     text = "unpack: descriptors: device cpu while a graph is captured, expected device cuda:0"
-    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), 4711):
+    with on_a_stream():
         refused(ValueError, text, unpack, PINNED, on_gpu(DEVICE), rows)
         unpack(PINNED, on_gpu(DEVICE), on_gpu(rows))
     assert "i64x3 of" in log()
@@ -146,4 +141,4 @@ def check_devices() -> None:
 
 
 if __name__ == "__main__":
-    main(dict(globals()), clean)
+    main(dict(globals()))
