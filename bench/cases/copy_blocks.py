@@ -65,7 +65,7 @@ def cases(ctx: Context) -> Iterator[Case]:
         fields = {"op": "copy_blocks", "name": name}
         fields |= job(*sides(blocks, piece_bytes), blocks, dst_dim=1)
         moved = blocks * GUARD_LAYERS * piece_bytes
-        yield host_copy_case(ctx, moved, partial(_ours, dims=(0, 1)), **fields)
+        yield host_copy_case(ctx, moved, _blocks_first, **fields)
     b = job(*sides(1, 4096), 1, dst_dim=1)["make"](0)
     arguments = (b.src, b.dst, b.pairs[:0]), (b.src, b.dst, b.pairs)
     yield from call_cases("copy_blocks", jitkern.copy_blocks, *arguments, src_block_dim=0)
@@ -78,7 +78,8 @@ def _shaped(memory: torch.Tensor, piece: int, dim: int) -> torch.Tensor:
 
 
 def _impls(ctx: Context, kib: int, dim: int) -> list[Impl]:
-    mine = partial(_ours, dims=(dim, dim), method="sm")  # nothing runs beside
+    dims: Any = {"src_block_dim": dim, "dst_block_dim": dim}
+    mine = partial(_ours, method="sm", **dims)  # nothing runs beside
     impls = [
         ours(mine),
         ours(partial(mine, on_cpu=True), "jitkern, pairs on the CPU", graph=False),
@@ -92,9 +93,11 @@ def _impls(ctx: Context, kib: int, dim: int) -> list[Impl]:
     return [*impls, memcpy(lambda b: b.dst, lambda b: b.src, BLOCKS * LAYERS * kib << 10)]
 
 
-def _ours(b: Any, dims: tuple[int, int], on_cpu: bool = False, **how: Any) -> None:
-    """Copy blocks that are counted in these dimensions of the source and of the destination."""
-    how |= {"src_block_dim": dims[0], "dst_block_dim": dims[1]}
+def _blocks_first(b: Any) -> None:
+    jitkern.copy_blocks(b.src, b.dst, b.pairs, src_block_dim=0)
+
+
+def _ours(b: Any, on_cpu: bool = False, **how: Any) -> None:
     jitkern.copy_blocks(b.src, b.dst, b.pairs_cpu if on_cpu else b.pairs, **how)
 
 
