@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from mistakes import Mistake, good_pair_arguments, not_words, pair_mistakes
 from stems import OpCheck, Rows
 from test_h2d_gather import DST_ROWS, SRC_ROWS, Gather
 from torch import Tensor
 
-from jitkern import d2h_scatter
+from jitkern import d2h_scatter, h2d_gather
+
+
+@pytest.mark.parametrize("order", ["given", "host"])
+def test_gathered_rows_go_back_to_their_places(device: torch.device, order: Any) -> None:
+    """What test_contract.py compares with a reference, here without one."""
+    on_gpu = device.type == "cuda"
+    pool = torch.randint(256, (41, 656), dtype=torch.uint8, pin_memory=on_gpu)
+    back = torch.zeros(41, 656, dtype=torch.uint8, pin_memory=on_gpu)
+    slots = torch.empty(41, 656, dtype=torch.uint8, device=device)
+    pairs = torch.stack([torch.randperm(41), torch.randperm(41)], dim=1).to(device)
+    h2d_gather(pool, slots, pairs)
+    d2h_scatter(slots, back, pairs.flip(1), order=order)
+    if on_gpu:
+        torch.cuda.synchronize()
+    assert torch.equal(back, pool)
 
 
 class Scatter(Gather):

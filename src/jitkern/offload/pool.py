@@ -26,7 +26,7 @@ from jitkern.offload.args import dtype_arg, optional_arg, shape_arg
 from jitkern.offload.memory import PinnedMemory
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
-_MEMORY_NAME = "jitkern-pool-"  # which the pool's follows
+_MEMORY_NAME = "jitkern-pool-"  # followed by the name of the pool
 _SHARED = Path("/dev/shm")  # where ranks without a group meet
 
 

@@ -14,7 +14,7 @@ INDEX_BYTES = (4, 8)
 def widest_vec_bytes(row_bytes: int) -> int:
     """Return the widest vector (16, 8, 4, 2 or 1 bytes) that divides a row.
 
-    A call on contiguous tensors uses it, and others whose addresses and strides are multiples.
+    Used if base addresses and strides are multiples of it, as those of contiguous tensors are.
     """
     if row_bytes < 1:
         raise ValueError(f"row_bytes: {row_bytes}, expected at least 1")

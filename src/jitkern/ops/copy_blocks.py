@@ -90,7 +90,8 @@ def copy_blocks(
         speed of the link. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are
         consecutive on both sides; no SM. A captured graph copies the same blocks at each replay.
     count : Tensor, optional
-        One int32 or int64 on the device of ``pairs``: how many, clamped to 0 and their number.
+        One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
+        Clamped to 0 and their number.
     num_sms : int, optional
         SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
         "sm". Ignored by "engine". Within one GPU the default is all SMs.

@@ -56,7 +56,8 @@ def h2d_gather(
         ``[num_src_rows]``, int32 or int64, on the device of ``dst``. Afterwards ``slot_map[source]
         == destination`` for every copied pair; other entries keep their value.
     dedup : bool
-        Large calls fetch a repeated source row once. Costs less than 2 % on distinct rows.
+        Large calls fetch a repeated source row once and copy the repeats in device memory. Costs
+        less than 2 % on distinct rows.
     reuse_resident : bool
         Copy rows with ``slot_map[source] >= 0`` from that row of ``dst`` instead of fetching them.
         The map is trusted: a slot must still hold its row and not be a destination of this call.

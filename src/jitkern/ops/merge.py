@@ -138,7 +138,8 @@ def merge_state(
     lse_a, lse_b : Tensor
         ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
-        Only the first N tokens have a partial result `a`; that of the others is `b`, copied.
+        Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
+        from `out_b` and `lse_b`.
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context

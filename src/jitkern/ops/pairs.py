@@ -62,8 +62,8 @@ def load_sort(
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
-    Of any row size: to compile it, 100 ms, would double the first large call of each. `rows` is in
-    its kernels' types, `what` in their names; `spec` begins with the bytes of an index.
+    One module serves all row sizes: compiling it for each, 100 ms, would double a first large call.
+    `rows` is in its kernels' types, `what` in their names; `spec` begins with an index's bytes.
     """
     index_bytes, threads, scan_threads = spec[0], LIST_CONFIG[:2], SCAN_CONFIG[:2]
     listed = f"{make_cpp_args(index_bytes, *threads)}{side}"

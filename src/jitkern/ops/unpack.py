@@ -144,10 +144,12 @@ def unpack(
     descriptors : Tensor or DescriptorRing
         int64, contiguous. ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of
         (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
-        sign. Bytes of ``dst`` that several pieces write end undefined. On the GPU, or on the CPU,
-        where they are read before the call returns. Or a ``offload.DescriptorRing``.
+        sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
+        end undefined. On the GPU, or on the CPU, where they are read before the call returns. Or a
+        ``offload.DescriptorRing``.
     count : Tensor, optional
-        One int32 or int64 on the device of ``descriptors``: how many; clamped to 0 and theirs.
+        One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
+        Clamped to 0 and their number.
     num_slots : int, optional
         For a ring: how many slots are looked at.
 
