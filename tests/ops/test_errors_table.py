@@ -18,6 +18,7 @@ from ref import flat, replaced, same_bits
 from stems import FUNCTIONS, own_tests
 
 import jitkern
+from jitkern.host import module as host
 
 TABLES: dict[str, list[Mistake]] = {op: own_tests(FUNCTIONS[op]).mistakes() for op in FUNCTIONS}
 
@@ -104,3 +105,17 @@ def test_wrong_number_of_arguments_is_a_type_error() -> None:
         call: Callable[..., object] = getattr(jitkern, op)
         with pytest.raises(TypeError, match=rf"{op}\(\)"):
             call(1, 2, 3, 4, 5, 6)
+
+
+def test_a_tvm_ffi_that_passes_no_big_ints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.1.15 an int beyond 64 bits is an OverflowError that names no argument."""
+    compare_key = host.module()["compare_key"]
+
+    def refusing(*args: Any) -> Any:
+        if any(isinstance(arg, int) and arg >= 2**63 for arg in args):
+            raise OverflowError("Python int too large to convert to C long")
+        return compare_key(*args)
+
+    monkeypatch.setattr(host, "_passes_big_ints", lambda: False)
+    with pytest.raises(TypeError, match=r"^fast_compare_key: y: int of more than 64 bits"):
+        host.takes_big_ints(refusing)(torch.zeros(2, dtype=torch.int64), 2**70, 0, 1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jitkern.arch import Arch
 from jitkern.cache import get
@@ -90,6 +90,48 @@ def op_now(name: str, builder: Builder) -> Callable[..., Any]:
     return module()[f"{name}_now"]
 
 
+def takes_big_ints(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a C++ function name the argument that is an int beyond 64 bits, under any tvm-ffi.
+
+    Before 0.1.15 tvm-ffi raises an OverflowError that names no argument. There the call is repeated
+    with an object in the place of each such int: 0.06 us a call for the wrapper.
+    """
+    if _passes_big_ints():
+        return function
+
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except OverflowError:
+            return function(*map(_without_big_ints, args))
+
+    return call
+
+
+@cache
+def _passes_big_ints() -> bool:
+    import tvm_ffi
+
+    return _release(tvm_ffi.__version__) >= (0, 1, 15)
+
+
+def _without_big_ints(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_without_big_ints(item) for item in value]
+    is_big = isinstance(value, int) and not -(2**63) <= value < 2**63
+    return module()["big_int"]() if is_big else value
+
+
+class _BigIntModule:
+    """The host module, each of whose functions `takes_big_ints`."""
+
+    def __init__(self, loaded: Module) -> None:
+        self._loaded = loaded
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return takes_big_ints(self._loaded[name])
+
+
 class HostModule(Buildable["Module"]):
     """The library of the sources in `csrc`. The key leaves out the compiler: any will do."""
 
@@ -112,7 +154,7 @@ class HostModule(Buildable["Module"]):
         return EXACT if is_ours else NO_USE
 
     def load(self, entry: Entry) -> Module:
-        return load_library(NAME, entry.artefact or entry.data)
+        return cast("Module", _BigIntModule(load_library(NAME, entry.artefact or entry.data)))
 
     def build(self) -> Entry:
         # Imported here: few processes build it.

@@ -201,7 +201,7 @@ class DeviceModule:
         for export in self.exports:
             members = [param.for_cpp() for param in self._params.get(export, ())]
             signatures.append((export, export in self._cpu.names, members))
-        made = host.module()["make_launch"](resolve, signatures)
+        made = host.takes_big_ints(host.module()["make_launch"](resolve, signatures))
         # Of two threads one is first, and both launch from what it loads.
         return self._launchers.setdefault("", made)
 

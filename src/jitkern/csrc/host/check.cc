@@ -1,10 +1,17 @@
 #include <jitkern/check.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/object.h>
 
 namespace jitkern {
 
 namespace {
+
+// Stands for an int of more than 64 bits under apache-tvm-ffi before 0.1.15, whose Python side
+// raises OverflowError for it without a word on which argument it is (host/module.py).
+struct BigInt : tvm::ffi::Object {
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.BigInt", BigInt, tvm::ffi::Object);
+};
 
 [[noreturn]] void raise(const char* kind, const char* op, const char* arg, const std::string& came,
                         const std::string& expected) {
@@ -21,7 +28,7 @@ std::string type_text(AnyView value) {
   if (key == "ffi.Tensor") return "Tensor";
   if (key == "ffi.Function") return "function";
   if (key == "ffi.OpaquePyObject") return "object";
-  if (key == "ffi.BigInt") return "int of more than 64 bits";
+  if (key == "ffi.BigInt" || key == "jitkern.BigInt") return "int of more than 64 bits";
   if (key == "DataType") return "dtype";
   return key;
 }
@@ -268,5 +275,11 @@ void raise_index_error(const char* op, const char* arg, i64 position, i64 value,
   raise_error("IndexError", str(op, ": ", arg, ": index ", value, " at position ", position,
                                 ", expected below ", bound, note));
 }
+
+static tvm::ffi::ObjectRef big_int() {
+  return tvm::ffi::ObjectRef(tvm::ffi::make_object<BigInt>());
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(big_int, big_int);
 
 }  // namespace jitkern

@@ -81,9 +81,7 @@ struct Packed {
     const auto packed = value.try_cast<Bytes>();
     if (!packed.has_value()) {
       raise_type_error(kOp, signature_.arg(i).c_str(), value,
-                       type == TypeIndex::kTVMFFIBigInt
-                           ? "an int of 64 bits, or a ctypes value"
-                           : "a tensor, int, float, bool or a ctypes value");
+                       "a tensor, an int of 64 bits, a float, a bool or a ctypes value");
     }
     put_bytes(packed->data() + 1, packed->size() - 1, packed->data()[0]);
   }
