@@ -174,7 +174,7 @@ def test_found_without_a_compiler_and_never_stale(installed: Path, tmp_path: Pat
 def test_which_compilers_code_will_do(ours: str, theirs: str, kind: str, suits: bool) -> None:
     image = DeviceImage(kernel(ROW_BYTES, 16, 4), Arch(9, 0))
     image.variant = ours
-    meta = {"toolchain": theirs, "kind": kind}
+    meta = {"toolchain": theirs, "kind": kind, "family": image.key.digest}
     assert (image.rank(meta) >= SHIPPED_WILL_DO) is suits
 
 
@@ -206,6 +206,8 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
 @needs_nvrtc
 def test_doctor_says_what_is_installed(beside: Path) -> None:
     assert doctor.kernels_wheel() == jitkern.__version__
+    served = f"{jitkern.__version__}, kernels for 9.0 for GPUs of 9.0, no kernels for GPUs of 8.9"
+    assert doctor.kernels_wheel([Arch(9, 0), Arch(9, 0), Arch(8, 9)]) == served
     (metadata,) = beside.parent.glob("*.dist-info/METADATA")
     metadata.write_text(metadata.read_text().replace(jitkern.__version__, "0.0.9"))
     text = f"0.0.9, for another version of jitkern; install jitkern-kernels {jitkern.__version__}"

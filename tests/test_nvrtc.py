@@ -75,6 +75,17 @@ def test_gpu_newer_than_the_library_gets_ptx() -> None:
     assert image.data.endswith(b"\0")  # the driver reads a C string
 
 
+@pytest.mark.parametrize("code", [b"", b"\0"])
+def test_success_without_code_is_a_failure(monkeypatch: pytest.MonkeyPatch, code: bytes) -> None:
+    """NVRTC 13.2 for compute_*: apache/tvm#20100."""
+    monkeypatch.setattr(nvrtc._Api, "compile", lambda *_: (0, code, "a log"))
+    with pytest.raises(
+        CompileError, match=r"k\.cu: NVRTC \S+ for 9\.0: success, but no code"
+    ) as caught:
+        compile_kernel()
+    assert caught.value.log == "a log"
+
+
 FILES = r"extra_cuda_cflags: '-.*', expected extra_include_paths"
 NO_LIBRARY = Tool((__file__,), "nvrtc", "13.0")
 

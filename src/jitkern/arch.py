@@ -62,6 +62,14 @@ class Arch(NamedTuple):
     def compute(self) -> str:
         return f"compute_{self.number}{self.suffix}"
 
+    @property
+    def lower_minors(self) -> tuple[Arch, ...]:
+        """The archs whose cubins run here as well: same major, lower minor, the nearest first."""
+        if self.suffix or self in _TEGRA:
+            return ()
+        lower = [arch for arch in KNOWN_ARCHS if Arch(self.major, 0) <= arch < self]
+        return tuple(arch for arch in reversed(lower) if arch not in _TEGRA)
+
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}{self.suffix}"
 
@@ -70,6 +78,9 @@ KNOWN_ARCHS = tuple(
     Arch(*divmod(n, 10)) for n in (75, 80, 86, 87, 88, 89, 90, 100, 103, 107, 110, 120, 121)
 )
 """What nvcc 13.0 and NVRTC 13.5 compile for; `Arch.parse` accepts these, also with a suffix."""
+
+# CUDA promises no binary compatibility between desktop GPUs and Tegra.
+_TEGRA = (Arch(8, 7), Arch(8, 8))
 
 _SUFFIX_SINCE = {"": Arch(7, 5), "a": Arch(9, 0), "f": Arch(10, 0)}
 

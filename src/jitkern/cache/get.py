@@ -162,6 +162,10 @@ class Buildable(ABC, Generic[T]):
     variant: str = ""  # what it would be built with; empty if unknown before the build
     has_compiler: bool = True  # without one, any entry that loads will do
 
+    def usable_keys(self) -> Iterator[Key]:
+        """Yield the keys to look up, the best first: its own, then those that serve as well."""
+        yield self.key
+
     def rank(self, meta: Mapping[str, Any]) -> int:
         """Rank an entry by its meta: EXACT, LOADS, ... of ``cache.store``."""
         return EXACT if self.variant in ("", meta["toolchain"]) else LOADS
@@ -191,7 +195,7 @@ def build(wanted: Buildable[Any]) -> Entry:
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
     """Look something up in the caches; nothing is built."""
     found = _find(wanted, time.perf_counter())
-    return found if found is None else _told(wanted, found)
+    return found if found is None else _told(found)
 
 
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
@@ -212,11 +216,11 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
         ms = (time.perf_counter() - start) * 1e3
         stats.tell(wanted.key, "failed", ms, wanted.variant, error=error)
         raise
-    return _told(wanted, found)
+    return _told(found)
 
 
-def _told(wanted: Buildable[T], found: Lookup[T]) -> Lookup[T]:
-    stats.tell(wanted.key, found.source, found.ms, found.entry.variant, found.path)
+def _told(found: Lookup[T]) -> Lookup[T]:
+    stats.tell(found.entry.key, found.source, found.ms, found.entry.variant, found.path)
     return found
 
 
@@ -229,22 +233,23 @@ def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
     if not wanted.has_compiler or _freeze_mode():
         ranks += [LOADS, MAY_LOAD]
     for rank in ranks:
-        for source, entry in _entries(wanted, rank):
-            with suppress(CompileError):  # built with newer system libraries, or just evicted
-                loaded = wanted.load(entry)
-                return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
+        for key in wanted.usable_keys():
+            for source, entry in _entries(wanted, key, rank):
+                with suppress(CompileError):  # built with newer system libraries, or just evicted
+                    loaded = wanted.load(entry)
+                    return Lookup(source, (time.perf_counter() - start) * 1e3, entry, loaded)
     return None
 
 
-def _entries(wanted: Buildable[T], least: int) -> Iterator[tuple[Source, Entry]]:
-    """Yield the best entry of each cache, if it has one of this rank or a higher one."""
-    kept = _unpublished.get(str(wanted.key))
+def _entries(wanted: Buildable[T], key: Key, least: int) -> Iterator[tuple[Source, Entry]]:
+    """Yield the best entry of `key` in each cache, if one has this rank or a higher one."""
+    kept = _unpublished.get(str(key))
     if kept is not None and wanted.rank(kept.meta) >= least:
         yield "cached", kept
     for _, source, cache in caches():
         of_cache = min(least, SHIPPED_WILL_DO) if source == "shipped" else least
         try:
-            entry = cache.lookup(wanted.key, wanted.rank, of_cache)
+            entry = cache.lookup(key, wanted.rank, of_cache)
         except UntrustedError as error:
             if cache is user_cache():
                 _warn_of_unwritable(error)

@@ -148,7 +148,8 @@ def tell(
         if not _log.isEnabledFor(logging.INFO):
             _log.setLevel(logging.INFO)
         place = f" ({where})" if where else ""
-        _log.info("jitkern: %s/%s: %s, %.2f ms%s", key, variant, source, ms, place)
+        arch = f" for {key.arch}" if key.arch else ""
+        _log.info("jitkern: %s/%s%s: %s, %.2f ms%s", key, variant, arch, source, ms, place)
     event = (key.op, key.args, key.arch, key.route, source, ms / 1e3, str(key), variant, error)
     for callback in list(_callbacks.values()):
         try:

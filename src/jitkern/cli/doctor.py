@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import jitkern
 from jitkern import calibration
-from jitkern.arch import SUPPORTED_ARCHS, gpu_archs
+from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
 from jitkern.cache.get import KERNELS, caches
 from jitkern.cache.store import Cache
 from jitkern.cli import ui
@@ -92,7 +92,8 @@ def diagnose() -> Iterator[Check]:
             yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
     yield from _compilers(version // 1000 if gpus else 0, host_works=host.state == "ok")
     yield from _caches()
-    yield _look("jitkern-kernels", kernels_wheel)
+    archs = gpu_archs() if torch.state == "ok" else []
+    yield _look("jitkern-kernels", partial(kernels_wheel, archs))
     yield _look("huge pages", huge_pages)
     if gpus and ops_run:
         from jitkern.comm import nccl
@@ -233,15 +234,25 @@ def _cache(cache: Cache, *, is_optional: bool) -> str:
     return f"{cache.root}: {rights}; entries: {len(entries):,}, {size}{most}"
 
 
-def kernels_wheel() -> str:
-    """Return the version of the wheel of prebuilt kernels; another version's are not used."""
-    if KERNELS not in (origin for origin, _, _ in caches()):
+def kernels_wheel(gpus: Sequence[Arch] = ()) -> str:
+    """Return the version of the wheel of prebuilt kernels, and the arch that serves each GPU.
+
+    Another version's are not used.
+    """
+    wheel = next((cache for origin, _, cache in caches() if origin == KERNELS), None)
+    if wheel is None:
         return "not installed: kernels are compiled when they are first used"
     version = metadata.version(KERNELS)  # unpacked by hand, it has none: a note says so
     if version != jitkern.__version__:
         fix = f"install {KERNELS} {jitkern.__version__}"
         raise UnsupportedError(f"{version}, for another version of jitkern; {fix}")
-    return version
+    archs = {entry.key.arch for entry in wheel.entries()}
+    served = [version]
+    for gpu in dict.fromkeys(gpus):
+        usable = [str(arch) for arch in (gpu, *gpu.lower_minors) if str(arch) in archs]
+        kernels = f"kernels for {usable[0]}" if usable else "no kernels"
+        served.append(f"{kernels} for GPUs of {gpu}")
+    return ", ".join(served)
 
 
 def huge_pages() -> str:

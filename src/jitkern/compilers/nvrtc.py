@@ -81,9 +81,11 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     finally:
         _compiling.pop()
     log = log.replace(_NOWHERE, "")
-    if status == 0:
+    if status == 0 and code.strip(b"\0"):
         return Image(code, kind, log)
-    message = f"{name}: NVRTC {api.version} for {arch}: {api.error_text(status)}"
+    # NVRTC 13.2 succeeds without code for some archs (apache/tvm#20100).
+    reason = api.error_text(status) if status else "success, but no code"
+    message = f"{name}: NVRTC {api.version} for {arch}: {reason}"
     message += _advice(log, library)
     command = f"nvrtc {shlex.join(arguments)}"
     raise CompileError(message, command=command, log=log, source=source)

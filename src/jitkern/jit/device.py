@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, build, find, get_or_build
-from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
+from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, SHIPPED_WILL_DO, Cache
 from jitkern.compilers import find as toolchain
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
@@ -352,7 +352,9 @@ class DeviceImage(Buildable[bytes]):
     """The code of a module for one arch.
 
     Its variant is the compiler's version and the state of CUDA's own headers. Without a compiler or
-    those headers an entry of any variant is good, as in a frozen process.
+    those headers an entry of any variant is good, as in a frozen process. A cubin for a lower minor
+    version of the arch serves on the terms of another compiler's: from a wheel always, from other
+    caches if nothing can be built here. (A user's kernel may have code for some archs only.)
     """
 
     def __init__(self, module: DeviceModule, arch: Arch) -> None:
@@ -365,6 +367,10 @@ class DeviceImage(Buildable[bytes]):
             self.variant = _variant(headers) if headers.complete else ""
         self.has_compiler: bool = bool(self.variant)
 
+    def usable_keys(self) -> Iterator[Key]:
+        yield self.key
+        yield from map(self._module.key, self._arch.lower_minors)
+
     def rank(self, meta: Mapping[str, Any]) -> int:
         """What our compiler would make goes first, then what loads here for sure.
 
@@ -372,9 +378,12 @@ class DeviceImage(Buildable[bytes]):
         compiler. A shipped cubin of an NVRTC of the same CUDA, or of an older one, is as good.
         """
         made_with = str(meta["toolchain"])
-        if made_with == self.variant:
-            return EXACT
         is_ptx = meta.get("kind") == "ptx"
+        is_own_arch = meta["family"] == self.key.digest
+        if made_with == self.variant and is_own_arch:
+            return EXACT
+        if is_ptx and not is_own_arch:
+            return NO_USE
         # Our compiler is chosen to suit the driver; without one, the driver is asked.
         ours = _cuda_version(self.variant) if self.variant else _driver_version()
         made_by = _cuda_version(made_with)
