@@ -51,14 +51,14 @@ def one_line(capsys: Capture, *argv: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["", *_COMMANDS, *(f"cache {name}" for name in ("list", "export", "import"))]
+    "command", ["", *_COMMANDS, *(f"cache {name}" for name in ("list", "clear"))]
 )
 def test_help_has_an_example(capsys: Capture, command: str) -> None:
     status, out, _ = run(capsys, *command.split(), "--help")
     assert status == 0
     assert out.partition("example:\n")[2].startswith(f"  jitkern {command}".rstrip())
-    if command in ("warm", "cache import"):
-        assert "only what you would" in " ".join(out.split())  # both take code
+    if command == "warm":
+        assert "only what you would" in " ".join(out.split())  # a record is code
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,7 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("cache lst", "did you mean list?", "cache"),
         ("cache list --jsn", "--jsn, did you mean --json?", "cache list"),
         ("cache clear --unused-for x", "--unused-for: 'x'", "cache clear"),
-        ("cache export", "required: FILE", "cache export"),
-        ("cache import a b", "unrecognized arguments: b", "cache import"),
+        ("cache list a b", "unrecognized arguments: a b", "cache list"),
         ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "warm"),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "warm"),
         ("warm --trust", "--trust: expected along with --replay FILE", "warm"),
@@ -136,17 +135,16 @@ FILES: dict[str, bytes | None] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("reader", ["cache import", "warm --replay"])
 @pytest.mark.usefixtures("empty_cache")
 def test_a_wrong_file_is_one_line_that_names_it(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, name: str
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     content = FILES[name]
     if content is not None:
         Path(name).write_bytes(content)
         Path(name).chmod(0o644)  # whatever the umask
-    status, text = one_line(capsys, *reader.split(), name)
+    status, text = one_line(capsys, "warm", "--replay", name)
     assert status == 1
     assert name[:20].replace("\n", " ").encode("ascii", "backslashreplace").decode() in text or (
         repr(name)[1:-1] in text
@@ -189,8 +187,8 @@ def sources_of(out: str) -> list[str]:
 def test_kernels_go_there_and_back(
     capsys: Capture, empty_cache: Path, tmp_path: Path, use: Use
 ) -> None:
-    """Compiled, listed, exported, cleared, imported, found in the cache, and replayed."""
-    record, file = tmp_path / "run.jsonl", tmp_path / "kernels.jkb"
+    """Compiled, listed, carried elsewhere by tar, cleared, found there, and replayed."""
+    record = tmp_path / "run.jsonl"
     use(RECORD=str(record))
     warm = ("warm", "--element-size", "144", "--op", "store", "--arch", "9.0,8.0", "--jobs", "2")
     status, out, err = run(capsys, *warm)
@@ -198,17 +196,18 @@ def test_kernels_go_there_and_back(
     assert out.splitlines()[-1].endswith(f"2 at a time, in {empty_cache}") and "\x1b" not in out
     assert len(Cache(empty_cache).entries()) >= 4
     use(RECORD="")
-    status, out, _ = run(capsys, "cache", "export", file, "--arch", "9.0", "--op", "store")
-    assert (status, out.partition(" in ")[0]) == (0, "2 entries")
+    listed = run(capsys, "cache", "list")[1]
+    assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 4
+    subprocess.run(["tar", "-C", empty_cache, "-cf", tmp_path / "kernels.tar", "v1"], check=True)
     assert "removed" in run(capsys, "cache", "clear")[1]
     assert run(capsys, "cache", "list")[1].startswith("0 entries")
-    said = run(capsys, "cache", "import", file)[1]
-    assert said.endswith(f"\n2 entries imported into {empty_cache}\n")
-    listed = run(capsys, "cache", "list")[1]
-    assert len(re.findall(r"^store +144, ", listed, re.MULTILINE)) == 2 and "2 entries" in listed
-    assert str(empty_cache) in run(capsys, "cache", "info")[1]
+    (tmp_path / "kernels").mkdir(mode=0o755)
+    unpack = ["tar", "-C", tmp_path / "kernels", "-xf", tmp_path / "kernels.tar"]
+    subprocess.run(unpack, check=True)
+    use(CACHE_PATH=tmp_path / "kernels")
+    assert str(tmp_path / "kernels") in run(capsys, "cache", "info")[1]
     store.kernel.cache_clear()
-    assert sorted(sources_of(run(capsys, *warm)[1])) == [*["cached"] * 2, *["compiled"] * 2]
+    assert sources_of(run(capsys, *warm)[1]) == ["cached"] * 4
     store.kernel.cache_clear()
     out_dir = tmp_path / "carried"
     status, out, err = run(capsys, "warm", "--replay", record, "--arch", "9.0", "--out", out_dir)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from entries import change, publish
 
-from jitkern.cache.bundle import read_bundle
 from jitkern.cache.entry import META_NAME, Key, new_entry
 from jitkern.cache.store import Cache
 from jitkern.cli import main, ui
@@ -75,23 +74,13 @@ def names_of(cache: Cache) -> set[str]:
         ("--op nothing", ""),
     ],
 )
-def test_list_clear_and_export_choose_alike(
-    capsys: Capture, filled: Cache, tmp_path: Path, options: str, expected: str
+def test_list_and_clear_choose_alike(
+    capsys: Capture, filled: Cache, options: str, expected: str
 ) -> None:
     chosen = set(expected.split())
     listed = as_json(capsys, "list", *options.split())
     assert {entry["parameters"] for entry in listed["entries"]} == {f"{name}, 4" for name in chosen}
     assert listed["all_entries"] == 4
-    # What the kernels need goes along with them: it has no arch.
-    exported = chosen | ({"mine"} if "--arch" in options and "--op" not in options else set())
-    file = tmp_path / "k.jkb"
-    status, out, err = run(capsys, "export", file, *options.split())
-    if exported:
-        assert (status, err) == (0, "") and out.startswith(f"{len(exported)} entr")
-        assert {entry.key.name for entry in read_bundle(file)} == exported
-    else:
-        assert (status, out, file.exists()) == (1, "", False)
-        assert err.startswith(f"jitkern: error: {filled.root}: nothing to export; jitkern cache ")
     out = run(capsys, "clear", *options.split())[1]
     assert names_of(filled) == set(ENTRIES) - chosen
     assert out.startswith(f"{len(chosen)} entr") and out.endswith(f"; {4 - len(chosen)} left\n")
@@ -161,23 +150,19 @@ def test_nothing_in_a_list_steers_the_terminal(capsys: Capture, empty_cache: Pat
     assert capsys.readouterr().out == "two\nlines of /tmp/:x:/[a]\n"
 
 
-def test_a_cache_that_others_may_write(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
+def test_a_cache_that_others_may_write(capsys: Capture, filled: Cache) -> None:
     filled.root.chmod(0o777)
     reason = f"{filled.root}: its mode, 0777, lets others write it; chmod -R"
     assert f"\nnot searched: {reason}" in run(capsys, "list")[1]
     assert reason in run(capsys, "info")[1]
     assert as_json(capsys, "list")["not_searched"].startswith(reason)
-    for action in (["clear"], ["export", tmp_path / "k.jkb"]):
-        status, out, err = run(capsys, *action)
-        assert (status, out) == (1, "")
-        assert err.startswith(f"jitkern: error: {reason}")
+    status, out, err = run(capsys, "clear")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"jitkern: error: {reason}")
     assert names_of(filled) == set(ENTRIES)
-    assert not (tmp_path / "k.jkb").exists()
 
 
-def test_a_bad_entry_stops_no_command_but_the_export(
-    capsys: Capture, filled: Cache, tmp_path: Path
-) -> None:
+def test_a_bad_entry_stops_no_command(capsys: Capture, filled: Cache) -> None:
     """`"describe": {"args": 5}` ended each of these in a TypeError."""
     path = publish(filled)
     change(path, describe={"args": 5})
@@ -185,17 +170,4 @@ def test_a_bad_entry_stops_no_command_but_the_export(
         status, out, err = run(capsys, command)
         assert (status, err) == (0, "")
     assert "4 entries" in out
-    status, _, err = run(capsys, "export", tmp_path / "k.jkb")
-    assert status == 1
-    assert f"is damaged or not trusted: {path / META_NAME}: not a meta of schema 1; " in err
     assert run(capsys, "clear")[1] == f"4 entries removed from {filled.root}; 1 left\n"
-
-
-def test_a_bundle_is_a_file(capsys: Capture, filled: Cache, tmp_path: Path) -> None:
-    for name in (".", "/", "", tmp_path):
-        status, _, err = run(capsys, "export", name)
-        assert status == 1
-        assert re.match(rf"jitkern: error: {name or '.'}: cannot write .*director", err), err
-    missing = tmp_path / "none.jkb"
-    said = f"jitkern: error: {missing}: No such file or directory\n"
-    assert run(capsys, "import", missing) == (1, "", said)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from jitkern.arch import Arch as Arch
     from jitkern.cache.get import freeze as freeze
     from jitkern.cache.get import unfreeze as unfreeze
-    from jitkern.cache.stats import LookupEvent as LookupEvent
-    from jitkern.cache.stats import on_compile as on_compile
     from jitkern.cache.stats import stats as stats
     from jitkern.calibration import Calibration as Calibration
     from jitkern.calibration import calibrate as calibrate
@@ -68,7 +66,7 @@ _PUBLIC = {
     "jitkern.jit.device": ("DeviceModule",),
     "jitkern.arch": ("Arch",),
     "jitkern.cache.get": ("freeze", "unfreeze"),
-    "jitkern.cache.stats": ("LookupEvent", "on_compile", "stats"),
+    "jitkern.cache.stats": ("stats",),
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         *("CacheError", "CommError", "CommTimeoutError", "CompileError", "FrozenError"),

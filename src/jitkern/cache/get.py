@@ -212,9 +212,8 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
             stats.count("misses")
             _obey_freeze(wanted)
             found = _find_or_build_alone(wanted, start, began_unix_s)
-    except Exception as error:
-        ms = (time.perf_counter() - start) * 1e3
-        stats.tell(wanted.key, "failed", ms, wanted.variant, error=error)
+    except CompileError:
+        stats.count("failures")
         raise
     return _told(found)
 

@@ -1,17 +1,15 @@
-"""Counts of what the loader did in this process, and callbacks that hear of it."""
+"""Counts and log lines of the look-ups of this process."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jitkern.cache.entry import Key
 from jitkern.env import settings
-from jitkern.errors import CompileError
 from jitkern.fs import ForkLocal
 
 Source = Literal["memo", "cached", "shipped", "compiled"]
@@ -44,40 +42,7 @@ class Stats:
     waits: int = 0
 
 
-class LookupEvent(NamedTuple):
-    """What ``on_compile`` tells of one look-up.
-
-    Attributes
-    ----------
-    name, args, arch
-        The op or kernel, its template arguments, and such as ``9.0``; empty for C++.
-    route
-        ``device``, ``cuda`` (a single-source file) or ``cxx``.
-    source
-        ``compiled``; ``cached`` or ``shipped`` if a cache or the wheel had it; ``failed``.
-    seconds
-        How long it took, waiting for another process included.
-    key, variant
-        Where it is in a cache, as log lines name it; the variant of what failed may be empty.
-    error
-        The exception that is raised for a look-up that failed, else None.
-    """
-
-    name: str
-    args: tuple[str, ...]
-    arch: str
-    route: str
-    source: Source | Literal["failed"]
-    seconds: float
-    key: str
-    variant: str
-    error: Exception | None = None
-
-
-Callback = Callable[[LookupEvent], object]
-
 _guard = ForkLocal(threading.Lock)
-_callbacks: dict[object, Callback] = {}
 _counts: Counter[str] = Counter()
 
 
@@ -88,7 +53,7 @@ def count(what: str) -> None:
 
 
 def stats() -> Stats:
-    """Return how often what has happened in this process so far.
+    """Return the counts of this process so far.
 
     Examples
     --------
@@ -100,59 +65,14 @@ def stats() -> Stats:
         return Stats(**_counts)
 
 
-def on_compile(callback: Callback) -> Callable[[], None]:
-    """Have `callback` told of each kernel or library that this process looks up.
-
-    These are compiles, what a cache or the wheel had, and failures; not what is in memory.
-
-    Parameters
-    ----------
-    callback
-        Called with a ``LookupEvent``, in the thread that looks up. It must not load kernels
-        itself. What it raises is logged with its traceback, and the look-up goes on.
-
-    Returns
-    -------
-    callable
-        Ends it; may be called more than once.
-
-    Examples
-    --------
-    >>> import jitkern
-    >>> stop = jitkern.on_compile(lambda event: print(event.name, event.source, event.seconds))
-    >>> stop()
-    """
-    registration = object()
-    _callbacks[registration] = callback
-
-    def remove() -> None:
-        _callbacks.pop(registration, None)
-
-    return remove
-
-
-def tell(
-    key: Key,
-    source: Source | Literal["failed"],
-    ms: float,
-    variant: str,
-    where: object = None,
-    error: Exception | None = None,
-) -> None:
-    """Count one look-up, log it if JITKERN_LOG=1, and call what ``on_compile`` registered."""
-    if source != "failed" or isinstance(error, CompileError):
-        count({"compiled": "compiles", "failed": "failures"}.get(source, source))
-    if settings().log and source != "failed":
-        if not _log.hasHandlers():  # the user asked for lines and configured no logging
+def tell(key: Key, source: Source, ms: float, variant: str, where: object = None) -> None:
+    """Count one look-up, and log it: to stderr if JITKERN_LOG=1 and no logging is configured."""
+    count("compiles" if source == "compiled" else source)
+    if settings().log:
+        if not _log.hasHandlers():
             _log.addHandler(logging.StreamHandler())
         if not _log.isEnabledFor(logging.INFO):
             _log.setLevel(logging.INFO)
-        place = f" ({where})" if where else ""
-        arch = f" for {key.arch}" if key.arch else ""
-        _log.info("jitkern: %s/%s%s: %s, %.2f ms%s", key, variant, arch, source, ms, place)
-    event = (key.op, key.args, key.arch, key.route, source, ms / 1e3, str(key), variant, error)
-    for callback in list(_callbacks.values()):
-        try:
-            callback(LookupEvent(*event))
-        except Exception:
-            _log.exception("jitkern: on_compile: %r failed; the look-up goes on", callback)
+    arch = f" for {key.arch}" if key.arch else ""
+    place = f" ({where})" if where else ""
+    _log.info("jitkern: %s/%s%s: %s, %.2f ms%s", key, variant, arch, source, ms, place)

@@ -1,11 +1,10 @@
-"""``jitkern cache list | info | clear | export | import``."""
+"""``jitkern cache list | info | clear``."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from jitkern.cache.entry import Entry
@@ -16,12 +15,11 @@ from jitkern.env import settings
 from jitkern.errors import CacheError
 from jitkern.ops._ops import op_names
 
-SUMMARY = "look at the cache of compiled kernels, empty it, carry it elsewhere"
+SUMMARY = "look at the cache of compiled kernels, empty it"
 DESCRIPTION = "The cache of compiled kernels: JITKERN_CACHE_DIR, else ~/.cache/jitkern."
 EXAMPLE = """
 jitkern cache list
-jitkern cache export kernels.jkb --arch 9.0
-jitkern cache import kernels.jkb
+jitkern cache clear --unused-for 30d
 """
 
 
@@ -42,16 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     info = add("info", _info, "show where the caches are and how full", "")
     text = "remove the sound entries, or those chosen, which list shows; anything else stays"
     clear = add("clear", _clear, text, " --unused-for 30d")
-    export = add("export", _export, "write entries into one file", " kernels.jkb --arch 9.0")
-    export.add_argument("file", type=Path, metavar="FILE", help="the bundle to write")
-    text = "publish the entries of a bundle; it is code: import only what you would install"
-    imported = add("import", _import, text, " kernels.jkb")
-    imported.add_argument("file", type=Path, metavar="FILE", help="a bundle")
-    text = "import even what other users could have written"
-    imported.add_argument("--trust", action="store_true", help=text)
     for parser in (listed, info):
         ui.add_json(parser)
-    for parser in (listed, clear, export):
+    for parser in (listed, clear):
         option = parser.add_argument
         text = "only these ops or kernels"
         option("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
@@ -61,12 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         option("--unused-for", type=ui.age_s, metavar="AGE", help=text)
 
 
-def _chosen_by(args: argparse.Namespace, *, host_code_too: bool = False) -> Callable[[Entry], bool]:
+def _chosen_by(args: argparse.Namespace) -> Callable[[Entry], bool]:
     """Return a function that tells whether an entry fits all options; host code has no arch."""
     # An entry of jitkern's own has the op's short name; one of a user any name, a public one too.
     short = op_names()
     ops = {name for op in args.op or () for name in (op, short.get(op, op))}
-    archs = {str(arch) for arch in args.arch or ()} | ({""} if host_code_too else set())
+    archs = {str(arch) for arch in args.arch or ()}
     before_unix_s = time.time() - (args.unused_for or 0)
     return lambda entry: (
         (not args.op or entry.key.op in ops)
@@ -126,25 +117,6 @@ def _clear(args: argparse.Namespace) -> int:
     cache = user_cache()
     removed = cache.clear(_chosen_by(args))
     ui.say(f"{_entries(removed)} removed from {cache.root}; {len(cache.paths())} left")
-    return 0
-
-
-def _export(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import export_bundle  # not at the top: tarfile takes 20 ms
-
-    # Host code, which kernels may need, goes along.
-    count = export_bundle(user_cache(), args.file, _chosen_by(args, host_code_too=True))
-    ui.say(f"{_entries(count)} in {args.file} ({ui.bytes_text(args.file.stat().st_size)})")
-    return 0
-
-
-def _import(args: argparse.Namespace) -> int:
-    from jitkern.cache.bundle import import_bundle
-
-    cache = user_cache()
-    imported = import_bundle(cache, args.file, trust=args.trust)
-    _print_entries(imported)
-    ui.say(f"{_entries(len(imported))} imported into {cache.root}")
     return 0
 
 
