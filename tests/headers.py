@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     monkeypatch.setattr(find, "SYSTEM_CUDA", tmp_path / "usr-local-cuda")
     monkeypatch.setattr(find, "_SYSTEM_LIBS", (tmp_path / "usr-lib",))
     monkeypatch.setattr(find, "site_directories", lambda: (str(tmp_path / "site"),))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "conda"))
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "JITKERN_NVRTC", "LD_LIBRARY_PATH"):
         monkeypatch.delenv(name, raising=False)
 

@@ -73,7 +73,7 @@ def become(user: int) -> None:
 
     import filelock  # noqa: F401
 
-    import jitkern.compilers.nvcc  # noqa: F401
+    import jitkern.compilers.nvrtc  # noqa: F401
     from jitkern.compilers.find import find_nvrtc
     from jitkern.env import settings
 

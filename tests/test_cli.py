@@ -73,7 +73,6 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("cache list a b", "unrecognized arguments: a b", "cache list"),
         ("warm --op merge --element-size 6", "expected along with --head-dim, elem", "warm"),
         ("warm --arch 9.0", "--arch: expected along with --element-size", "warm"),
-        ("warm --trust", "--trust: expected along with --replay FILE", "warm"),
         ("warm --check --out x", "--out: given along with check", "warm"),
         ("warm --element-size 1073741824", "1 to 1073741823", "warm"),
         (f"warm --element-size 656,{'9' * 5000}", "expected bytes of a row", "warm"),

@@ -46,7 +46,7 @@ def no_nvrtc() -> Tool:
     raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find.NVRTC_HINT}")
 
 
-HAS_BUNDLE = has(find.find_nvrtc) and find._release(find.find_nvrtc()) >= find.FIRST_BUNDLED
+HAS_BUNDLE = has(find.find_nvrtc) and find_headers(["mma.h"], [], find.find_nvrtc()).bundled
 needs_bundle = pytest.mark.skipif(not HAS_BUNDLE, reason="needs NVRTC 13.3 or newer")
 
 
@@ -70,46 +70,39 @@ OLD, NEW = (Tool(("libnvrtc.so",), "nvrtc", version) for version in ("12.8", "13
 def test_a_plain_kernel_searches_nothing(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find, "_header_dirs", lambda _: pytest.fail("searched"))
+    monkeypatch.setattr(find, "_installed_headers", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(device.toolchain, "find_nvrtc", lambda: OLD)
     assert load(tmp_path, '"jitkern/copy.cuh"').cuda_headers() == CudaHeaders()
     assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>").cuda_headers() == CudaHeaders()
 
 
-def test_pips_first_and_the_whole_before_a_part(bare_machine: Callable[..., Path]) -> None:
-    """In the places of test_nvrtc_places."""
-    root = bare_machine(CUDA_HOME=bare_machine() / "home")
-    pips = toolkit(root / "site/nvidia/cuda_runtime/include", "cuda_fp16.h")
-    toolkit(root / "home/include", "cuda_fp16.h")
-    whole = toolkit(root / "conda/targets/x86_64-linux/include", "cuda_fp16.h", "mma.h")
-    found = find_headers(["cuda_fp16.h"], library=OLD)
-    assert found == CudaHeaders((), (pips,)) and found.id.startswith("cuda-")
-    assert find_headers(["cuda_fp16.h", "mma.h"], library=OLD).found == (whole,)
-    assert find_headers(["nowhere.h"], library=OLD).found == ()
-
-
-def test_those_that_nvrtc_brings_come_first(bare_machine: Callable[..., Path]) -> None:
-    include = toolkit(bare_machine() / "usr-local-cuda/include", "cuda_fp16.h", "curand.h")
-    own = CudaHeaders(bundled=True)
-    assert find_headers(["cuda_fp16.h"], library=NEW) == own
-    assert find_headers(["curand.h"], library=NEW) == own._replace(found=(include,))
-    assert find_headers(["vector"], library=NEW) == CudaHeaders()
-    for name in ("cuda_fp16.h", "cuda_bf16.h"):
-        assert find_headers([name], [include], NEW) == own._replace(given=(include,))
-    assert find_headers(["cuda_bf16.h"], [include], None) == CudaHeaders((include,))
+def test_where_headers_are(bare_machine: Callable[..., Path]) -> None:
+    root = bare_machine()
+    given = toolkit(root / "given")
+    assert find_headers(["cuda_fp16.h"], [given], NEW) == CudaHeaders((given,), bundled=True)
+    assert find_headers(["cuda_fp16.h"], [], OLD) == CudaHeaders(are_missing=True)
+    assert find_headers(["cuda_fp16.h"], [given], OLD) == CudaHeaders((given,))
+    wheels = toolkit(root / "site/nvidia/cuda_runtime/include")
+    headers = find_headers(["cuda_fp16.h"], [], OLD)
+    assert headers == CudaHeaders((), (wheels,)) and headers.id.startswith("cuda-")
+    home = toolkit(root / "home/targets/x86_64-linux/include")
+    (home / "cccl").mkdir()
+    bare_machine(CUDA_HOME=root / "home")
+    assert find_headers(["cuda_fp16.h"], [], OLD).installed == (home, home / "cccl")
+    assert find_headers(["cuda_fp16.h"], [], NEW) == CudaHeaders(bundled=True)
+    assert find_headers(["vector"], [], OLD) == CudaHeaders()
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "hint"),
+    ("name", "hint"),
     [
-        ("cuda_fp16.h", "12.8", "; pip install nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 "),
-        ("curand_kernel.h", "13.2", '; pip install "nvidia-cuda-nvrtc>=13.3", set CUDA_HOME, or '),
-        ("vector", "13.5", "what CUDA has of it is in <cuda/std/...>"),
-        ("mine.h", "13.5", ""),
+        ("curand_kernel.h", ': pip install "nvidia-cuda-nvrtc>=13.3", set CUDA_HOME for an older'),
+        ("vector", "what CUDA has of it is in <cuda/std/...>"),
+        ("mine.h", ""),
     ],
 )
-def test_hints(name: str, version: str, hint: str) -> None:
-    found = header_hint(name, NEW._replace(version=version))
-    assert hint in found and bool(hint) == bool(found)
+def test_hints(name: str, hint: str) -> None:
+    assert hint in header_hint(name) and bool(hint) == bool(header_hint(name))
 
 
 CHANGES: list[Callable[[Path], object]] = [
@@ -128,7 +121,7 @@ def test_a_changed_header_is_compiled_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
-    include = toolkit(bare_machine() / "usr-local-cuda/include")
+    include = toolkit(bare_machine(CUDA_HOME=bare_machine() / "home") / "home/include")
     put(include / "cuda_fp16.h", "#define VALUE 1\n")
     put(include / "deep/part.h")
 
@@ -151,8 +144,8 @@ def test_given_headers_are_the_same_for_any_entry(
 ) -> None:
     """The user's own, in a directory with CUDA's: an entry of other content was loaded."""
     monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
-    root = bare_machine()
-    include = toolkit(root / "usr-local-cuda/include", "cuda_fp16.h")
+    root = bare_machine(CUDA_HOME=bare_machine() / "home")
+    include = toolkit(root / "home/include", "cuda_fp16.h")
     given = put(root / "cccl/cub/version.cuh").parents[1]
     factor = put(given / "my/factor.cuh", "#define VALUE 3\n")
 
@@ -173,22 +166,15 @@ def test_given_headers_are_the_same_for_any_entry(
 
 
 @needs_bundle
-def test_given_headers_then_those_of_nvrtc_then_a_toolkits(
+def test_given_headers_go_before_those_of_nvrtc(
     bare_machine: Callable[..., Path], empty_cache: Path
 ) -> None:
-    """A toolkit's went before NVRTC's own."""
     root = bare_machine()
-    kit = toolkit(root / "usr-local-cuda/include", "curand.h")
-    put(kit / "cuda_fp16.h", "#error of the toolkit\n")
-    put(kit / "cub/version.cuh", "#error of the toolkit\n")
     given = put(root / "given/cub/version.cuh").parents[1]
     put(given / "mma.h", "#define FROM_GIVEN 1\n")
-    headers = ("<mma.h>", "<cuda_fp16.h>", "<curand.h>")
-    body = "*p.out = __float2half(FROM_GIVEN + FROM_TOOLKIT)"
-    module = load(root, *headers, type="__half", body=body, extra_include_paths=[given])
-    assert module.image(SM_90)
-    headers = ("<cub/version.cuh>", "<curand.h>")
-    assert load(root, *headers, body="*p.out = CUB_VERSION").image(SM_90)
+    body = "*p.out = __float2half(FROM_GIVEN)"
+    options = {"body": body, "type": "__half", "extra_include_paths": [given]}
+    assert load(root, "<mma.h>", "<cuda_fp16.h>", **options).image(SM_90)
 
 
 @needs_bundle

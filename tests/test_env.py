@@ -11,7 +11,7 @@ import pytest
 from tiny import Use
 
 from jitkern import env
-from jitkern.env import NOBODY, VARIABLES, Settings, Trust, settings
+from jitkern.env import VARIABLES, Settings, settings
 
 
 def parse(**environ: str) -> Settings:
@@ -23,8 +23,7 @@ def parse(**environ: str) -> Settings:
 def test_defaults_of_an_unset_or_empty_variable() -> None:
     found = parse()
     assert (found.cache_dir, found.cache_path) == (Path("/home/u/.cache/jitkern"), ())
-    assert (found.cache_trust, found.cache_max_bytes) == (NOBODY, 4 << 30)
-    assert (found.compiler, found.faults, found.lock_timeout_s) == ("nvrtc", "raise", 120)
+    assert (found.cache_max_bytes, found.faults, found.lock_timeout_s) == (4 << 30, "raise", 120)
     assert (found.freeze, found.log, found.record, found.nvrtc) == (None, False, None, None)
     assert (found.arch, found.cuda_home, found.cxx) == ((), None, None)
     assert parse(**dict.fromkeys(VARIABLES, "")) == found
@@ -43,8 +42,6 @@ CACHE = "JITKERN_CACHE_DIR"
         ({"CUDA_HOME": "/a", "CUDA_PATH": "/b"}, "cuda_home", Path("/a")),
         ({"CUDA_PATH": "/b"}, "cuda_home", Path("/b")),
         ({"JITKERN_CACHE_PATH": "/a::~/b:"}, "cache_path", (Path("/a"), Path("/home/u/b"))),
-        ({"JITKERN_CACHE_TRUST": "1, 2,"}, "cache_trust", Trust(frozenset({1, 2}))),
-        ({"JITKERN_CACHE_TRUST": "everyone"}, "cache_trust", Trust(everyone=True)),
         ({"JITKERN_CACHE_MAX_BYTES": "0"}, "cache_max_bytes", 0),
         ({"JITKERN_CACHE_MAX_BYTES": "2k"}, "cache_max_bytes", 2048),
         ({"JITKERN_CACHE_MAX_BYTES": "4GiB"}, "cache_max_bytes", 4 << 30),
@@ -61,9 +58,6 @@ def test_a_value_is_parsed(environ: dict[str, str], field: str, expected: object
     ("name", "value", "expected"),
     [
         ("JITKERN_CACHE_MAX_BYTES", "4X", "a number of bytes such as"),
-        ("JITKERN_CACHE_TRUST", "alice", "numbers of users, separated by commas, or everyone"),
-        ("JITKERN_CACHE_TRUST", "-1", "numbers of users, separated by commas, or everyone"),
-        ("JITKERN_COMPILER", "clang", "nvrtc or nvcc"),
         ("JITKERN_FAULTS", "explode", "raise, warn or ignore"),
         ("JITKERN_FREEZE", "yes", "0, 1 or warn"),
         ("JITKERN_LOG", "2", "0 or 1"),

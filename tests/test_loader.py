@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import needs_nvcc, needs_nvrtc
+from needs import needs_nvrtc
 from tiny import SM_90, Use, compiles, tiny
 
 from jitkern.arch import Arch
@@ -69,38 +69,11 @@ def test_another_compiler_is_another_variant(folder: Path, monkeypatch: pytest.M
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("compiler", ["nvrtc", pytest.param("nvcc", marks=needs_nvcc)])
-def test_a_kernel_may_have_the_name_of_its_file(folder: Path, use: Use, compiler: str) -> None:
-    use(COMPILER=compiler)
+def test_a_kernel_may_have_the_name_of_its_file(folder: Path) -> None:
     (folder / "tiny.cu").rename("scale.cu")
     wrappers = [("scale", "Tiny<8>")]
     module = load_jit("scale", device_files=["scale.cu"], device_wrappers=wrappers)
     assert module.image(SM_90).startswith(b"\x7fELF")
-
-
-@needs_nvcc
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("NVCC_APPEND_FLAGS", "-include planted/outside.h"),
-        ("CPATH", "planted"),
-        ("INCLUDES", "-Iplanted"),  # which nvcc.profile adds to
-    ],
-)
-def test_nvcc_sees_no_flags_and_headers_that_are_in_no_key(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    use: Use,
-    variable: str,
-    value: str,
-) -> None:
-    (folder / "planted").mkdir()
-    (folder / "planted" / "outside.h").write_text("#define FROM_OUTSIDE\n")
-    text = "#if __has_include(<outside.h>) || defined(FROM_OUTSIDE)\n#error outside\n#endif\n"
-    (folder / "half.cuh").write_text(f"{text}__device__ inline int half(int n) {{ return n; }}\n")
-    monkeypatch.setenv(variable, value.replace("planted", str(folder / "planted")))
-    use(COMPILER="nvcc")
-    assert tiny().image(SM_90).startswith(b"\x7fELF")
 
 
 @needs_nvrtc

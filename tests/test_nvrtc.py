@@ -1,4 +1,4 @@
-"""Device code to cubins: NVRTC, and nvcc as the alternative."""
+"""Device code to cubins by NVRTC."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from headers import load
-from needs import needs_nvcc, needs_nvrtc
+from needs import needs_nvrtc
 from tiny import SM_90
 
 from jitkern.arch import Arch
-from jitkern.compilers import nvcc, nvrtc
+from jitkern.compilers import nvrtc
 from jitkern.compilers.find import Tool, find_nvrtc
 from jitkern.compilers.sources import include_closure
 from jitkern.errors import CompileError, ToolchainError
@@ -99,7 +99,7 @@ NO_LIBRARY = Tool((__file__,), "nvrtc", "13.0")
         ({"options": ["--pre-include=a.h"]}, ValueError, FILES),
         ({"options": ["-isystem/x"]}, ValueError, FILES),
         ({"options": ["-optf"]}, ValueError, FILES),
-        ({"options": ["--frob"]}, CompileError, "leave it out, or set JITKERN_COMPILER=nvcc"),
+        ({"options": ["--frob"]}, CompileError, "NVRTC knows no --frob: leave it out"),
     ],
 )
 def test_mistakes_are_named(how: dict[str, object], error: type[Exception], says: str) -> None:
@@ -128,15 +128,3 @@ def test_options_compile(tmp_path: Path, empty_cache: Path) -> None:
     body = 'static_assert(__cplusplus >= 202002L, ""); auto f = [] { return 1; }; *p.out = f()'
     module = load(tmp_path, body=body, extra_cuda_cflags=flags)
     assert "Used" in module.lookup(SM_90).entry.meta["log"]
-
-
-@needs_nvcc
-def test_nvcc_compiles_the_same_closure() -> None:
-    closure = include_closure(STORE)
-    image = nvcc.compile_with_nvcc(
-        closure.source, name="store.cu", headers=closure.headers, arch=SM_90
-    )
-    assert image.kind == "cubin"
-    assert b".text.store\0" in image.data
-    assert b".debug_line" in image.data  # -lineinfo
-    assert "registers" in image.log  # -Xptxas=-v

@@ -1,31 +1,32 @@
-"""What a process writes about its loads: freeze, JITKERN_RECORD, JITKERN_LOG."""
+"""What a process writes about its loads: freeze, JITKERN_RECORD, the log."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
 import os
 import re
 import subprocess
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from children import MALLORY, as_user, needs_root
+from children import MALLORY
 from needs import needs_nvrtc
 from paths import TESTS, python_path
-from tiny import SM_90, Use, put, tiny
+from tiny import SM_90, Use, put, tiny, write_lines
 
+import jitkern
 import jitkern.ops.store
 from jitkern import fs
 from jitkern.cache import get
 from jitkern.cache.get import freeze, unfreeze
+from jitkern.cache.store import Cache
+from jitkern.compilers.sources import CSRC
 from jitkern.errors import FrozenError
 from jitkern.fs import write_whole
-from jitkern.jit import record
 from jitkern.jit.record import replay
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -52,90 +53,54 @@ def test_frozen_misses_name_what_to_warm(folder: Path, use: Use) -> None:
 
 
 @needs_nvrtc
-def test_what_is_recorded_is_what_was_compiled(
-    folder: Path, tmp_path: Path, use: Use, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("by", ["the call", "the environment"])
+def test_frozen_to_warn_compiles_with_one_warning(
+    folder: Path, empty_cache: Path, use: Use, by: str
 ) -> None:
-    """Sources were read when the record was written: another text, or none any more."""
+    if by == "the call":
+        freeze(mode="warn")
+    else:
+        use(FREEZE="warn")
+    shipped = Path(jitkern.__file__).parent / "_prebuilt"
+    with pytest.warns(RuntimeWarning) as caught:
+        assert tiny(5).image(SM_90)
+    (warning,) = caught
+    key = tiny(5).key(SM_90)
+    (variant,) = (path.name for path in (empty_cache / "v1" / str(key)).iterdir())
+    assert str(warning.message) == (
+        f"jitkern: {key}/{variant}: not found in {empty_cache}, {shipped}, and jitkern is frozen "
+        "to warn: it is compiled now; record a run with JITKERN_RECORD=FILE and build it "
+        "beforehand with: jitkern warm --replay FILE --arch 9.0"
+    )
+    Cache(empty_cache).clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tiny(5).image(SM_90)  # compiled again, without another warning
+
+
+def test_an_unknown_mode_freezes_nothing() -> None:
+    with pytest.raises(ValueError) as raised:
+        freeze("sometimes")  # type: ignore[arg-type]
+    assert str(raised.value) == "freeze: mode: 'sometimes', expected raise or warn"
+    assert get._freeze_mode() is None
+
+
+def names_in(file: Path) -> list[str]:
+    return [json.loads(line)["args"][0] for line in file.read_bytes().splitlines()]
+
+
+def test_a_record_names_each_specialisation_once(tmp_path: Path) -> None:
     file = tmp_path / "used.jsonl"
-    use(RECORD=file)
-    module = tiny()
-    compiled = (folder / "tiny.cu").read_bytes()
-    (folder / "tiny.cu").write_text("// edited\n")
-    (folder / "half.cuh").unlink()
-    module.image(SM_90)
-    assert caplog.messages == []
-    (one,) = replay(file)
-    assert sorted(one.files) == ["./half.cuh", "./tiny.cu"]
-    assert one.texts[one.files["./tiny.cu"]] == compiled
-
-
-def write_headers(folder: Path, count: int, lines: int = 1) -> list[Path]:
-    made = [folder / f"{number}.h" for number in range(count)]
-    for file in made:
-        file.write_text(f"// {file.name}\n" * lines)
-    return made
-
-
-def kinds_of(file: Path) -> list[str]:
-    """Name of each specialisation, and first line of each text."""
-    values = map(json.loads, file.read_bytes().splitlines())
-    return sorted(v["text"].splitlines()[0] if "text" in v else v["args"][0] for v in values)
-
-
-RANK = """
-import sys
-from pathlib import Path
-from tiny import put
-folder = Path(sys.argv[1])
-headers = sorted(folder.glob("*.h"))
-(folder / f"{sys.argv[2]}.ready").touch()
-while len(list(folder.glob("*.ready"))) < 2:
-    pass
-for name in ("all", sys.argv[2]):
-    put(folder / "used.jsonl", name, *headers)
-"""
-
-
-def test_ranks_that_record_at_once_write_each_text_once(
-    tmp_path: Path, forked_python: Fresh
-) -> None:
-    """Each had looked before the others wrote: eight times 15 MB, more than replay takes."""
-    write_headers(tmp_path, 40, lines=10_000)
-
-    def start(name: str) -> None:
-        forked_python(RANK, str(tmp_path), name, env={"PYTHONPATH": python_path(TESTS)})
-
-    with ThreadPoolExecutor(2) as ranks:
-        list(ranks.map(start, ("rank0", "rank1")))
-    file = tmp_path / "used.jsonl"
-    texts = [f"// {number}.h" for number in range(40)]
-    assert kinds_of(file) == sorted(["all", "rank0", "rank1", *texts])
-    file.chmod(0o600)
-    assert {one.used.args[0] for one in replay(file)} == {"all", "rank0", "rank1"}
-
-
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is there, by whoever, is not written again."""
-
-    def flock(descriptor: int, how: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr("fcntl.flock", flock)
     for name in ("one", "two", "one"):
-        put(tmp_path / "used.jsonl", name, *write_headers(tmp_path, 1))
-    assert kinds_of(tmp_path / "used.jsonl") == ["// 0.h", "one", "two"]
-
-
-def test_who_holds_the_lock_is_not_waited_for_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that was stopped while it recorded stopped all others."""
-    monkeypatch.setenv("JITKERN_LOCK_TIMEOUT_S", "0.05")
-    file = tmp_path / "used.jsonl"
-    with file.open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        put(file, "tiny")
-    assert kinds_of(file) == ["tiny"]
+        put(file, name, tmp_path / "src" / "a.cc", CSRC / "ops" / "store.cc")
+    assert names_in(file) == ["one", "two"]
+    options = json.loads(file.read_bytes().splitlines()[0])["options"]
+    assert options["cpp_files"] == ["src/a.cc", "jitkern:ops/store.cc"]
+    file.chmod(0o600)
+    (tmp_path / "moved").mkdir()
+    moved = file.rename(tmp_path / "moved" / file.name)
+    files = [str(tmp_path / "moved" / "src" / "a.cc"), "jitkern:ops/store.cc"]
+    assert [used.options["cpp_files"] for used in replay(moved)] == [files, files]
 
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
@@ -148,38 +113,14 @@ def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
     assert json.loads(line)["args"] == ["tiny"]
 
 
-def test_what_cannot_be_recorded_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A record that grows too large, a full disk; the next is written."""
-    file = tmp_path / "used.jsonl"
-    headers = write_headers(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(record, "MAX_BYTES", 320)
-        put(file, "fits", *headers)
-        put(file, "large", *headers)
-    with monkeypatch.context() as patch:
-        patch.setattr(record.os, "write", lambda descriptor, data: 7)
-        put(file, "full", *headers)
-    put(file, "last", *headers)
-    large, full = caplog.messages
-    assert large.endswith("used.jsonl: it would have more than 320 bytes, large<> left out")
-    assert re.search(r"used.jsonl: 7 of \d+ bytes written, the disk is full$", full)
-    file.chmod(0o600)
-    assert [one.used.args[0] for one in replay(file)] == ["fits", "last"]
-
-
 @needs_nvrtc
-def test_log_has_one_line_per_lookup(
-    folder: Path, use: Use, caplog: pytest.LogCaptureFixture
-) -> None:
-    use(LOG="1")
+def test_log_has_one_line_per_lookup(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="jitkern"):
         tiny().image(SM_90)
         tiny().image(SM_90)
     first, second = caplog.messages
-    assert first.startswith("jitkern: tiny_4-") and ": compiled, " in first
-    assert ": cached, " in second and " ms (" in second
+    assert re.match(r"jitkern: tiny_4-\w+/nvrtc-[\d.]+ for 9\.0: compiled, [\d.]+ ms \(/", first)
+    assert ": cached, " in second
 
 
 @needs_nvrtc
@@ -231,11 +172,51 @@ def test_a_record_is_not_written_into_what_is_planted(
     assert victim.read_text() == "months of work"
 
 
-@needs_root
-def test_a_user_may_record_into_a_file_that_root_has_made(open_place: Path) -> None:
-    file = open_place / "used.jsonl"
-    file.touch()
+LINE: dict[str, Any] = {
+    "record": 3,
+    "function": "load_jit",
+    "args": ["a"],
+    "options": {"device_files": ["src/a.cu"]},
+    "arch": "9.0",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (5, ""),
+        ({}, "record: None, expected 3"),
+        ({**LINE, "record": 2}, "record: 2, expected 3"),
+        ({**LINE, "function": "exec"}, "expected load_jit or load_aot"),
+        ({**LINE, "args": []}, ""),
+        ({**LINE, "args": [5]}, "expected load_jit or load_aot, and strings"),
+        ({**LINE, "options": 5}, ""),
+        ({**LINE, "options": {"cpp_files": "a.cc"}}, "cpp_files: expected a list"),
+        ({**LINE, "options": {"cpp_files": [5]}}, ""),
+        ({**LINE, "function": "\x1b" * 600}, ""),
+    ],
+)
+def test_lines_that_are_no_specialisation(tmp_path: Path, line: object, says: str) -> None:
+    file = write_lines(tmp_path / "used.jsonl", LINE, line)
+    with pytest.raises(ValueError) as caught:
+        replay(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}:2: not a recorded specialisation: ")
+    assert says in message and message.isprintable() and len(message) < 500
+
+
+def test_a_record_that_others_could_have_written(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "used.jsonl", LINE)
     file.chmod(0o666)
-    open_place.chmod(0o755)  # in a directory like /tmp the kernel itself would refuse
-    as_user(MALLORY, lambda: put(file, "tiny"))
-    assert [str(one.used) for one in replay(file, trust=True)] == ["tiny<>"]
+    text = f"^{file}: its mode, 0666, lets others write it; it is code: replay a copy of your own$"
+    with pytest.raises(ValueError, match=text):
+        replay(file)
+
+
+def test_files_that_are_no_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"jsonl: nothing is recorded in it; record a run wit"):
+        replay(write_lines(tmp_path / "used.jsonl"))
+    os.mkfifo(tmp_path / "fifo")
+    for file in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            replay(file)

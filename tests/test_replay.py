@@ -1,4 +1,4 @@
-"""A record replays where nothing of the recording machine is, and its cache is the app's."""
+"""A record replays in another process and directory, and the cache is then the app's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tiny import SM_90, Use, compiles, write_lines
 import jitkern.ops.store
 from jitkern.cache.store import Cache
 from jitkern.cli import main
-from jitkern.fs import sha256
 from jitkern.jit.loader import load_aot, load_jit
 
 Capture = pytest.CaptureFixture[str]
@@ -69,7 +68,7 @@ class App:
         for name in ("more", "src/scale.cc"):
             kept = root / "store" / Path(name).name
             (root / name).rename(kept)
-            (root / name).symlink_to(kept)
+            (root / name).symlink_to(os.path.relpath(kept, (root / name).parent))
 
     def kernel(self) -> None:
         how = {"device_wrappers": [("tiny", "Tiny<4>")], "extra_cuda_cflags": ["-lineinfo"]}
@@ -116,7 +115,7 @@ def entries(cache: Path) -> set[str]:
 
 @needs_nvrtc
 @needs_cxx
-def test_all_routes_replay_where_nothing_of_the_app_is(
+def test_all_routes_replay(
     *,
     capsys: Capture,
     tmp_path: Path,
@@ -126,7 +125,7 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Libraries were built for no other arch, sources were looked for here, the app compiled."""
-    record = tmp_path / "run.jsonl"
+    record = tmp_path / "home" / "run.jsonl"
     use(CACHE_DIR=tmp_path / "cache", RECORD=record, ARCH="9.0")
     run = (app.kernel, app.own, app.library, app.cuda)
     for part in run:
@@ -136,27 +135,27 @@ def test_all_routes_replay_where_nothing_of_the_app_is(
     record.chmod(0o644)
     assert str(tmp_path) not in record.read_text()
 
-    # Another machine: no app, another current directory, another cache.
+    # The directory of the app and of its record has moved; another current directory and cache.
     here = tmp_path / "elsewhere"
     here.mkdir()
     monkeypatch.chdir(here)
-    (tmp_path / "home").rename(tmp_path / "gone")
+    (tmp_path / "home").rename(tmp_path / "moved")
+    record = tmp_path / "moved" / "run.jsonl"
     use(CACHE_DIR=tmp_path / "other", RECORD="")
     wanted = ["8.0", "9.0"]
     names = [("tiny", True), ("store", True), ("scale", False), ("single", True)]
     rows = [(name, arch) for name, cuda in names for arch in (wanted if cuda else [""])]
-    for source, seen in (("compiled", len(wanted)), ("cached", 0)):
+    for source, count in (("compiled", len(wanted)), ("cached", 0)):
         before = calls(fake_nvcc)
-        status, found, err = warm(capsys, "--replay", record, "--arch", ",".join(wanted))
+        status, jobs, err = warm(capsys, "--replay", record, "--arch", ",".join(wanted))
         assert (status, err) == (0, "")
-        assert found == [(name, arch, source) for name, arch in rows]
-        assert calls(fake_nvcc) - before == seen
+        assert jobs == [(name, arch, source) for name, arch in rows]
+        assert calls(fake_nvcc) - before == count
     assert os.listdir(here) == []
     assert recorded <= entries(tmp_path / "other")
 
-    # The app again, with what the other machine has brought into its cache.
-    (tmp_path / "gone").rename(tmp_path / "home")
-    monkeypatch.chdir(app.root)
+    # The app again, with what the replay has brought into the cache.
+    monkeypatch.chdir(tmp_path / "moved" / "app")
     compiled = compiles()
     for part in run:
         part()
@@ -185,17 +184,18 @@ struct Good {
 """
 
 
-def lines_of(name: str, text: str, **changes: Any) -> list[dict[str, Any]]:
-    place = f"./{name}.cu"
-    line = {
-        "record": 2,
+def line_of(folder: Path, name: str, text: str | None = GOOD, **changes: Any) -> dict[str, Any]:
+    """A line that names a source beside the record; with no text there is none."""
+    if text is not None:
+        (folder / f"{name}.cu").write_text(text)
+    return {
+        "record": 3,
         "function": "load_jit",
         "args": [name],
         "arch": "9.0",
-        "options": {"device_files": [place], "device_wrappers": [[name, "Good"]]},
-        "files": {place: sha256(text.encode())},
+        "options": {"device_files": [f"{name}.cu"], "device_wrappers": [[name, "Good"]]},
+        **changes,
     }
-    return [{"record": 2, "text": text}, {**line, **changes}]
 
 
 @needs_nvrtc
@@ -206,30 +206,33 @@ def test_failures_are_listed_and_the_rest_is_built(
     """A library that failed ended the command; some of the others gave tracebacks."""
     use(CACHE_DIR=tmp_path / "cache")
     bad = "struct Good { not C++ };\n"
-    cxx = {"options": {"cpp_files": ["./bad_library.cu"]}, "arch": "", "function": "load_aot"}
-    folder = {"device_files": ["./folder.cu"], "device_wrappers": [["folder", "Good"]]}
-    own = {"options": {**folder, "device_files": ["jitkern:ops/gone.cu"]}, "files": {}}
+    cxx = {"options": {"cpp_files": ["bad_library.cc"]}, "arch": "", "function": "load_aot"}
+    (tmp_path / "bad_library.cc").write_text(bad)
+    flags = {"device_files": ["folder.cu"], "device_wrappers": [["folder", "Good"]]}
+    own = {"device_files": ["jitkern:ops/gone.cu"], "device_wrappers": [["own", "Good"]]}
     file = write_lines(
         tmp_path / "run.jsonl",
-        *lines_of("bad_library", bad, **cxx),
-        *lines_of("bad", bad),
-        *lines_of("folder", GOOD, options={**folder, "extra_cuda_cflags": ["-I/"]}),
-        *lines_of("newer", GOOD, arch="99.0"),
-        *lines_of("own", GOOD, **own),
-        *lines_of("good", GOOD),
+        line_of(tmp_path, "bad_library", **cxx),
+        line_of(tmp_path, "bad", bad),
+        line_of(tmp_path, "folder", options={**flags, "extra_cuda_cflags": ["-I/"]}),
+        line_of(tmp_path, "newer", arch="99.0"),
+        line_of(tmp_path, "own", options=own),
+        line_of(tmp_path, "deleted", None),
+        line_of(tmp_path, "good"),
     )
     status, found, err = warm(capsys, "--replay", file)
     assert status == 1
     sources = {name: source for name, _, source in found}
     assert [name for name, source in sources.items() if source == "compiled"] == ["good"]
     assert set(sources.values()) == {"compiled", "failed"}
-    assert err.startswith("jitkern: error: 5 of 7 failed:\n  bad_library: ")
+    assert err.startswith("jitkern: error: 6 of 8 failed:\n  bad_library: ")
     failed = {name for name, source in sources.items() if source == "failed"}
-    listed = {line.split(":")[0].split()[0] for line in err.splitlines()[1:6]}
+    listed = {line.split(":")[0].split()[0] for line in err.splitlines()[1:7]}
     assert listed == failed
     for text in (
         "newer for 99.0: arch: '99.0', expected one of 7.5, ",
-        "gone.cu: this version of jitkern has no such source",
+        "'jitkern:ops/gone.cu' does not exist, tried ",
+        f"'{tmp_path}/deleted.cu' does not exist, tried ",
         "expected extra_include_paths for headers",
     ):
         assert text in err

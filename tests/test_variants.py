@@ -58,8 +58,6 @@ def taken() -> str:
         ("nvrtc-12.4", OLD),  # the newest was taken, which a driver for CUDA 12 does not load
         ("nvrtc-12.9", OLD),
         ("nvrtc-13.5", NEW),
-        ("nvcc-12.4.131", OLD),
-        ("nvcc-13.0.88", NEW),
         ("other", NEW),
     ],
 )

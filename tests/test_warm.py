@@ -20,7 +20,6 @@ from jitkern.cache.store import Cache
 from jitkern.cli import _parser, main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
-from jitkern.fs import sha256
 from jitkern.jit import device, native
 from jitkern.jit.loader import load_aot, load_jit
 from jitkern.ops import device_ops
@@ -294,16 +293,15 @@ def test_replay_builds_and_does_not_load(
     capsys: Capture, empty_cache: Path, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
+    (tmp_path / "marking.cc").write_text(MARKING)
     line = {
-        "record": 2,
+        "record": 3,
         "function": "load_aot",
         "args": ["marking"],
-        "options": {"cpp_files": ["./marking.cc"], "extra_cflags": [f"-DMARK='\"{mark}\"'"]},
+        "options": {"cpp_files": ["marking.cc"], "extra_cflags": [f"-DMARK='\"{mark}\"'"]},
         "arch": "",
-        "files": {"./marking.cc": sha256(MARKING.encode())},
     }
-    text = {"record": 2, "text": MARKING}
-    recording = write_lines(tmp_path / "used.jsonl", text, line)
+    recording = write_lines(tmp_path / "used.jsonl", line)
     for source in ("compiled", "cached"):
         status, out, err = run(capsys, "--replay", recording)
         assert (status, err) == (0, "")

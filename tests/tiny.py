@@ -12,7 +12,6 @@ import pytest
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.stats import stats
-from jitkern.compilers.sources import Closure
 from jitkern.env import settings
 from jitkern.jit.loader import DeviceModule, load_jit
 from jitkern.jit.record import Specialisation, record
@@ -104,13 +103,11 @@ def write_lines(file: Path, *lines: object) -> Path:
     return file
 
 
-def put(file: Path, name: str, *headers: Path) -> None:
-    """Record a library `name` of headers that lie beside the record."""
-    texts = [header.read_bytes() for header in headers]
+def put(file: Path, name: str, *sources: Path) -> None:
+    """Record a library `name` of these sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JITKERN_RECORD", str(file))
         settings.cache_clear()
-        options = {"cpp_files": [str(header) for header in headers]}
-        closure = Closure("", {}, tuple(headers), (), tuple(texts))
-        record(Specialisation("load_jit", (name,), options, ""), closure)
+        options = {"cpp_files": list(map(str, sources))}
+        record(Specialisation("load_jit", (name,), options, ""))
     settings.cache_clear()

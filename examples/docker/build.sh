@@ -3,8 +3,9 @@
 #
 #     examples/docker/build.sh 9.0,10.0
 #
-# A real server is recorded where it runs, on its GPU: JITKERN_RECORD=run.jsonl python serve.py
+# The record names the sources beside it. A real server is recorded where it runs, on its GPU:
+#     JITKERN_RECORD=run.jsonl python serve.py
 set -eu
 archs=${1:-9.0,10.0}
-JITKERN_RECORD=run.jsonl python examples/own_kernel/own_kernel.py --warm "${archs%%,*}"
+JITKERN_RECORD=examples/own_kernel/run.jsonl python examples/own_kernel/own_kernel.py --warm "${archs%%,*}"
 docker build -f examples/docker/Dockerfile --build-arg "ARCHS=$archs" -t own-kernel .

@@ -14,15 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-Compiler = Literal["nvrtc", "nvcc"]
 FaultMode = Literal["raise", "warn", "ignore"]
 FreezeMode = Literal["raise", "warn"]
 
 VARIABLES = (
     *("JITKERN_ANY_ENGINE", "JITKERN_ARCH", "JITKERN_CACHE_DIR", "JITKERN_CACHE_MAX_BYTES"),
-    *("JITKERN_CACHE_PATH", "JITKERN_CACHE_TRUST", "JITKERN_COMPILER", "JITKERN_FAULTS"),
-    *("JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S", "JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC"),
-    "JITKERN_RECORD",
+    *("JITKERN_CACHE_PATH", "JITKERN_FAULTS", "JITKERN_FREEZE", "JITKERN_LOCK_TIMEOUT_S"),
+    *("JITKERN_LOG", "JITKERN_NCCL", "JITKERN_NVRTC", "JITKERN_RECORD"),
 )
 """The variables of jitkern; ``settings`` warns of any other ``JITKERN_*``, likely a typo."""
 
@@ -36,36 +34,23 @@ NVCC_FLAGS = (
 T = TypeVar("T")
 
 
-class Trust(NamedTuple):
-    """Who may own what is in a cache, beside this user and root; JITKERN_CACHE_TRUST names them."""
-
-    users: frozenset[int] = frozenset()
-    everyone: bool = False  # no owner and no mode is looked at
-
-
-NOBODY = Trust()
-
-
 class Settings(NamedTuple):
     """The environment, parsed and checked once; a field is named after its variable.
 
     - ``JITKERN_CACHE_DIR``: the cache that is written. Default ``$XDG_CACHE_HOME/jitkern``, else
       ``~/.cache/jitkern``.
     - ``JITKERN_CACHE_PATH``: read-only caches, separated as in ``PATH``.
-    - ``JITKERN_CACHE_TRUST``: users, by number, whose kernels and libraries are loaded, beside this
-      user's and root's, such as ``1001,1002``; ``everyone`` checks no owner and no mode.
     - ``JITKERN_CACHE_MAX_BYTES``: bytes, or with a suffix K, M, G, T (powers of 1024). Default 4G.
     - ``JITKERN_NCCL``: path of a libnccl to use instead of the one that is found.
     - ``JITKERN_ARCH``: archs to compile for without a GPU, such as ``9.0,10.0``: by ``jitkern
       warm`` without ``--arch``, and for ``cuda_files``. A GPU that is there comes first.
-    - ``JITKERN_COMPILER``: the compiler of device code, nvrtc (default) or nvcc.
     - ``JITKERN_NVRTC``: path of a libnvrtc to use instead of the one that is found.
     - ``JITKERN_LOCK_TIMEOUT_S``: seconds to wait for another process that compiles the same kernel
       before compiling it privately. Default 120; 0 does not wait.
     - ``JITKERN_RECORD``: file that receives each specialisation used.
     - ``JITKERN_FREEZE``: 1 makes a missing kernel an error instead of a compile; warn compiles it,
       with a warning. ``freeze`` and ``unfreeze`` override it.
-    - ``JITKERN_LOG``: 1 logs one line per lookup.
+    - ``JITKERN_LOG``: 1 prints the log lines of look-ups if no logging is configured.
     - ``JITKERN_FAULTS``: raise (default), warn or ignore an index out of range that a kernel
       recorded.
     - ``JITKERN_ANY_ENGINE``: 1 lets ``jitkern.integrations`` into versions of an engine that they
@@ -74,11 +59,9 @@ class Settings(NamedTuple):
 
     cache_dir: Path
     cache_path: tuple[Path, ...]
-    cache_trust: Trust
     cache_max_bytes: int
     nccl: Path | None
     arch: tuple[str, ...]
-    compiler: Compiler
     nvrtc: Path | None
     lock_timeout_s: float
     record: Path | None
@@ -104,11 +87,9 @@ def settings() -> Settings:
     found = Settings(
         cache_dir=_cache_dir(),
         cache_path=_paths("JITKERN_CACHE_PATH"),
-        cache_trust=_trust("JITKERN_CACHE_TRUST"),
         cache_max_bytes=_max_bytes("JITKERN_CACHE_MAX_BYTES"),
         nccl=_path("JITKERN_NCCL"),
         arch=_words("JITKERN_ARCH"),
-        compiler=_choice("JITKERN_COMPILER", {"nvrtc": "nvrtc", "nvcc": "nvcc"}),
         nvrtc=_path("JITKERN_NVRTC"),
         lock_timeout_s=_seconds("JITKERN_LOCK_TIMEOUT_S"),
         record=_path("JITKERN_RECORD"),
@@ -182,15 +163,6 @@ def _cache_dir() -> Path:
     # The XDG specification: a relative path is invalid and to be ignored.
     default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand("~/.cache/jitkern")
     return _path("JITKERN_CACHE_DIR") or default
-
-
-def _trust(name: str) -> Trust:
-    words = _words(name)
-    users = [word for word in words if word != "everyone"]
-    for word in users:
-        if not re.fullmatch("[0-9]{1,10}", word):
-            raise _bad(name, word, "numbers of users, separated by commas, or everyone")
-    return Trust(frozenset(map(int, users)), "everyone" in words)
 
 
 def parse_bytes(text: str) -> int | None:

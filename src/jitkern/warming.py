@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -18,12 +17,12 @@ from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
-from jitkern.fs import free_bytes, require_writable, scratch_folder
+from jitkern.fs import free_bytes, require_writable
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, compiler_id
 from jitkern.jit.loader import checked, load_device
 from jitkern.jit.native import NativeLibrary, has_cuda
-from jitkern.jit.record import Recorded, Specialisation, replay
+from jitkern.jit.record import Specialisation, replay
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, op_names, op_sizes
 
@@ -97,7 +96,6 @@ def warm(
     *,
     head_dims: Sequence[int] = (),
     check: bool = False,
-    trust: bool = False,
     out: str | PathLike[str] | None = None,
     threads: int | None = None,
     progress: Callable[[Outcome, int, int], object] = lambda *_: None,
@@ -123,8 +121,6 @@ def warm(
     check
         Build nothing: what is in no cache is ``missing``. Without a compiler, code of any compiler
         counts as present, as in a call.
-    trust
-        Read even records that other users could have written.
     out
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     threads
@@ -165,7 +161,7 @@ def warm(
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     try:
-        recorded = [one for file in _listed("files", files) for one in replay(file, trust=trust)]
+        recorded = [used for file in _listed("files", files) for used in replay(file)]
     except ValueError as error:
         raise ValueError(f"warm: files: {error}") from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
@@ -178,19 +174,18 @@ def warm(
             )
         outcomes += op_jobs(wanted_ops, for_archs)
     threads = threads or default_threads()
-    with scratch_folder("replay") if recorded else nullcontext(Path()) as folder:
-        outcomes += recorded_jobs(recorded, folder, wanted_archs)
-        for one in outcomes:
-            if one.error is None:
-                one.run(one.find)
-        missing = [one for one in outcomes if one.source == "missing"]
-        if missing and not check:  # else the cache need not be writable
-            _build(missing, threads, progress)
-    for one in outcomes:
-        if out is not None and one.lookup is not None and one.is_to_copy:
+    outcomes += recorded_jobs(recorded, wanted_archs)
+    for outcome in outcomes:
+        if outcome.error is None:
+            outcome.run(outcome.find)
+    missing = [outcome for outcome in outcomes if outcome.source == "missing"]
+    if missing and not check:  # else the cache need not be writable
+        _build(missing, threads, progress)
+    for outcome in outcomes:
+        if out is not None and outcome.lookup is not None and outcome.is_to_copy:
             # From memory: the cache may have evicted it since.
-            Cache(Path(out), shared=True).publish(one.lookup.entry)
-    if any(one.error for one in outcomes):
+            Cache(Path(out), shared=True).publish(outcome.lookup.entry)
+    if any(outcome.error for outcome in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes
 
@@ -278,28 +273,25 @@ def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
     return list(kernels)
 
 
-def recorded_jobs(
-    recorded: Iterable[Recorded], folder: Path, archs: Sequence[Arch] = ()
-) -> list[Outcome]:
-    """Return the jobs of a recorded run; `folder` holds their sources until all are built."""
+def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()) -> list[Outcome]:
+    """Return the jobs of a recorded run, for `archs` or for those that it was recorded for."""
     jobs: dict[str, Outcome] = {}
-    for one in recorded:
-        is_kernel = bool(one.used.options.get("device_files"))
-        for_archs: Sequence[Arch | None] = archs if is_kernel or has_cuda(one.used) else (None,)
+    for used in recorded:
+        is_kernel = bool(used.options.get("device_files"))
+        for_archs: Sequence[Arch | None] = archs if is_kernel or has_cuda(used) else (None,)
         try:
-            unpacked = one.unpack(folder)
-            used = checked(unpacked.function, unpacked.args, unpacked.options)
-            kernel = load_device(used) if is_kernel else None
-            made = [
-                _of_kernel(kernel, arch) if kernel and arch else _of_library(used, arch)
-                for arch in for_archs or (Arch.parse(one.used.arch),)
+            specialisation = checked(used.function, used.args, used.options)
+            kernel = load_device(specialisation) if is_kernel else None
+            outcomes = [
+                _of_kernel(kernel, arch) if kernel and arch else _of_library(specialisation, arch)
+                for arch in for_archs or (Arch.parse(used.arch),)
             ]
         except _FAILURES as error:
-            name, *args = one.used.args
-            made = [Outcome(name, ", ".join(args), one.used.arch, source="failed", error=error)]
-        for job in made:
+            name, *args = used.args
+            outcomes = [Outcome(name, ", ".join(args), used.arch, source="failed", error=error)]
+        for outcome in outcomes:
             # Recorded for 9.0 and for 10.0, and one of them is asked for: one job.
-            jobs.setdefault(one.used._replace(arch=job.arch).to_json(files=one.files), job)
+            jobs.setdefault(used._replace(arch=outcome.arch).to_json(), outcome)
     return list(jobs.values())
 
 

@@ -6,14 +6,11 @@ A key stands for what an entry is made from, a variant for what it was made with
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jitkern.cache.trust import EVERYONE, require_trusted
-from jitkern.env import Trust
 from jitkern.errors import CacheError
 from jitkern.fs import canonical_json, is_safe_name, open_regular, parse_json, sha256, slug
 
@@ -116,42 +113,34 @@ def meta_bytes(meta: Mapping[str, Any]) -> bytes:
     return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_meta(path: Path, trust: Trust = EVERYONE) -> dict[str, Any]:
+def read_meta(path: Path) -> dict[str, Any]:
     """Read and verify ``meta.json`` of the entry at `path`.
 
-    Raises FileNotFoundError or NotADirectoryError if there is no entry, UntrustedError if others
-    could have written it, CacheError if it is damaged.
+    Raises FileNotFoundError or NotADirectoryError if there is no entry, CacheError if it is
+    damaged.
     """
-    for folder in (path.parent, path):
-        require_trusted(folder, os.lstat(folder), trust)
     file = path / META_NAME
-    meta = parse_meta(_read(file, trust), str(file))
+    meta = parse_meta(_read(file), str(file))
     place = str(Entry(path, {}, meta))
     if place != f"{path.parent.name}/{path.name}":
         raise CacheError(f"{file}: its meta is that of {place}")
     return meta
 
 
-def read_entry(path: Path, trust: Trust = EVERYONE, meta: Mapping[str, Any] | None = None) -> Entry:
+def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
     """Read the entry at `path`, every byte checked against its meta. Raises as `read_meta`."""
-    meta = read_meta(path, trust) if meta is None else meta
-    entry = Entry(path, {name: _read(path / name, trust) for name in meta["files"]}, meta)
-    check_files(entry, str(path))
-    return entry
-
-
-def _read(file: Path, trust: Trust) -> bytes:
-    with open(open_regular(file), "rb", buffering=0) as stream:
-        require_trusted(file, os.fstat(stream.fileno()), trust)
-        return stream.read()
-
-
-def check_files(entry: Entry, where: str) -> None:
-    """Raise CacheError unless the files of an entry are those that its meta recorded."""
-    for name, expected in entry.meta["files"].items():
-        data = entry.files[name]
+    meta = read_meta(path) if meta is None else meta
+    files = {}
+    for name, expected in meta["files"].items():
+        data = files[name] = _read(path / name)
         if len(data) != expected["bytes"] or sha256(data) != expected["sha256"]:
-            raise CacheError(f"{where}: {name}: checksum does not match")
+            raise CacheError(f"{path}: {name}: checksum does not match")
+    return Entry(path, files, meta)
+
+
+def _read(file: Path) -> bytes:
+    with open(open_regular(file), "rb", buffering=0) as stream:
+        return stream.read()
 
 
 def parse_meta(raw: bytes, where: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
 from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
-from jitkern.cache.trust import EVERYONE, UntrustedError
+from jitkern.cache.trust import UntrustedError
 from jitkern.env import FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
 
@@ -101,17 +101,16 @@ def caches() -> tuple[Searched, ...]:
 
 @lru_cache(maxsize=4)
 def _caches(now: Settings) -> tuple[Searched, ...]:
-    how: dict[str, Any] = {"trust": now.cache_trust, "home": now.home}
     written = _NOWHERE if now.cache_dir.parts[:1] == ("~",) else now.cache_dir
-    user = Cache(written, max_bytes=now.cache_max_bytes, **how)
-    others = [Cache(path, read_only=True, **how) for path in now.cache_path]
+    user = Cache(written, max_bytes=now.cache_max_bytes, home=now.home)
+    others = [Cache(path, read_only=True, home=now.home) for path in now.cache_path]
     wheels = {"shipped": SHIPPED}
     # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
     spec = PathFinder.find_spec(KERNELS.replace("-", "_"))  # imports nothing of the wheel
     if spec is not None and spec.origin is not None:
         wheels[KERNELS] = Path(spec.origin).parent
     # Wheels are not checked: whoever may write there may write Python code too.
-    shipped = {name: Cache(at, read_only=True, trust=EVERYONE) for name, at in wheels.items()}
+    shipped = {name: Cache(at, read_only=True, shared=True) for name, at in wheels.items()}
     return (
         *(Searched("JITKERN_CACHE_PATH", "cached", cache) for cache in others),
         Searched("JITKERN_CACHE_DIR", "cached", user),

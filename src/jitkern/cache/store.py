@@ -27,8 +27,7 @@ from typing import Any
 
 from jitkern.cache.entry import META_NAME, Entry, Key, meta_bytes, read_entry, read_meta
 from jitkern.cache.lock import FailureNote, build_lock
-from jitkern.cache.trust import EVERYONE, UntrustedError, check_folders, require_trusted
-from jitkern.env import NOBODY, Trust
+from jitkern.cache.trust import UntrustedError, check_folders
 from jitkern.errors import CacheError
 from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
 
@@ -59,17 +58,16 @@ class Cache:
         *,
         read_only: bool = False,  # never write, not even the time of last use
         max_bytes: int | None = None,  # beyond it the least recently used entries go
-        trust: Trust = NOBODY,  # who may own it beside this user and root
-        home: Path | None = None,  # no folder above this one is looked at
-        shared: bool = False,  # for other users to read; nothing is loaded from it
+        home: Path | None = None,  # no folder above this one is checked
+        shared: bool = False,  # a wheel's, or made for other users: owner and mode do not count
     ) -> None:
         self.root: Path = Path(root)
         # Resolved once: a link that is changed later leads nowhere new.
-        self.base: Path = Path(os.path.realpath(self.root), "v1")
+        self.base: Path = Path(os.path.realpath(self.root / "v1"))
         self.read_only = read_only
         self.max_bytes = max_bytes
-        self.trust: Trust = EVERYONE if shared else trust
         self._home = home
+        self._shared = shared
         self._folder_mode, self._file_mode = (0o755, 0o644) if shared else (0o700, 0o600)
         self._trusted_by = -1  # the user for whom check() has passed
         self._has_warned = False
@@ -78,7 +76,7 @@ class Cache:
         """Tell whether there is a cache here; UntrustedError if others could have written it."""
         user = os.geteuid()  # a server may change it when it has bound its port
         if self._trusted_by != user:
-            if not check_folders(self.base, self.trust, self._home):
+            if not self._shared and not check_folders(self.base, self._home):
                 return False
             self._trusted_by = user
         return True
@@ -93,7 +91,7 @@ class Cache:
         """Return the verified entry of `key` that ranks highest, the newest of equals; or None.
 
         An entry has to rank `least` or higher. Raises UntrustedError if others could have written
-        the cache; one such entry counts as absent.
+        the cache.
         """
         if not self.check():
             return None
@@ -101,26 +99,24 @@ class Cache:
         folder = self.base / str(key)
         for name in _names(folder):
             with self._ignoring_damage():
-                meta = read_meta(folder / name, self.trust)
+                meta = read_meta(folder / name)
                 found.append((rank(meta), meta.get("built_unix_s") or 0, name, meta))
         for value, _, name, meta in sorted(found, key=lambda one: one[:3], reverse=True):
             path = folder / name
             with self._ignoring_damage():
                 if value >= least:
-                    entry = read_entry(path, self.trust, meta)
+                    entry = read_entry(path, meta)
                     self._touch(path / META_NAME)
                     return entry
         return None
 
     @contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Skip an entry that is missing, damaged or, with a warning, not trusted."""
+        """Skip an entry that is missing or damaged."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except UntrustedError as error:
-            self.warn(f"this cache entry is not used: {error}")
         except (OSError, CacheError) as error:
             _log.info("jitkern: ignoring a damaged cache entry: %s", error)
 
@@ -167,7 +163,6 @@ class Cache:
         self.check()  # nothing is made below a folder that others may write
         folder = self.base / name
         make_folders(folder, self._folder_mode)
-        require_trusted(folder, os.lstat(folder), self.trust)
         return folder
 
     def publish(self, entry: Entry) -> Entry:
@@ -213,7 +208,7 @@ class Cache:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
                 with suppress(OSError, CacheError):
-                    if read_entry(target, self.trust).files == entry.files:
+                    if read_entry(target).files == entry.files:
                         return  # another process was first
                 # Damaged, or built with other system libraries: it did not load here.
                 self._discard(target)
@@ -234,7 +229,7 @@ class Cache:
         A damaged entry stays, and one with a file that its meta does not name.
         """
         try:
-            known = {META_NAME, *read_meta(path, self.trust)["files"]}
+            known = {META_NAME, *read_meta(path)["files"]}
             if not known.issuperset(os.listdir(path)):
                 return False
         except (OSError, CacheError):

@@ -21,7 +21,6 @@ from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
 from jitkern.cache.get import KERNELS, caches
 from jitkern.cache.store import Cache
 from jitkern.cli import ui
-from jitkern.env import settings
 from jitkern.errors import CacheError, JitkernError, UnsupportedError
 from jitkern.fs import require_writable
 
@@ -190,12 +189,11 @@ def _compilers(driver: int, *, host_works: bool) -> Iterator[Check]:
         # The version of a C++ compiler does not say which compiler it is.
         return f"{tool.id if look is find.find_cxx else tool.version} ({tool.path})"
 
-    compiler = settings().compiler if driver else ""
     cxx_use = "only for C++ sources of your own"
-    nvcc_use = "only for JITKERN_COMPILER=nvcc and .cu files with host code"
+    nvcc_use = "only for .cu files with host code"
     for what, look, needed, use in (
-        ("NVRTC", find.find_nvrtc, compiler == "nvrtc", "compiles kernels for GPUs"),
-        ("nvcc", find.find_nvcc, compiler == "nvcc", nvcc_use),
+        ("NVRTC", find.find_nvrtc, driver > 0, "compiles kernels for GPUs"),
+        ("nvcc", find.find_nvcc, False, nvcc_use),
         ("c++", find.find_cxx, not host_works, cxx_use),
         ("ninja", find.find_ninja, not host_works, cxx_use),
     ):

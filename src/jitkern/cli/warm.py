@@ -49,10 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present; of --replay those that "
     text += "were recorded"
     add("--arch", type=ui.archs, action="extend", metavar="A[,A]", help=text)
-    text = "build what JITKERN_RECORD=FILE has written, on any machine; it brings sources and "
-    text += "flags to compile: replay only what you would run; may be repeated"
+    text = "build what JITKERN_RECORD=FILE has written; it names sources and flags to compile: "
+    text += "replay only what you would run; may be repeated"
     add("--replay", type=Path, action="append", metavar="FILE", help=text)
-    add("--trust", action="store_true", help="replay even what other users could have written")
     text = "compile nothing: list what is missing, and exit with 1 if anything is"
     add("--check", action="store_true", help=text)
     text = "also write all that was asked for into DIR, a cache for JITKERN_CACHE_PATH"
@@ -68,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     sizes = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
-    if args.trust and not args.replay:
-        raise ui.UsageError("warm: --trust: expected along with --replay FILE")
     if args.arch and not (args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
@@ -84,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
                 archs=args.arch,
                 files=args.replay or (),
                 check=args.check,
-                trust=args.trust,
                 out=args.out,
                 threads=threads,
                 progress=lambda one, done, steps: tell(str(one), done, steps),

@@ -1,7 +1,7 @@
 """C++ and single-source CUDA to a shared library, by ninja and the host's compilers.
 
-It writes its own build.ninja. tvm_ffi.cpp.build would keep CUDA_HOME for the process, ask
-nvidia-smi for the architecture, and leave its compilers running when the process is killed.
+It writes its own build.ninja: tvm_ffi.cpp.build takes the arch from nvidia-smi or the environment,
+needs ninja on PATH, and leaves its compilers running when the process is killed.
 """
 
 from __future__ import annotations
@@ -94,31 +94,39 @@ def build(
         cxx += [f"-isystem{path}" for path in cuda.include_dirs]  # C++ may use the runtime as well
         libraries.append(str(cuda.cudart))
 
-    # Not -MMD, which leaves out system headers: CUDA's runtime is among them.
-    tail = ("-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out")
-    lines = ["ninja_required_version = 1.10\n"]
-    needs: list[str] = []
+    lines = ["ninja_required_version = 1.10"]
+    header: list[str] = []  # an input that $in leaves out
     if precompiled is not None:
         # GCC and Clang use precompiled.h.gch if they can, else they read precompiled.h.
         write_text(directory / "precompiled.h", f'#include "{precompiled.resolve()}"\n')
-        needs = ["precompiled.h.gch"]
-        lines.append(ninja_rule("header", [*cxx, "-x", "c++-header", *tail]))
-        lines.append(ninja_build(needs[0], "header", ["precompiled.h"]))
+        lines += _compile_rule("header", [*cxx, "-x", "c++-header"])
+        lines.append("build precompiled.h.gch: header precompiled.h")
+        header = ["|", "precompiled.h.gch"]
         cxx += ["-include", "precompiled.h"]
-    lines += [ninja_rule("cxx", [*cxx, *tail]), ninja_rule("nvcc", [*nvcc, *tail])]
-    objects = []
-    for source in sources:
-        path, is_cuda = str(source), source.suffix == ".cu"
-        objects.append(f"{slug(source.stem)}-{digest(path)[:8]}.o")
-        rule = "nvcc" if is_cuda else "cxx"
-        lines.append(ninja_build(objects[-1], rule, [path], [] if is_cuda else needs))
-    libraries += words(ldflags, "extra_ldflags")
-    link = [*compiler, "-shared", "$in", *libraries, "-o", "$out"]
-    lines.append(ninja_rule("link", link, depfile=False))
-    lines.append(ninja_build(f"{name}.so", "link", objects))
-    write_text(directory / "build.ninja", "".join(lines))
+    lines += [*_compile_rule("cxx", cxx), *_compile_rule("nvcc", nvcc)]
+    objects = [f"{slug(source.stem)}-{digest(str(source))[:8]}.o" for source in sources]
+    for source, name_of_object in zip(sources, objects, strict=True):
+        escaped = re.sub(r"([$ :])", r"$\1", str(source))
+        inputs = ["nvcc", escaped] if source.suffix == ".cu" else ["cxx", escaped, *header]
+        lines.append(f"build {name_of_object}: {' '.join(inputs)}")
+    link = [*compiler, "-shared", "$in", *libraries, *words(ldflags, "extra_ldflags"), "-o", "$out"]
+    lines += ["rule link", f"  command = {_quoted(link)}"]
+    lines.append(f"build {name}.so: link {' '.join(objects)}")
+    write_text(directory / "build.ninja", "".join(f"{line}\n" for line in lines))
     run_ninja(name, directory, unset)
     return directory / f"{name}.so"
+
+
+def _compile_rule(name: str, command: Sequence[str]) -> list[str]:
+    # Not -MMD, which leaves out system headers: CUDA's runtime is among them.
+    whole = [*command, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"]
+    return [f"rule {name}", f"  command = {_quoted(whole)}", "  depfile = $out.d", "  deps = gcc"]
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """Return a command for a rule. ninja itself replaces and quotes ``$in`` and ``$out``."""
+    own = ("$in", "$out", "$out.d")
+    return " ".join(w if w in own else shlex.quote(w).replace("$", "$$") for w in command)
 
 
 def tvm_ffi_include_dirs() -> list[Path]:
@@ -129,24 +137,6 @@ def tvm_ffi_include_dirs() -> list[Path]:
     return [Path(path) for path in directories]
 
 
-def ninja_rule(name: str, command: Sequence[str], *, depfile: bool = True) -> str:
-    """Return a rule of a build.ninja. ninja itself replaces and quotes ``$in`` and ``$out``."""
-    own = ("$in", "$out", "$out.d")
-    quoted = (w if w in own else shlex.quote(w).replace("$", "$$") for w in command)
-    text = f"rule {name}\n  command = {' '.join(quoted)}\n"
-    return text + "  depfile = $out.d\n  deps = gcc\n" if depfile else text
-
-
-def ninja_build(output: str, rule: str, inputs: Sequence[str], needs: Sequence[str] = ()) -> str:
-    """Return the line that builds `output`; `needs` are dependencies that ``$in`` leaves out."""
-    line = " ".join([rule, *map(_path, inputs), *(["|"] if needs else []), *map(_path, needs)])
-    return f"build {_path(output)}: {line}\n"
-
-
-def _path(path: str) -> str:
-    return re.sub(r"([$ :])", r"$\1", path)
-
-
 def write_text(file: Path, text: str) -> None:
     """Write a file unless it already holds `text`: a newer file would be built again."""
     data = text.encode("utf-8", "surrogateescape")
@@ -155,7 +145,8 @@ def write_text(file: Path, text: str) -> None:
 
 
 # No compiler outlives this process: ninja kills its jobs on SIGTERM. Linux sends that signal when
-# this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted.
+# this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted. ninja has a session of
+# its own, so that it does not hear of a Ctrl-C by itself: its exit status is about the sources.
 #
 # This program calls prctl and becomes ninja; preexec_fn is not safe with threads. The parent may
 # die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
@@ -166,7 +157,6 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-_INTERRUPTED = "ninja: build stopped: interrupted by user."
 _STOP_TIMEOUT_S = 10.0
 
 
@@ -186,6 +176,7 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate()
@@ -198,9 +189,8 @@ def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
             process.kill()
         raise
     log = output.decode("utf-8", "replace")
-    if process.returncode < 0 or log.rstrip().endswith(_INTERRUPTED):
-        # Ctrl-C reaches ninja too. No CompileError, which other ranks would be given as well.
-        raise JitkernError(f"{name}: the build was interrupted; it begins anew with the next call")
+    if process.returncode < 0:  # no CompileError, which other ranks would be given as well
+        raise JitkernError(f"{name}: ninja was killed; the next call builds again")
     if process.returncode != 0:
         # ninja prints `FAILED: [code=1] output`, and below it the command.
         failed = re.search(r"^FAILED: .*\n(.+)$", log, re.MULTILINE)

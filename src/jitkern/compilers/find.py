@@ -1,17 +1,17 @@
-"""Where the compilers and CUDA's files are. Nothing here loads a library.
+"""Where the compilers and CUDA's files are. Nothing here keeps a library loaded.
 
 Each `find_*` raises ToolchainError, and the message ends with what to do.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +29,8 @@ _SYSTEM_LIBS = tuple(Path("/usr", lib) for lib in ("lib/x86_64-linux-gnu", "lib6
 _TARGETS = ("targets/x86_64-linux", "targets/sbsa-linux")
 _LIB_DIRS = ("lib64", "lib", *(f"{target}/lib" for target in _TARGETS))
 _INCLUDE_DIRS = ("include", *(f"{target}/include" for target in _TARGETS))
-# CUDA 12 from pip is a toolkit spread over one directory per package.
-_PACKAGES_12 = ("cuda_nvrtc", "cuda_runtime", "cuda_cccl", "cuda_nvcc", "curand")
+# NVIDIA's wheels in site-packages/nvidia: one directory for CUDA 13, one per package for CUDA 12.
+_WHEELS = ("cu13", "cuda_nvrtc", "cuda_runtime", "cuda_cccl", "cuda_nvcc", "curand")
 
 _PROBE_TIMEOUT_S = 30.0
 
@@ -52,6 +52,9 @@ class Tool(NamedTuple):
         return f"{self.name}-{self.version}"
 
 
+# -- programs --------------------------------------------------------------------------------------
+
+
 def find_cxx() -> Tool:
     """Find the C++ compiler: ``CXX`` (with arguments if any), else c++, g++, clang++ on PATH."""
     now = settings()
@@ -60,40 +63,40 @@ def find_cxx() -> Tool:
             program, *arguments = shlex.split(name)
         except ValueError as error:
             raise ToolchainError(f"CXX: {name!r}: {error}; {_CXX_HINT}") from None
-        found = _on_path(program, now.path)
-        if found is not None:
+        path = _on_path(program, now.path)
+        if path is not None:
             break
     else:
         missing = "a C++ compiler" if now.cxx is None else f"CXX: {now.cxx!r}"
         raise ToolchainError(f"{missing} was not found; {_CXX_HINT}")
-    command = (found, *arguments)
+    command = (path, *arguments)
     banner = _version(command, r"\A([^\n]+)", _CXX_HINT)
     numbers = re.findall(r"\d+\.\d+\.\d+", banner) or banner.split()
     return Tool(command, "clang" if "clang" in banner.lower() else "gcc", numbers[-1])
 
 
 def find_ninja() -> Tool:
-    """Find ninja: that of the pip package, else on PATH."""
+    """Find ninja: the pip package's, else on PATH."""
     try:
         # BIN_DIR has the program. Older packages have a script on PATH that starts it as a child,
         # which would outlive a signal to the script.
         from ninja import BIN_DIR
 
-        found = _on_path("ninja", BIN_DIR)
+        path = _on_path("ninja", BIN_DIR)
     except ImportError:
-        found = None
-    found = found or _on_path("ninja", settings().path)
-    if found is None:
+        path = None
+    path = path or _on_path("ninja", settings().path)
+    if path is None:
         raise ToolchainError("ninja was not found; pip install ninja")
-    version = _version((found,), r"\A(\d+(?:\.\d+)*)", "pip install ninja")
-    return Tool((found,), "ninja", version)
+    version = _version((path,), r"\A(\d+(?:\.\d+)*)", "pip install ninja")
+    return Tool((path,), "ninja", version)
 
 
 def _on_path(name: str, path: str) -> str | None:
     """Return the absolute path of a program, or None. A build starts it in another directory."""
-    found = shutil.which(name, path=path)
+    program = shutil.which(name, path=path)
     # Links are not resolved: a compiler may behave by the name that starts it.
-    return None if found is None else os.path.abspath(found)
+    return None if program is None else os.path.abspath(program)
 
 
 def _version(command: tuple[str, ...], pattern: str, hint: str) -> str:
@@ -116,56 +119,40 @@ def _output(command: tuple[str, ...]) -> str:
     return (done.stdout + done.stderr).decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
+# -- NVRTC -----------------------------------------------------------------------------------------
+
+
 def site_directories() -> tuple[str, ...]:
     """Return the directories that may hold pip packages: all of sys.path."""
     return tuple(directory for directory in sys.path if directory)
 
 
-def _places(now: Settings, site: Sequence[str]) -> Iterator[list[Path]]:
-    """Yield the directories of each possible toolkit, in the order of the search.
-
-    These are pip packages, CUDA_HOME, the directory of the nvcc on PATH, /usr/local/cuda, conda.
-    """
-    for directory in site:
-        nvidia = f"{directory}/nvidia"
-        if os.path.isdir(nvidia):
-            yield [Path(nvidia, "cu13")]
-            yield [Path(nvidia, name) for name in _PACKAGES_12]
-    nvcc = _on_path("nvcc", now.path)
-    around = None if nvcc is None else Path(nvcc).resolve().parents[1]
-    for home in (now.cuda_home, around, SYSTEM_CUDA, Path(sys.prefix)):
-        if home is not None:
-            yield [home]
+def _wheels(site: Sequence[str]) -> list[Path]:
+    """Return the directories of NVIDIA's wheels."""
+    nvidia = (Path(directory, "nvidia") for directory in site)
+    return [wheels / name for wheels in nvidia if os.path.isdir(wheels) for name in _WHEELS]
 
 
 def find_nvrtc() -> Tool:
-    """Find libnvrtc: ``JITKERN_NVRTC``, pip packages, CUDA toolkits, the system's libraries."""
+    """Find libnvrtc: ``JITKERN_NVRTC``, NVIDIA's wheels, CUDA_HOME, the system's libraries."""
     return _find_nvrtc(settings(), site_directories())
 
 
 @lru_cache(maxsize=4)
 def _find_nvrtc(now: Settings, site: tuple[str, ...]) -> Tool:
-    given = now.nvrtc
-    if given is not None:
-        if not os.path.isfile(given):
-            raise ToolchainError(f"JITKERN_NVRTC: {given} is not a file; unset it, or {NVRTC_HINT}")
-        return _nvrtc(given)
-    for directory in _library_dirs(now, site):
+    if now.nvrtc is not None:
+        if not os.path.isfile(now.nvrtc):
+            reason = f"{now.nvrtc} is not a file; unset it, or {NVRTC_HINT}"
+            raise ToolchainError(f"JITKERN_NVRTC: {reason}")
+        return _nvrtc(now.nvrtc)
+    roots = [*_wheels(site), *filter(None, [now.cuda_home]), SYSTEM_CUDA]
+    directories = [root / lib for root in roots for lib in _LIB_DIRS]
+    for directory in (*directories, *now.library_path, *_SYSTEM_LIBS):
         for major in (13, 12):
             library = directory / f"libnvrtc.so.{major}"
             if os.path.isfile(library):
                 return _nvrtc(library)
-    instead = ""
-    with suppress(ToolchainError):
-        nvcc = _find_cuda_home(now, site).nvcc
-        instead = f", or set JITKERN_COMPILER=nvcc, for there is {nvcc}"
-    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {NVRTC_HINT}{instead}")
-
-
-def _library_dirs(now: Settings, site: Sequence[str]) -> Iterator[Path]:
-    for place in _places(now, site):
-        yield from (root / lib for root in place for lib in _LIB_DIRS)
-    yield from (*now.library_path, *_SYSTEM_LIBS)
+    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {NVRTC_HINT}")
 
 
 def _nvrtc(path: Path) -> Tool:
@@ -175,25 +162,34 @@ def _nvrtc(path: Path) -> Tool:
     names = [name for name in os.listdir(path.resolve().parent) if name.startswith(prefix)]
     versions = {".".join(name.removeprefix(prefix).split(".")[:2]) for name in names}
     versions = {version for version in versions if version.replace(".", "", 1).isdecimal()}
-    if len(versions) == 1:
-        return Tool((str(path),), "nvrtc", versions.pop())
-    # None, or two releases in one directory: ask the library itself.
-    from jitkern.compilers.nvrtc import load_nvrtc
+    if len(versions) != 1:  # none, or two releases in one directory
+        versions = {_version_of_library(path)}
+    return Tool((str(path),), "nvrtc", versions.pop())
 
-    return Tool((str(path),), "nvrtc", load_nvrtc(path).version)
+
+def _version_of_library(path: Path) -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        ctypes.CDLL(str(path)).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    except (OSError, AttributeError) as error:
+        raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
+    return f"{major.value}.{minor.value}"
+
+
+# -- a toolkit with nvcc, for single-source .cu files ----------------------------------------------
 
 
 class CudaHome(NamedTuple):
     """A CUDA toolkit."""
 
     path: Path
-    nvcc: Path  # that on PATH, even a wrapper script, before the toolkit's own
+    nvcc: Path
     include_dirs: tuple[Path, ...]
-    cudart: Path  # libcudart.so or, in pip packages, libcudart.so.13
+    cudart: Path  # libcudart.so or, in NVIDIA's wheels, libcudart.so.13
 
 
 def find_cuda_home() -> CudaHome:
-    """Find a toolkit with nvcc: CUDA_HOME or CUDA_PATH, PATH, pip packages, /usr/local/cuda."""
+    """Find a toolkit with nvcc: CUDA_HOME or CUDA_PATH, PATH, /usr/local/cuda, NVIDIA's wheel."""
     return _find_cuda_home(settings(), site_directories())
 
 
@@ -205,46 +201,34 @@ def find_nvcc() -> Tool:
 
 @lru_cache(maxsize=8)
 def _find_cuda_home(now: Settings, site: tuple[str, ...]) -> CudaHome:
-    given = now.cuda_home
-    if given is None:
-        homes = (*_toolkits_on_path(now.path), *map(_toolkit, _places(now, site)))
-        missing = "nvcc with a CUDA toolkit was not found"
-    else:
-        homes = (_toolkit([given]),)
+    if now.cuda_home is not None:
+        roots = [now.cuda_home]
         needs = "bin/nvcc, include/cuda_runtime.h, libcudart"
-        missing = f"CUDA_HOME: {given} holds no CUDA toolkit ({needs})"
-    for home in homes:
+        missing = f"CUDA_HOME: {now.cuda_home} holds no CUDA toolkit ({needs})"
+    else:
+        nvcc = _on_path("nvcc", now.path)
+        roots = [] if nvcc is None else [Path(nvcc).resolve().parents[1]]
+        roots += [SYSTEM_CUDA, *_wheels(site)]
+        missing = "nvcc with a CUDA toolkit was not found"
+    for root in roots:
+        home = _toolkit(root)
         if home is not None:
             return home
     raise ToolchainError(f"{missing}; {_CUDA_HINT}")
 
 
-def _toolkits_on_path(path: str) -> Iterator[CudaHome | None]:
-    nvcc = _on_path("nvcc", path)
-    if nvcc is not None:
-        yield _toolkit([Path(nvcc).resolve().parents[1]], nvcc)
-        # A wrapper script may be anywhere; a dry run of nvcc prints where the toolkit is.
-        output = _output((nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null"))
-        top = re.search(r"^#\$ TOP=(.+)$", output, re.MULTILINE)
-        if top is not None:
-            yield _toolkit([Path(top[1].strip()).resolve()], nvcc)
-
-
-def _toolkit(roots: Sequence[Path], nvcc: str | None = None) -> CudaHome | None:
-    """Return the toolkit in these directories if it is complete."""
-    programs = [Path(nvcc)] if nvcc else [root / "bin/nvcc" for root in roots]
-    includes = [root / include for root in roots for include in _INCLUDE_DIRS]
+def _toolkit(root: Path) -> CudaHome | None:
+    """Return the toolkit in a directory if it is complete."""
+    nvcc = root / "bin/nvcc"
+    includes = tuple(filter(os.path.isdir, (root / name for name in _INCLUDE_DIRS)))
     names = ("libcudart.so", "libcudart.so.13", "libcudart.so.12")
-    cudarts = [root / lib / name for root in roots for lib in _LIB_DIRS for name in names]
-    program = next(filter(os.path.isfile, programs), None)
-    includes = list(filter(os.path.isdir, includes))
+    cudarts = (root / lib / name for lib in _LIB_DIRS for name in names)
     cudart = next(filter(os.path.exists, cudarts), None)
-    if program is None or cudart is None or not _has(includes, "cuda_runtime.h"):
-        return None
-    return CudaHome(roots[0], program, tuple(includes), cudart)
+    is_complete = os.path.isfile(nvcc) and _has(includes, "cuda_runtime.h")
+    return CudaHome(root, nvcc, includes, cudart) if is_complete and cudart is not None else None
 
 
-# -- CUDA's own headers ----------------------------------------------------------------------------
+# -- CUDA's own headers, for NVRTC -----------------------------------------------------------------
 #
 # cuda_fp16.h, cooperative_groups.h, cuda/std/..., CUB: 2400 files, some with computed includes.
 # Reading them takes as long as a compile, so the include closure leaves them out. The variant of an
@@ -253,16 +237,10 @@ def _toolkit(roots: Sequence[Path], nvcc: str | None = None) -> CudaHome | None:
 
 FIRST_BUNDLED = (13, 3)  # the NVRTC that brings headers, and knows --use-bundled-headers
 
-# The headers of NVRTC 13.3 to 13.5.
-_BUNDLED = re.compile(
-    r"(?:cuda|cub|thrust|nv|cooperative_groups|crt)/.+"
-    r"|(?:cooperative_groups|cuComplex|math_constants|mma|vector_types|cudart_platform"
-    r"|cuda_(?:fp16|bf16|fp8|fp6|fp4|tf32|pipeline|awbarrier)\w*)\.h(?:pp)?"
-)
 # A directory with one of these files holds CUDA's own headers.
 _MARKS = ("cuda_runtime.h", "cuda/std/version", "cub/version.cuh", "thrust/version.h")
-
-_HEADERS_12 = "nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12 nvidia-cuda-nvcc-cu12"
+# How the names of CUDA's own headers begin.
+_OWN = ("cuda", "cub/", "thrust/", "nv/", "cooperative_groups", "mma.h", "curand", "device_")
 
 # The headers of the C++ and C standard libraries, and of nvrtc.STANDINS.
 _STD = re.compile(r"[a-z_]+|c?(?:assert|float|limits|math|stdio|stdlib|string|time)\.h")
@@ -270,24 +248,20 @@ _STANDINS = ("stdint.h", "stddef.h", "cuda_runtime.h", "device_launch_parameters
 
 
 class CudaHeaders(NamedTuple):
-    """CUDA's own headers for one compile: the search order is given, bundled, found."""
+    """CUDA's own headers for one compile: the directories are searched before NVRTC's."""
 
     given: tuple[Path, ...] = ()  # directories that the caller named
-    found: tuple[Path, ...] = ()  # directories of pip packages or a toolkit
+    installed: tuple[Path, ...] = ()  # directories of CUDA_HOME or of NVIDIA's wheels
     bundled: bool = False  # whether NVRTC's own are used
-    complete: bool = True  # whether all wanted headers are there
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys((*self.given, *self.found)))
+    are_missing: bool = False  # whether headers are wanted and there are none
 
     @property
     def id(self) -> str:
-        """Name of those that were found, for a variant, such as ``cuda-1a2b3c4d5e6f``.
+        """Name of those that are installed, for a variant, such as ``cuda-1a2b3c4d5e6f``.
 
         It takes a stat of every file (20 ms for the 2459 of CUDA 13.5).
         """
-        return f"cuda-{_state(self.found)}" if self.found else ""
+        return f"cuda-{_state(self.installed)}" if self.installed else ""
 
 
 def is_cuda_headers(directory: Path) -> bool:
@@ -295,73 +269,53 @@ def is_cuda_headers(directory: Path) -> bool:
     return any(os.path.isfile(directory / mark) for mark in _MARKS)
 
 
-def find_headers(
-    missing: Iterable[str], given: Sequence[Path] = (), library: Tool | None = None
-) -> CudaHeaders:
-    """Find CUDA's own headers among `missing`: names that the include closure did not resolve.
+def find_headers(missing: Iterable[str], given: Sequence[Path], library: Tool) -> CudaHeaders:
+    """Find CUDA's own headers for names that the include closure did not resolve.
 
-    `given` are directories of the caller with CUDA's own headers. `library` is the NVRTC; None
-    stands for nvcc, which finds the rest by itself.
+    `given` are the caller's directories with CUDA's own headers. `library` is the NVRTC: 13.3 and
+    newer bring theirs. Older ones get those of CUDA_HOME, else of NVIDIA's wheels.
     """
-    wanted = _wanted(missing)
-    if not wanted:
+    if not _is_wanted(missing):
         return CudaHeaders()
-    given = tuple(given)
-    if library is None:
-        return CudaHeaders(given)
-    has_bundle = _release(library) >= FIRST_BUNDLED
-    rest = [name for name in wanted if not _has(given, name)]
-    cuda = [name for name in rest if _BUNDLED.fullmatch(name)]
-    found = _best_place([name for name in rest if not (has_bundle and name in cuda)])
-    bundled = has_bundle and bool(given or cuda or found)
-    complete = has_bundle or all(_has(found, name) for name in cuda)
-    return CudaHeaders(given, found, bundled, complete)
+    bundled = tuple(map(int, library.version.split("."))) >= FIRST_BUNDLED
+    installed = () if bundled else _installed_headers(settings(), site_directories())
+    return CudaHeaders(tuple(given), installed, bundled, not (given or bundled or installed))
 
 
 def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
     """Return a digest of the directories that the caller named, for a key."""
-    return _state(given) if _wanted(missing) else ""
+    return _state(given) if _is_wanted(missing) else ""
 
 
-def header_hint(name: str, library: Tool) -> str:
+def header_hint(name: str) -> str:
     """Return what to do about a header that NVRTC did not find; empty if nothing is known."""
-    if _BUNDLED.fullmatch(name) or name.startswith(("cuda", "curand", "device_")):
-        pip = _HEADERS_12 if _release(library) < (13,) else '"nvidia-cuda-nvrtc>=13.3"'
+    if name.startswith(_OWN):
         return (
-            f"{name} is CUDA's own and was found neither in pip packages nor in a toolkit; pip "
-            f"install {pip}, set CUDA_HOME, or name its directory in extra_include_paths"
+            f"{name} is CUDA's own; NVRTC 13.3 and newer bring most: pip install "
+            '"nvidia-cuda-nvrtc>=13.3", set CUDA_HOME for an older one, or name the directory in '
+            "extra_include_paths"
         )
     if _STD.fullmatch(name):
         return "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/std/...>"
     return ""
 
 
-def _wanted(missing: Iterable[str]) -> list[str]:
-    return [name for name in missing if name not in _STANDINS and not _STD.fullmatch(name)]
+def _is_wanted(missing: Iterable[str]) -> bool:
+    return any(name not in _STANDINS and not _STD.fullmatch(name) for name in missing)
+
+
+def _installed_headers(now: Settings, site: Sequence[str]) -> tuple[Path, ...]:
+    """Return the header directories of CUDA_HOME, else of NVIDIA's wheels, CCCL's included."""
+    roots = [now.cuda_home] if now.cuda_home is not None else _wheels(site)
+    names = [f"{include}{cccl}" for include in _INCLUDE_DIRS for cccl in ("", "/cccl")]
+    # Directories may be links to one another.
+    paths = dict.fromkeys(Path(os.path.realpath(root / name)) for root in roots for name in names)
+    includes = tuple(filter(os.path.isdir, paths))
+    return includes if any(map(is_cuda_headers, includes)) else ()
 
 
 def _has(directories: Iterable[Path], name: str) -> bool:
     return any(os.path.isfile(directory / name) for directory in directories)
-
-
-def _release(library: Tool) -> tuple[int, ...]:
-    return tuple(map(int, library.version.split(".")))
-
-
-def _best_place(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the directories of the place that has most of `names`; empty if none has any."""
-    places = map(_header_dirs, _places(settings(), site_directories())) if names else ()
-    best = max(places, key=lambda place: sum(_has(place, name) for name in names), default=())
-    return best if any(_has(best, name) for name in names) else ()
-
-
-def _header_dirs(roots: Sequence[Path]) -> tuple[Path, ...]:
-    """Return the header directories of a toolkit, CCCL's included; empty if it has none."""
-    includes = [root / include for root in roots for include in _INCLUDE_DIRS]
-    spelled = [include / cccl for include in includes for cccl in ("", "cccl")]
-    # One may be a link to another.
-    found = dict.fromkeys(Path(os.path.realpath(path)) for path in filter(os.path.isdir, spelled))
-    return tuple(found) if any(map(is_cuda_headers, found)) else ()
 
 
 def _state(directories: Sequence[Path]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jitkern.errors import CompileError
+from jitkern.compilers.find import find_cuda_home
+from jitkern.errors import CompileError, ToolchainError
 from jitkern.fs import scratch_folder, slug
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ def platform_abi() -> tuple[str, ...]:
 def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Module:
     """Load a library of a verified entry through tvm-ffi; CompileError if it does not load.
 
-    A library that is in memory only is given as its bytes. One with `cuda` needs libcudart, which
-    is loaded from the toolkit unless the process has it.
+    A library that is in memory only is given as its bytes. One with `cuda` needs libcudart: if it
+    does not load, the toolkit's is loaded first.
     """
     if isinstance(library, bytes):
         with scratch_folder("library") as folder:
@@ -41,12 +43,12 @@ def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Mod
     try:
         try:
             module = load_module(str(library))
-        except _LOAD_ERRORS as error:
-            if not cuda or "libcudart" not in str(error):
+        except _LOAD_ERRORS:
+            if not cuda:
                 raise
-            from jitkern.compilers.find import find_cuda_home
-
-            ctypes.CDLL(str(find_cuda_home().cudart), mode=ctypes.RTLD_GLOBAL)
+            # The toolkit's libcudart need not be where the dynamic loader searches.
+            with suppress(ToolchainError, OSError):
+                ctypes.CDLL(str(find_cuda_home().cudart), mode=ctypes.RTLD_GLOBAL)
             module = load_module(str(library))
     except _LOAD_ERRORS as error:
         message = f"{name}: the library was built but does not load"

@@ -86,18 +86,18 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     # NVRTC 13.2 succeeds without code for some archs (apache/tvm#20100).
     reason = api.error_text(status) if status else "success, but no code"
     message = f"{name}: NVRTC {api.version} for {arch}: {reason}"
-    message += _advice(log, library)
+    message += _advice(log)
     command = f"nvrtc {shlex.join(arguments)}"
     raise CompileError(message, command=command, log=log, source=source)
 
 
-def _advice(log: str, library: Tool) -> str:
+def _advice(log: str) -> str:
     """Return what to do about a failure, to append to its message."""
     option = re.search(r"unrecognized option (\S+)", log)
     if option is not None:
-        return f"; NVRTC knows no {option[1]}: leave it out, or set JITKERN_COMPILER=nvcc"
+        return f"; NVRTC knows no {option[1]}: leave it out"
     header = re.search(r'(?:cannot|could not) open source file "([^"]+)"', log)
-    hint = "" if header is None else header_hint(header[1], library)
+    hint = "" if header is None else header_hint(header[1])
     return f"; {hint}" if hint else ""
 
 
@@ -155,16 +155,10 @@ def _unpacked(library: Path, pid: int) -> Path:
 
 
 def _include_options(cuda_headers: CudaHeaders, library: Tool) -> list[str]:
-    if not cuda_headers.bundled:
-        return [f"-I{directory}" for directory in cuda_headers.directories]
-    given, found = cuda_headers.given, cuda_headers.found
-    unpacked = _unpacked(library.path, os.getpid())
-    # NVRTC searches its own headers last; a toolkit's of the same names must not win.
-    own = (unpacked, unpacked / "cccl") if found else ()
-    return [
-        *(f"-I{directory}" for directory in dict.fromkeys((*given, *own, *found))),
-        f"--use-bundled-headers={unpacked}",
-    ]
+    options = [f"-I{path}" for path in (*cuda_headers.given, *cuda_headers.installed)]
+    if cuda_headers.bundled:  # NVRTC searches these last
+        options.append(f"--use-bundled-headers={_unpacked(library.path, os.getpid())}")
+    return options
 
 
 _WITH_VALUE = {"-Xptxas", "--ptxas-options", "-std", "--std", "-Xcompiler", "-ccbin"}

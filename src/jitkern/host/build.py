@@ -12,7 +12,6 @@ from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.lock import build_folder
 from jitkern.cache.store import Cache
-from jitkern.cache.trust import EVERYONE
 from jitkern.compilers import cxx
 from jitkern.compilers.load import platform_abi
 from jitkern.compilers.sources import CSRC, include_dirs
@@ -74,7 +73,7 @@ def announce_and_build(key: Key, csrc: Path) -> Entry:
     """Log why the host module is built, and build it; ToolchainError without a compiler."""
     import tvm_ffi
 
-    entry = Cache(get.SHIPPED, read_only=True, trust=EVERYONE).lookup(key)
+    entry = Cache(get.SHIPPED, read_only=True, shared=True).lookup(key)
     if entry is not None:
         shipped = entry.meta.get("tvm_ffi")
         why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"

@@ -220,8 +220,8 @@ class DeviceModule:
         found = look(DeviceImage(self, arch))
         if found is not None:
             self._images[arch] = found
-            if settings().record is not None:  # asked here too: a look-up runs one file less
-                record(self._used._replace(arch=str(arch)), self.closure)
+            if settings().record is not None:  # skips record.py on the fast path
+                record(self._used._replace(arch=str(arch)))
         return found
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
@@ -241,7 +241,7 @@ class DeviceModule:
 
     def cuda_headers(self) -> toolchain.CudaHeaders:
         """Return CUDA's own headers that the sources may include."""
-        library = toolchain.find_nvrtc() if settings().compiler == "nvrtc" else None
+        library = toolchain.find_nvrtc()
         return toolchain.find_headers(self.closure.missing, self._cuda_dirs, library)
 
     def key(self, arch: Arch) -> Key:
@@ -364,7 +364,7 @@ class DeviceImage(Buildable[bytes]):
         self.variant = ""
         with suppress(ToolchainError):
             headers = module.cuda_headers()
-            self.variant = _variant(headers) if headers.complete else ""
+            self.variant = "" if headers.are_missing else _variant(headers)
         self.has_compiler: bool = bool(self.variant)
 
     def usable_keys(self) -> Iterator[Key]:
@@ -389,8 +389,8 @@ class DeviceImage(Buildable[bytes]):
         made_by = _cuda_version(made_with)
         if not (made_by <= ours if is_ptx else made_by[0] <= ours[0]):
             return MAY_LOAD
-        both_nvrtc = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
-        return SHIPPED_WILL_DO if both_nvrtc and not is_ptx else LOADS
+        is_nvrtcs = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
+        return SHIPPED_WILL_DO if is_nvrtcs and not is_ptx else LOADS
 
     def load(self, entry: Entry) -> bytes:
         return entry.data
@@ -399,26 +399,20 @@ class DeviceImage(Buildable[bytes]):
         return self._module.hint(self._arch)
 
     def build(self) -> Entry:
-        # The compilers are imported here: a warm load needs neither, a cold one needs one.
-        module = self._module
-        compile_: Callable[..., Any]
-        if settings().compiler == "nvrtc":
-            from jitkern.compilers import nvrtc
+        from jitkern.compilers import nvrtc  # a warm load does not need it
 
-            # The sources of the package do not need what -minimal leaves out.
-            own = all(file.is_relative_to(CSRC) for file in module.files)
-            compile_ = partial(nvrtc.compile, minimal=own)
-        else:
-            from jitkern.compilers.nvcc import compile_with_nvcc as compile_
+        module = self._module
         headers = module.cuda_headers()
         variant = _variant(headers)
-        image = compile_(
+        image = nvrtc.compile(
             module.closure.source,
             # Not NAME.cu: a header of that name, the user's own file, would include itself.
             name=f"{module.name}.instance.cu",
             headers=module.closure.headers,
             arch=self._arch,
             options=module.options,
+            # The sources of the package do not need what -minimal leaves out.
+            minimal=all(file.is_relative_to(CSRC) for file in module.files),
             cuda_headers=headers,
         )
         files = {f"{slug(module.op)}.{image.kind}": image.data}
@@ -426,8 +420,8 @@ class DeviceImage(Buildable[bytes]):
 
 
 def _cuda_version(variant: str) -> tuple[int, int]:
-    """(13, 5) of nvrtc-13.5+... and of nvcc-13.5.12; (0, 0) of anything else."""
-    match = re.match(r"nv(?:rtc|cc)-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
+    """Return (13, 5) for nvrtc-13.5+...; (0, 0) for anything else."""
+    match = re.match(r"nvrtc-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
@@ -443,7 +437,7 @@ def _driver_version() -> tuple[int, int]:
 
 def compiler_id() -> str:
     """Name the compiler for device code; ToolchainError if it is not installed."""
-    return (toolchain.find_nvrtc() if settings().compiler == "nvrtc" else toolchain.find_nvcc()).id
+    return toolchain.find_nvrtc().id
 
 
 def _variant(headers: toolchain.CudaHeaders) -> str:

@@ -135,7 +135,7 @@ class NativeLibrary(Buildable["Module | None"]):
             file, data = Path(folder, found.entry.artefact_name), found.entry.data
             if not file.exists() or file.read_bytes() != data:
                 write_whole(file, data)
-        record(self._used, self._closure)
+        record(self._used)
         return found
 
     def load(self, entry: Entry) -> Module | None:

@@ -96,8 +96,6 @@ def _parse(text: str) -> Param:
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _STRUCT = re.compile(r"\bstruct\s+Params\s*\{([^{}]*)\}\s*;")
-_DEFINED = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
-_PACKED = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+pack\b", re.MULTILINE)
 # Pointers in C that say their dtype. Those to unsigned words and chars are as often raw memory.
 _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "bool"}
 
@@ -105,20 +103,22 @@ _POINTEES = {"float32", "float64", "float16", "bfloat16", "int32", "int64", "boo
 def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     """Return the members of a class's ``Params`` if one of the C++ sources lists them plainly.
 
-    Such as ``struct Scale { struct Params { float* data; double factor; }; };``.
+    An example: ``struct Scale { struct Params { float* data; double factor; }; };``. A macro that
+    changes a member's type or name does not compile then: its ``Params`` has to be declared.
     """
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
     head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
     plain = [_COMMENT.sub(" ", text) for text in texts]
-    bodies = [_body(text, match.end()) for text in plain for match in head.finditer(text)]
-    found = _STRUCT.findall(bodies[0]) if len(bodies) == 1 else []  # else not here, or specialised
-    if len(found) != 1 or "#" in bodies[0]:  # the preprocessor decides
+    if any("pragma pack" in text for text in plain):  # then members are not aligned
         return ()
-    macros = {name for text in plain for name in _DEFINED.findall(text)}
-    if any(map(_PACKED.search, plain)) or macros.intersection(re.findall(r"\w+", found[0])):
+    bodies = [_body(text, match.end()) for text in plain for match in head.finditer(text)]
+    if len(bodies) != 1 or "#" in bodies[0]:  # elsewhere, specialised, or the preprocessor decides
+        return ()
+    structs = _STRUCT.findall(bodies[0])
+    if len(structs) != 1:
         return ()
     try:
-        return tuple(_member(text.strip()) for text in found[0].split(";") if text.strip())
+        return tuple(_member(text.strip()) for text in structs[0].split(";") if text.strip())
     except ValueError:
         return ()
 
