@@ -92,7 +92,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 UNREADABLE = (RuntimeError, ValueError, BufferError)
-"""What a call of C++ raises for an argument whose memory it cannot read."""
+"""Exceptions that C++ raises for an argument whose memory it cannot read."""
 
 
 def name_unreadable(

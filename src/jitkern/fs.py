@@ -249,7 +249,7 @@ def make_memory(user: str, shown: str, num_bytes: int) -> int:
     """
     import ctypes
 
-    # By libc: a Python built for a glibc before 2.27, as many of uv's are, has no os.memfd_create.
+    # Through libc: Pythons built for a glibc before 2.27, as many of uv's, lack os.memfd_create.
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "memfd_create"):
         raise UnsupportedError(f"{user}: no memfd_create here, expected glibc 2.27")
@@ -264,8 +264,8 @@ def make_memory(user: str, shown: str, num_bytes: int) -> int:
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
-# Of control groups, version 2 and 1: their directory, which is also the controller's name; limit,
-# what is used, and what of that is files that Linux drops on demand.
+# Control groups, version 2 and 1: directory (also the controller's name), limit, usage, and the
+# usage by files that Linux drops on demand.
 _CGROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

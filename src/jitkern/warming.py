@@ -34,6 +34,15 @@ _COMPILE_BYTES = 400 << 20
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
+class WarmArgumentError(ValueError):
+    """A wrong argument of ``warm``; the command line names its option instead."""
+
+    def __init__(self, argument: str, problem: str) -> None:
+        self.argument = argument
+        self.problem = problem
+        super().__init__(f"warm: {argument}: {problem}")
+
+
 @dataclass
 class Outcome:
     """A kernel for one arch, or a library, and the result of its job.
@@ -73,13 +82,13 @@ class Outcome:
     def run(self, step: Callable[[], Lookup[Any] | None]) -> Outcome:
         """Do `find` or `build`, and keep its look-up or its error."""
         try:
-            self.lookup = found = step()
+            self.lookup = step()
         except _FAILURES as error:
             self.source, self.error = "failed", error
         else:
-            if found is not None:
-                self.source, self.ms = found.source, found.ms
-                self.bytes = len(found.entry.data)
+            if self.lookup is not None:
+                self.source, self.ms = self.lookup.source, self.lookup.ms
+                self.bytes = len(self.lookup.entry.data)
         return self
 
     @property
@@ -146,15 +155,15 @@ def warm(
     Examples
     --------
     >>> import jitkern
-    >>> for one in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
-    ...     print(one.name, one.parameters, one.arch, one.source)
+    >>> for outcome in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
+    ...     print(outcome.name, outcome.parameters, outcome.arch, outcome.source)
     """
     wanted_archs = _archs(archs)
     wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if threads is not None and (type(threads) is not int or threads < 1):
-        raise ValueError(f"warm: threads: {threads!r}, expected 1 or more")
+        raise WarmArgumentError("threads", f"{threads!r}, expected 1 or more")
     if check and out is not None:
-        raise ValueError("warm: out: given along with check, which writes nothing")
+        raise WarmArgumentError("out", "given along with check, which writes nothing")
     if out is not None and not isinstance(out, (str, PathLike)):
         raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     user_cache().check()
@@ -163,14 +172,15 @@ def warm(
     try:
         recorded = [used for file in _listed("files", files) for used in replay(file)]
     except ValueError as error:
-        raise ValueError(f"warm: files: {error}") from error
+        raise WarmArgumentError("files", str(error)) from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
-            raise ValueError(
-                "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
-                "expected one of them, such as archs=['9.0']"
+            raise WarmArgumentError(
+                "archs",
+                "none is given, JITKERN_ARCH is not set, and there is no GPU to ask; expected one "
+                "of them, such as archs=['9.0']",
             )
         outcomes += op_jobs(wanted_ops, for_archs)
     threads = threads or default_threads()
@@ -204,9 +214,9 @@ def build_kernels(
     """
     cache = Cache(Path(out_dir), shared=True)
     sized: list[tuple[str, int]] = []
-    for one in wanted:
-        given = {size.name: one.get(f"{size.name}s", ()) for size in SIZES}
-        sized += _sized_ops(one.get("ops"), given)
+    for arguments in wanted:
+        sizes = {size.name: arguments.get(f"{size.name}s", ()) for size in SIZES}
+        sized += _sized_ops(arguments.get("ops"), sizes)
     jobs = itertools.product(_kernels(sized), _archs(archs))
     with ThreadPoolExecutor(threads or default_threads()) as pool:
         entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
@@ -235,24 +245,28 @@ def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> li
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(stems)}")
+            raise WarmArgumentError("ops", f"{op!r}, expected one of {', '.join(stems)}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
-            raise ValueError(f"warm: ops: {op!r}, expected along with {size.name}s, {size.meaning}")
+            expected = f"expected along with {size.name}s, {size.meaning}"
+            raise WarmArgumentError("ops", f"{op!r}, {expected}")
     for size, values in sizes.items():
-        for one in values:
-            if type(one) is not int or not 1 <= one <= size.largest:
+        for value in values:
+            if type(value) is not int or not 1 <= value <= size.largest:
                 expected = f"{size.meaning}, 1 to {size.largest}"
-                raise ValueError(f"warm: {size.name}s: {one!r}, expected {expected}")
+                raise WarmArgumentError(f"{size.name}s", f"{value!r}, expected {expected}")
         if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise ValueError(f"warm: {size.name}s: {values}, expected an op of {expected}")
+            raise WarmArgumentError(f"{size.name}s", f"{values}, expected an op of {expected}")
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 
 def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
-    given = [] if archs is None else _listed("archs", archs)
-    parsed = (a if isinstance(a, Arch) else Arch.parse(str(a), "warm: archs") for a in given)
+    listed = [] if archs is None else _listed("archs", archs)
+    try:
+        parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in listed]
+    except ValueError as error:
+        raise WarmArgumentError("archs", str(error).removeprefix("arch: ")) from error
     return list(dict.fromkeys(parsed))
 
 
@@ -326,16 +340,17 @@ def _build(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
         )
     require_writable(user_cache().root, "set JITKERN_CACHE_DIR to a directory of yours")
-    if not all(one.is_library for one in missing):
+    if not all(outcome.is_library for outcome in missing):
         compiler_id()  # raises ToolchainError if there is none
     count = itertools.count(1)
-    for one in missing:
-        if one.is_library:  # one after the other: ninja keeps all cores busy with each
-            progress(one.run(one.build), next(count), len(missing))
+    for outcome in missing:
+        if outcome.is_library:  # one after the other: ninja keeps all cores busy with each
+            progress(outcome.run(outcome.build), next(count), len(missing))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
-    kernels = [pool.submit(one.run, one.build) for one in missing if not one.is_library]
+    kernels = [outcome for outcome in missing if not outcome.is_library]
+    futures = [pool.submit(kernel.run, kernel.build) for kernel in kernels]
     try:
-        for done in as_completed(kernels):
+        for done in as_completed(futures):
             progress(done.result(), next(count), len(missing))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -344,14 +359,15 @@ def _build(
 def _failures_text(outcomes: Sequence[Outcome]) -> str:
     """Say what failed and why, equal reasons once; then the log of the first compiler."""
     failed_by: dict[str, list[Outcome]] = {}
-    failed = [one for one in outcomes if one.error is not None]
-    for one in failed:
-        reason = one.error.message if isinstance(one.error, CompileError) else str(one.error)
-        failed_by.setdefault(" ".join(reason.split()), []).append(one)
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    for outcome in failed:
+        error = outcome.error
+        reason = error.message if isinstance(error, CompileError) else str(error)
+        failed_by.setdefault(" ".join(reason.split()), []).append(outcome)
     lines = [f"{_named(some)}: {reason}" for reason, some in failed_by.items()]
     separator = "\n  " if len(lines) > 1 else " "
     text = separator.join([f"{len(failed)} of {len(outcomes)} failed:", *lines])
-    logs = [f"{one.error}" for one in failed if isinstance(one.error, CompileError)]
+    logs = [str(outcome.error) for outcome in failed if isinstance(outcome.error, CompileError)]
     return "\n".join([text, *logs[:1]])
 
 

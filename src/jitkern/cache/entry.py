@@ -19,12 +19,12 @@ META_NAME = "meta.json"
 
 
 class Key(NamedTuple):
-    """What an entry is made from."""
+    """The identity of an entry: everything that it is made from."""
 
     route: str  # how it is built, such as "device"
     name: str  # readable part of the folder's name, e.g. store_656_16_4_128_8_true
     digest: str  # 20 hex digits over everything but the variant; "family" in meta.json
-    describe: Mapping[str, Any] = {}  # what meta.json tells a reader
+    describe: Mapping[str, Any] = {}  # for readers of meta.json
 
     @property
     def op(self) -> str:
@@ -121,9 +121,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     file = path / META_NAME
     meta = parse_meta(_read(file), str(file))
-    place = str(Entry(path, {}, meta))
-    if place != f"{path.parent.name}/{path.name}":
-        raise CacheError(f"{file}: its meta is that of {place}")
+    name = str(Entry(path, {}, meta))
+    if name != f"{path.parent.name}/{path.name}":
+        raise CacheError(f"{file}: its meta is that of {name}")
     return meta
 
 

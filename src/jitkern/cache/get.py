@@ -1,4 +1,4 @@
-"""From a key to what it stands for: found in a cache, else built once per node and published.
+"""Look a key up in the caches; if it is missing, build it once per node and publish it.
 
 Caches are searched in this order: JITKERN_CACHE_PATH, JITKERN_CACHE_DIR, what the wheel ships, the
 wheel of prebuilt kernels. JITKERN_CACHE_DIR is the one written.
@@ -44,13 +44,13 @@ def freeze(mode: FreezeMode = "raise") -> None:
 
     Call it when a server has warmed up: a miss then raises FrozenError, which names what to warm,
     rather than stalling a request. ``JITKERN_FREEZE=1`` or ``warn`` does the same from the start.
-    A kernel that another version of the compiler has made counts as there.
+    A kernel built by another version of the compiler is not missing.
 
     Parameters
     ----------
     mode : {"raise", "warn"}
-        What becomes of a miss: FrozenError, or a RuntimeWarning with the same words, once for each
-        kernel, and then the compile. Another mode is a ValueError.
+        Raise FrozenError for a missing kernel, or compile it after a RuntimeWarning with the same
+        text, once per kernel. Another mode is a ValueError.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def freeze(mode: FreezeMode = "raise") -> None:
 
 
 def unfreeze() -> None:
-    """Compile what is missing again, whatever ``freeze`` or ``JITKERN_FREEZE`` has said.
+    """Compile missing kernels again, regardless of ``freeze`` and ``JITKERN_FREEZE``.
 
     Examples
     --------
@@ -105,7 +105,7 @@ def _caches(now: Settings) -> tuple[Searched, ...]:
     user = Cache(written, max_bytes=now.cache_max_bytes, home=now.home)
     others = [Cache(path, read_only=True, home=now.home) for path in now.cache_path]
     wheels = {"shipped": SHIPPED}
-    # importlib.util.find_spec would ask the finders of others too, who may raise what they like.
+    # Only sys.path is searched: third-party import hooks may raise arbitrary exceptions.
     spec = PathFinder.find_spec(KERNELS.replace("-", "_"))  # imports nothing of the wheel
     if spec is not None and spec.origin is not None:
         wheels[KERNELS] = Path(spec.origin).parent
@@ -125,10 +125,10 @@ def folders() -> list[Path]:
 
 def user_cache() -> Cache:
     """Return the cache at JITKERN_CACHE_DIR, the only one that is written."""
-    return next(one.cache for one in caches() if one.origin == "JITKERN_CACHE_DIR")
+    return next(cache for origin, _, cache in caches() if origin == "JITKERN_CACHE_DIR")
 
 
-# What this process has built and could not publish, by key.
+# Entries that this process has built and could not publish, by key.
 _unpublished: dict[str, Entry] = {}
 
 
@@ -193,8 +193,8 @@ def build(wanted: Buildable[Any]) -> Entry:
 
 def find(wanted: Buildable[T]) -> Lookup[T] | None:
     """Look something up in the caches; nothing is built."""
-    found = _find(wanted, time.perf_counter())
-    return found if found is None else _told(found)
+    lookup = _find(wanted, time.perf_counter())
+    return lookup if lookup is None else _counted(lookup)
 
 
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
@@ -206,20 +206,20 @@ def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     start = time.perf_counter()
     began_unix_s = time.time()
     try:
-        found = _find(wanted, start)
-        if found is None:
+        lookup = _find(wanted, start)
+        if lookup is None:
             stats.count("misses")
             _obey_freeze(wanted)
-            found = _find_or_build_alone(wanted, start, began_unix_s)
+            lookup = _find_or_build_alone(wanted, start, began_unix_s)
     except CompileError:
         stats.count("failures")
         raise
-    return _told(found)
+    return _counted(lookup)
 
 
-def _told(found: Lookup[T]) -> Lookup[T]:
-    stats.tell(found.entry.key, found.source, found.ms, found.entry.variant, found.path)
-    return found
+def _counted(lookup: Lookup[T]) -> Lookup[T]:
+    stats.count_lookup(lookup.entry, lookup.source, lookup.ms)
+    return lookup
 
 
 def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
@@ -245,9 +245,9 @@ def _entries(wanted: Buildable[T], key: Key, least: int) -> Iterator[tuple[Sourc
     if kept is not None and wanted.rank(kept.meta) >= least:
         yield "cached", kept
     for _, source, cache in caches():
-        of_cache = min(least, SHIPPED_WILL_DO) if source == "shipped" else least
+        threshold = min(least, SHIPPED_WILL_DO) if source == "shipped" else least
         try:
-            entry = cache.lookup(key, wanted.rank, of_cache)
+            entry = cache.lookup(key, wanted.rank, threshold)
         except UntrustedError as error:
             if cache is user_cache():
                 _warn_of_unwritable(error)
@@ -264,8 +264,8 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
     with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there):
         # Again, under the lock: another rank may have published meanwhile.
-        if found := _find(wanted, start):
-            return found
+        if lookup := _find(wanted, start):
+            return lookup
         failure = cache.failure(wanted.key)
         if known := failure.recent(wanted.variant, began_unix_s):
             raise known
@@ -288,10 +288,12 @@ def _obey_freeze(wanted: Buildable[T]) -> None:
     mode = _freeze_mode()
     if mode is None or (mode == "warn" and str(wanted.key) in _warned_of):
         return
-    so = "jitkern is frozen" if mode == "raise" else "jitkern is frozen to warn: it is compiled now"
+    frozen = "jitkern is frozen"
+    if mode == "warn":
+        frozen += " to warn: it is compiled now"
     searched = ", ".join(map(str, folders()))
     name = f"{wanted.key}/{wanted.variant or 'any'}"
-    message = f"{name}: not found in {searched}, and {so}; {wanted.hint()}".removesuffix("; ")
+    message = f"{name}: not found in {searched}, and {frozen}; {wanted.hint()}".removesuffix("; ")
     if mode == "raise":
         raise FrozenError(message)
     _warned_of.add(str(wanted.key))

@@ -84,7 +84,7 @@ def build_folder(folder: Path | str | None) -> Iterator[Path]:
 
 
 def read_holder(path: Path) -> str:
-    """Return who holds the lock file `path`, by its own note; empty if nobody does."""
+    """Return the note of the process that holds the lock file `path`; empty if none does."""
     try:
         text = _read(Path(f"{path}.holder"), 400).decode()
     except (OSError, ValueError):

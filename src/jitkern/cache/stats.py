@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
-from jitkern.cache.entry import Key
+from jitkern.cache.entry import Entry
 from jitkern.env import settings
 from jitkern.fs import ForkLocal
 
@@ -19,7 +19,7 @@ _log = logging.getLogger("jitkern")
 
 @dataclass(frozen=True)
 class Stats:
-    """What ``stats`` returns: how often each of these happened.
+    """Counts of look-ups and builds, returned by ``stats``.
 
     Attributes
     ----------
@@ -46,10 +46,10 @@ _guard = ForkLocal(threading.Lock)
 _counts: Counter[str] = Counter()
 
 
-def count(what: str) -> None:
-    """Add one occurrence of `what`, an attribute of Stats."""
+def count(name: str) -> None:
+    """Add one to the count `name`, an attribute of Stats."""
     with _guard.value:
-        _counts[what] += 1
+        _counts[name] += 1
 
 
 def stats() -> Stats:
@@ -65,14 +65,14 @@ def stats() -> Stats:
         return Stats(**_counts)
 
 
-def tell(key: Key, source: Source, ms: float, variant: str, where: object = None) -> None:
-    """Count one look-up, and log it: to stderr if JITKERN_LOG=1 and no logging is configured."""
+def count_lookup(entry: Entry, source: Source, ms: float) -> None:
+    """Count a look-up and log it; JITKERN_LOG=1 prints the line if no logging is configured."""
     count("compiles" if source == "compiled" else source)
     if settings().log:
         if not _log.hasHandlers():
             _log.addHandler(logging.StreamHandler())
         if not _log.isEnabledFor(logging.INFO):
             _log.setLevel(logging.INFO)
-    arch = f" for {key.arch}" if key.arch else ""
-    place = f" ({where})" if where else ""
-    _log.info("jitkern: %s/%s%s: %s, %.2f ms%s", key, variant, arch, source, ms, place)
+    arch = f" for {entry.key.arch}" if entry.key.arch else ""
+    place = f" ({entry.path})" if entry.path else ""
+    _log.info("jitkern: %s%s: %s, %.2f ms%s", entry, arch, source, ms, place)

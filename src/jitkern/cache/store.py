@@ -35,7 +35,7 @@ from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name
 NO_USE = 0
 MAY_LOAD = 1  # used only if nothing can be built
 LOADS = 2  # likewise, and this machine's driver loads it
-SHIPPED_WILL_DO = 3  # as good as a build here, if it is in a wheel
+SHIPPED_WILL_DO = 3  # in a wheel it is as good as a build here
 EXACT = 4  # what a build would make now
 
 Rank = Callable[[Mapping[str, Any]], int]
@@ -95,13 +95,14 @@ class Cache:
         """
         if not self.check():
             return None
-        found = []
+        candidates = []
         folder = self.base / str(key)
         for name in _names(folder):
             with self._ignoring_damage():
                 meta = read_meta(folder / name)
-                found.append((rank(meta), meta.get("built_unix_s") or 0, name, meta))
-        for value, _, name, meta in sorted(found, key=lambda one: one[:3], reverse=True):
+                candidates.append((rank(meta), meta.get("built_unix_s") or 0, name, meta))
+        candidates.sort(key=lambda candidate: candidate[:3], reverse=True)
+        for value, _, name, meta in candidates:
             path = folder / name
             with self._ignoring_damage():
                 if value >= least:
@@ -134,11 +135,11 @@ class Cache:
 
     def entries(self) -> list[Entry]:
         """Return the readable entries by name, without their files."""
-        found = []
+        entries = []
         for path in self.paths():
             with suppress(OSError, CacheError):
-                found.append(Entry(path, {}, read_meta(path)))
-        return found
+                entries.append(Entry(path, {}, read_meta(path)))
+        return entries
 
     def lock(
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
@@ -248,7 +249,7 @@ class Cache:
         keys = self._keys()
         # SystemRandom leaves the state of the user's generator alone.
         sampled = random.SystemRandom().sample(keys, min(len(keys), _MAX_MEASURED))
-        found: list[tuple[float, int, Path]] = []  # last use, size and path of each entry
+        measured: list[tuple[float, int, Path]] = []  # last use, size and path of each entry
         for key in sampled:
             _remove_if_empty(self.base / key)  # left by a process killed before its rename
             for variant in _names(self.base / key):
@@ -256,12 +257,12 @@ class Cache:
                 with suppress(OSError), os.scandir(path) as items:
                     stats = {item.name: item.stat(follow_symlinks=False) for item in items}
                     last_used = stats[META_NAME].st_mtime if META_NAME in stats else 0.0
-                    found.append((last_used, sum(s.st_size for s in stats.values()), path))
-        total_bytes = sum(size for _, size, _ in found) * len(keys) // max(len(sampled), 1)
+                    measured.append((last_used, sum(s.st_size for s in stats.values()), path))
+        total_bytes = sum(size for _, size, _ in measured) * len(keys) // max(len(sampled), 1)
         if total_bytes <= max_bytes:
             return
         evicted = 0
-        for _, size, path in sorted(found):
+        for _, size, path in sorted(measured):
             # Somewhat below the cap, so that the next publication need not evict again.
             if total_bytes <= max_bytes * 9 // 10 or evicted == _MAX_EVICTED:
                 break

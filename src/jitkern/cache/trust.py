@@ -1,8 +1,8 @@
 """The trust rule: a cache is used if this user or root owns it and nobody else may write it.
 
 Loading a library runs its code. The rule covers the cache's folder and the folders above it, up to
-the home directory: whoever may rename there can put another cache in its place. jitkern makes all
-below that folder for this user alone.
+the home directory: whoever may rename there can put another cache in its place. Everything below
+that folder is made for this user alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def written_by_others(status: os.stat_result, *, above: bool = False) -> str:
     mode, owner = status.st_mode, status.st_uid
     if owner not in (0, os.geteuid()):
         return f"it belongs to uid {owner}"
-    # With an umask of 002 each user has a group of his own, of the same number.
+    # Under umask 002 each user has a group of their own, with the same number.
     by_group = mode & stat.S_IWGRP and status.st_gid != owner
     if (by_group or mode & stat.S_IWOTH) and not (above and mode & stat.S_ISVTX):
         return f"its mode, {stat.S_IMODE(mode):04o}, lets others write it"

@@ -27,8 +27,8 @@ from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.fs import make_scratch_folder
 
 # Without this option NVRTC also opens files in the current directory, which the key does not hold.
-# With it CUDA's own headers do not find their neighbours. If they are read, the source is placed in
-# a directory that cannot exist instead.
+# It hides CUDA's own headers from each other: if they are read, the source is placed in a directory
+# that cannot exist instead.
 _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
 
@@ -103,12 +103,12 @@ def _advice(log: str) -> str:
 
 def _target(arch: Arch, supported: tuple[int, ...]) -> tuple[str, Literal["cubin", "ptx"]]:
     older = [number for number in supported if number < arch.number]
-    if arch.number in supported or not older:  # of an arch that is too old NVRTC says so
+    if arch.number in supported or not older:  # NVRTC reports an arch that is too old
         return arch.sm, "cubin"
     return f"compute_{max(older)}", "ptx"
 
 
-_SIZES = {8: "char", 16: "short", 32: "int", 64: "long long"}  # as CCCL has them under NVRTC
+_SIZES = {8: "char", 16: "short", 32: "int", 64: "long long"}  # CCCL's types under NVRTC
 _FIXED = "".join(
     f"typedef signed {kind} int{bits}_t; typedef unsigned {kind} uint{bits}_t;\n"
     for bits, kind in _SIZES.items()
@@ -168,15 +168,15 @@ _NO_MEANING = re.compile(r"-O[0-3]|-g|--?(expt-)?extended-lambda|-(Xcompiler|ccb
 
 def nvrtc_options(options: Sequence[str]) -> list[str]:
     """Translate nvcc's options to NVRTC's; one that is unknown here stays as it is."""
-    made: list[str] = []
+    translated: list[str] = []
     pending = iter(words(options))
     for word in pending:
         option = f"{word}={next(pending, '')}" if word in _WITH_VALUE else word
         if option == "--expt-relaxed-constexpr":
-            made.append("-default-device")  # its name in NVRTC
+            translated.append("-default-device")  # its name in NVRTC
         elif not _NO_MEANING.fullmatch(option):
-            made.append(option)
-    return made
+            translated.append(option)
+    return translated
 
 
 # A child that is forked during a compile inherits NVRTC's locks, and its own first compile hangs
@@ -240,11 +240,11 @@ class _Api:
         finally:
             self._call("DestroyProgram", ctypes.byref(program))
 
-    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _bytes(self, program: ctypes.c_void_p, name: str) -> bytes:
         size = ctypes.c_size_t()
-        self._call(f"Get{what}Size", program, ctypes.byref(size))
+        self._call(f"Get{name}Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        self._call(f"Get{what}", program, buffer)
+        self._call(f"Get{name}", program, buffer)
         return buffer.raw
 
     def _call(self, function: str, *arguments: object) -> None:

@@ -174,19 +174,19 @@ class DeviceModule:
         number = self.exports.index(export)
         how = (number, grid, block, shared_bytes, use_pdl, cooperative, cluster)
         # tvm-ffi passes the stream of a torch tensor to C++; asking torch for it takes 5 us.
-        is_told = not _TENSORS.isdisjoint(kinds)
+        has_stream = not _TENSORS.isdisjoint(kinds)
         try:
-            wanted = launch(*how, -1, is_told, *members)
+            device = launch(*how, -1, has_stream, *members)
         except RuntimeError as error:
             names = [param.name for param in self._params.get(export, ())]
             names += [f"args[{i}]" for i in range(len(names), len(args))]
             name_unreadable(error, export, **dict(zip(names, args, strict=False)))
-        if wanted is None:
+        if device is None:  # launched
             return
-        if wanted == _ON_CPU:
+        if device == _ON_CPU:
             self._cpu.load()[export](*map(_for_cpu, args, members))
         else:
-            launch(*how, *device_and_stream(wanted), *members)
+            launch(*how, *device_and_stream(device), *members)
 
     def _make_launcher(self) -> Callable[..., Any]:
         # Weak, because C++ keeps the function: the module would hold itself.
@@ -201,28 +201,28 @@ class DeviceModule:
         for export in self.exports:
             members = [param.for_cpp() for param in self._params.get(export, ())]
             signatures.append((export, export in self._cpu.names, members))
-        made = host.takes_big_ints(host.module()["make_launch"](resolve, signatures))
-        # Of two threads one is first, and both launch from what it loads.
-        return self._launchers.setdefault("", made)
+        launcher = host.takes_big_ints(host.module()["make_launch"](resolve, signatures))
+        # If two threads race, both use the launcher of the first.
+        return self._launchers.setdefault("", launcher)
 
     def lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch`, or build it, and tell where it came from."""
         return self._looked_up(arch, get_or_build)
 
     def find(self, arch: Arch) -> Lookup[bytes] | None:
-        """As ``lookup``, but None if it would have to be compiled."""
+        """Like ``lookup``, but return None instead of compiling."""
         return self._looked_up(arch, find)
 
     def _looked_up(self, arch: Arch, look: Callable[[DeviceImage], _F]) -> _F | Lookup[bytes]:
         if arch in self._images:
             stats.count("memo")
             return replace(self._images[arch], source="memo", ms=0.0)
-        found = look(DeviceImage(self, arch))
-        if found is not None:
-            self._images[arch] = found
+        lookup = look(DeviceImage(self, arch))
+        if lookup is not None:
+            self._images[arch] = lookup
             if settings().record is not None:  # skips record.py on the fast path
                 record(self._used._replace(arch=str(arch)))
-        return found
+        return lookup
 
     def build_into(self, cache: Cache, arch: Arch) -> Entry:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
@@ -275,7 +275,7 @@ def load_own(
     device_wrappers: Sequence[Wrapper],
     sized_by: str = "element_size",
 ) -> DeviceModule:
-    """As ``load_jit``, for a kernel of jitkern's own, sized by the first of `args`."""
+    """Load a kernel of jitkern's own, as ``load_jit`` does; it is sized by the first of `args`."""
     files = [str(CSRC / file) for file in device_files]
     options = {"device_files": files, "device_wrappers": list(map(list, device_wrappers))}
     hint = partial(warm_hint, name, args[0], sized_by=sized_by)
@@ -304,10 +304,10 @@ __launch_bounds__({threads}, jitkern::min_blocks<{kernel}>(0))
     return unit
 
 
-# What C++ reads as it is. The classes of torch's tensors join both sets when they are first seen.
+# Types that C++ reads unchanged. Classes of torch tensors are added to both sets on first use.
 _PLAIN: set[type] = {int, float, bool}
 _TENSORS: set[type] = set()
-_ON_CPU = -2  # what C++ answers, having checked all, if all tensors are on the CPU
+_ON_CPU = -2  # C++ returns this, after all checks, if all tensors are on the CPU
 
 
 def _readable(arg: Any) -> Any:
@@ -372,7 +372,7 @@ class DeviceImage(Buildable[bytes]):
         yield from map(self._module.key, self._arch.lower_minors)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """What our compiler would make goes first, then what loads here for sure.
+        """Rank first the entry of our compiler, then entries that surely load here.
 
         A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
         compiler. A shipped cubin of an NVRTC of the same CUDA, or of an older one, is as good.
@@ -389,8 +389,8 @@ class DeviceImage(Buildable[bytes]):
         made_by = _cuda_version(made_with)
         if not (made_by <= ours if is_ptx else made_by[0] <= ours[0]):
             return MAY_LOAD
-        is_nvrtcs = made_with.startswith("nvrtc-") and self.variant.startswith("nvrtc-")
-        return SHIPPED_WILL_DO if is_nvrtcs and not is_ptx else LOADS
+        is_known = made_by > (0, 0) and self.variant != ""
+        return SHIPPED_WILL_DO if is_known and not is_ptx else LOADS
 
     def load(self, entry: Entry) -> bytes:
         return entry.data
@@ -428,8 +428,8 @@ def _cuda_version(variant: str) -> tuple[int, int]:
 def _driver_version() -> tuple[int, int]:
     """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
     try:
-        found = host.find_built()
-        version = int(found.loaded["driver_version"]()) if found else 0
+        lookup = host.find_built()
+        version = int(lookup.loaded["driver_version"]()) if lookup else 0
     except (ImportError, RuntimeError, JitkernError):
         return 0, 0  # a launch says why
     return version // 1000, version % 1000 // 10

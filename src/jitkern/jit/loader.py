@@ -26,7 +26,7 @@ Files = Sequence[File]
 # Name and template class of a kernel, and the members of its Params.
 DeclaredWrapper = tuple[str, str, str]
 
-# By the number of strings that one of them may have.
+# The expected tuple of strings, by its length.
 _WRAPPERS = {
     "cpp_wrappers": {2: "(name, expression)"},
     "cuda_wrappers": {2: "(name, expression)"},
@@ -202,11 +202,11 @@ def _checked(argument: str, name: str, value: Any) -> Any:
         if not isinstance(value, (str, PathLike)):
             raise TypeError(f"{argument}: {_shown(value)}, expected a path")
         return os.path.abspath(value)
-    if name not in {*FILES, *FOLDERS, *FLAGS, *_WRAPPERS}:  # of a record
+    if name not in {*FILES, *FOLDERS, *FLAGS, *_WRAPPERS}:  # a record may hold any name
         raise ValueError(f"{argument}: no such argument")
     if isinstance(value, (str, PathLike)) or not isinstance(value, Sequence):
-        one = ("scale", "Scale<256>") if name in _WRAPPERS else value
-        raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(one)}]")
+        example = ("scale", "Scale<256>") if name in _WRAPPERS else value
+        raise TypeError(f"{argument}: {_shown(value)}, expected a list: [{_shown(example)}]")
     for i, item in enumerate(value):
         if name in _WRAPPERS:
             is_list = isinstance(item, Sequence) and all(isinstance(text, str) for text in item)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 NATIVE_ABI = 3
 
-# What tvm_ffi.cpp.load_inline puts before a source, which mini-sglang's kernels rely on.
+# The headers that tvm_ffi.cpp.load_inline includes; mini-sglang's kernels rely on them.
 PRELUDE = (
     *("tvm/ffi/container/tensor.h", "tvm/ffi/dtype.h", "tvm/ffi/error.h"),
     *("tvm/ffi/extra/c_env_api.h", "tvm/ffi/function.h"),
@@ -59,8 +59,8 @@ class NativeLibrary(Buildable["Module | None"]):
         paths: dict[str, list[str]] = {}
         linked: dict[str, list[str]] = {}
         flags = {
-            name: _with_absolute_paths(words(options.get(name, ()), name), found)
-            for name, found in zip(FLAGS, (paths, paths, linked), strict=True)
+            name: _with_absolute_paths(words(options.get(name, ()), name), by_option)
+            for name, by_option in zip(FLAGS, (paths, paths, linked), strict=True)
         }
         # -I flags are include directories, whose paths are in no key: checkouts share a library.
         folders = [*options.get("extra_include_paths", ()), *paths.get("-I", ())]
@@ -123,20 +123,21 @@ class NativeLibrary(Buildable["Module | None"]):
         return Key(route, self._name, digest(content), describe)
 
     def find(self) -> Lookup[Any] | None:
-        found = find(self)
-        return None if found is None else self._kept(found)
+        lookup = find(self)
+        return None if lookup is None else self._kept(lookup)
 
     def get(self) -> Lookup[Any]:
         return self._kept(get_or_build(self))
 
-    def _kept(self, found: Lookup[Any]) -> Lookup[Any]:
+    def _kept(self, lookup: Lookup[Any]) -> Lookup[Any]:
+        """Put the library in the build directory, and record it."""
         folder = self._used.options.get("build_directory")
         if folder is not None:
-            file, data = Path(folder, found.entry.artefact_name), found.entry.data
+            file, data = Path(folder, lookup.entry.artefact_name), lookup.entry.data
             if not file.exists() or file.read_bytes() != data:
                 write_whole(file, data)
         record(self._used)
-        return found
+        return lookup
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:
@@ -159,13 +160,13 @@ class NativeLibrary(Buildable["Module | None"]):
                 include_paths=[*map(Path, options["extra_include_paths"]), *INCLUDE_DIRS],
                 arch=self._arch,
             ).read_bytes()
-        # What is published is what was compiled: an editor may have saved a file meanwhile.
+        # An editor may have saved a file during the build: the key would name other content.
         if self._key(self._read()).digest != self.key.digest:
             raise JitkernError(f"{self._name}: a source changed while it was built; load it again")
         return new_entry(self.key, self.variant, {f"{slug(self._name)}.so": library})
 
     def _translation_units(self, folder: Path) -> list[Path]:
-        """Return what is compiled: for load_jit one file of C++ and one of CUDA, with exports."""
+        """Return the files to compile; load_jit has one of C++ and one of CUDA, with exports."""
         if self._used.function == "load_aot":
             return list(map(Path, self._files("cpp_files", "cuda_files")))
         units = []
@@ -213,7 +214,7 @@ def _with_absolute_paths(given: Sequence[str], paths: dict[str, list[str]]) -> l
         match = _PATH_FLAG.fullmatch(word)
         if match is not None:
             option, path = match[1], match[2] or next(pending, "")
-            # What -include names may be in an include directory.
+            # A header of -include may be in an include directory.
             if option != "-include" or os.path.isfile(path):
                 path = os.path.abspath(path)
             paths.setdefault(option, []).append(path)
@@ -230,11 +231,11 @@ def _with_absolute_paths(given: Sequence[str], paths: dict[str, list[str]]) -> l
 
 
 def _archives(flags: Sequence[str], paths: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what a library is made of besides its sources: no shared library is part of it."""
+    """Return the objects, archives and linker scripts that a library is linked from."""
     names = (word[2:] for word in flags if word.startswith("-l"))
     libraries = [name[1:] if name.startswith(":") else f"lib{name}.a" for name in names]
     files = list(paths.get("", ()))
     for library in libraries:
-        found = (os.path.join(folder, library) for folder in paths.get("-L", ()))
-        files += [path for path in found if os.path.isfile(path)][:1]
+        candidates = (os.path.join(folder, library) for folder in paths.get("-L", ()))
+        files += [path for path in candidates if os.path.isfile(path)][:1]
     return [file for file in dict.fromkeys(files) if not re.search(r"\.so(\.[\d.]+)?$", file)]

@@ -53,8 +53,8 @@ class Param:
     name: str
     dtype: str  # torch's name of its type, or of what a pointer points to; "void" is any
     is_pointer: bool  # the argument is a tensor
-    is_strided: bool  # of any strides; otherwise contiguous
-    is_declared: bool = True  # by the user; otherwise read in the source
+    is_strided: bool  # any strides; otherwise contiguous
+    is_declared: bool = True  # declared by the user; otherwise read in the source
 
     def __str__(self) -> str:
         return f"{self.dtype}{'*' * self.is_pointer} {self.name}"
@@ -157,15 +157,15 @@ def checks(export: str, kernel: str, params: tuple[Param, ...]) -> str:
         kind = {_FLOAT: "f", _BOOL: "b", _INT: "i", _UINT: "i"}.get(code, "?")
         fits = "points_to" if param.is_pointer else "is_number"
         asked = f"decltype(Params::{param.name}){{}}, '{kind}', {bits // 8}"
-        taken = f"{export}: taken as {param}{differs}"
-        lines.append(f'static_assert(jitkern::{fits}({asked}), "{taken}");')
-    # As many members, in this order: by addresses, since NVRTC 13.0 has no __builtin_offsetof yet.
+        message = f"{export}: taken as {param}{differs}"
+        lines.append(f'static_assert(jitkern::{fits}({asked}), "{message}");')
+    # Number and order of the members, by addresses: NVRTC 13.0 has no __builtin_offsetof yet.
     names = [f"member{number}" for number in range(len(params))]
     same = " && ".join(
         f"jitkern::at({name}) == jitkern::at(p.{param.name})"
         for name, param in zip(names, params, strict=True)
     )
     is_so = f"[](Params p) {{ auto& [{', '.join(names)}] = p; return {same}; }}"
-    taken = f"{export}: taken as {', '.join(map(str, params))}{differs}"
-    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{taken}");']
+    message = f"{export}: taken as {', '.join(map(str, params))}{differs}"
+    lines += [f"constexpr auto is_so = {is_so};", f'static_assert(is_so(Params{{}}), "{message}");']
     return "".join(f"  {line}\n" for line in lines)
