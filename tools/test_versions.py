@@ -46,16 +46,19 @@ class Environment:
     def install(self, *packages: str) -> None:
         # The pip that is here: it installs for any interpreter.
         pip = (sys.executable, "-m", "pip", "--python", str(self.python), "install", "-q")
-        run(*pip, "--disable-pip-version-check", *cpu_index_options(), *packages)
+        options = ("--disable-pip-version-check", "--no-compile", *cpu_index_options())
+        run(*pip, *options, *packages)
 
     def run(self, *arguments: str, **variables: str) -> str:
         return run(str(self.python), *arguments, **variables)
 
 
 def run(*command: str, **variables: str) -> str:
+    environ = {**os.environ}
+    environ.pop("PYTHONPATH", None)  # under `make PY=...` it names the checkout
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+            command, cwd=ROOT, env={**environ, **variables}, capture_output=True, text=True
         )
     except FileNotFoundError as error:
         raise UnfitError(str(error)) from error
