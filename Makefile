@@ -10,6 +10,7 @@ VENV := .venv
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 RELEASE_ARGS ?=
+VERSIONS_ARGS ?=
 # More than the two cores that it is made for: a quarter of the time of tests of ranks is waiting.
 # A file's tests stay with one worker, which sets up what they share, until another has none left.
 JOBS ?= 3
@@ -24,7 +25,7 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test lint format bench plots bench-ci sanitize docs wheel kernels-wheel release-check clean
+.PHONY: demo test test-versions lint format bench plots bench-ci sanitize docs wheel kernels-wheel release-check clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -32,6 +33,11 @@ demo: $(call ready,cuda)
 
 test: $(call ready,test)
 	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal) $(PYTEST_ARGS)
+
+# One wheel under several versions of Python, torch and tvm-ffi: downloads up to 3 GB for each
+# version of torch, where no CPU builds are to be had. VERSIONS_ARGS="--python --torch 2.8.0": those only.
+test-versions: $(call ready,test)
+	$(PY) tools/test_versions.py $(VERSIONS_ARGS)
 
 lint: $(call ready,dev)
 	$(PY) -m ruff check

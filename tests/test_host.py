@@ -23,6 +23,8 @@ from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import META_NAME
 from jitkern.cache.store import Cache
+from jitkern.compilers import cxx
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.env import settings
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.host import module as host
@@ -292,3 +294,13 @@ def test_what_python_says_of_faults_is_what_cxx_does(
     module = host.module()
     with outcome:
         module["fault"]("row 3 was skipped")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-g++") is None, reason="needs a cross-compiler")
+def test_the_sources_compile_for_aarch64() -> None:
+    include_paths = [*include_dirs(CSRC), *cxx.tvm_ffi_include_dirs()]
+    command = ["aarch64-linux-gnu-g++", *host.CFLAGS, "-Wall", "-Werror", "-fsyntax-only"]
+    command += [f"-I{path}" for path in include_paths]
+    done = subprocess.run([*command, *CSRC.rglob("*.cc")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

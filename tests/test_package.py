@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import runpy
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,18 @@ def test_import_brings_neither_torch_nor_cuda_and_leaves_no_file(
     heavy = {"torch", "tvm_ffi", "cuda", "ninja", "rich", "filelock", "numpy", "subprocess"}
     assert not {name.partition(".")[0] for name in of_help.split()} & {*heavy, "ctypes"}
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("minor", [13, 14])
+def test_python_without_the_gil_is_refused(monkeypatch: pytest.MonkeyPatch, minor: int) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    monkeypatch.setattr(sys, "version_info", (3, minor, 1))
+    with pytest.raises(ImportError) as caught:
+        runpy.run_path(jitkern.__file__)
+    assert str(caught.value) == (
+        f"jitkern: Python 3.{minor} without the GIL, expected the GIL: use the regular build of "
+        "Python, or set PYTHON_GIL=1"
+    )
 
 
 FIRST_CALL = """

@@ -1,5 +1,7 @@
 """The table of the ops: one line and its own files make an op.
 
+The schemas of the PyTorch operators are frozen in op_schemas.txt.
+
 The op `write_twice` is added in a copy of the tree: the files below tests/toy_op, and one line each
 in the table, in the imports for type checkers, in the navigation of the documentation and in its
 index.
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 from needs import needs_cxx, needs_nvrtc
+from op_schemas import FROZEN, op_schemas
 from proved import unproved
 from stems import STEMS
 
@@ -134,3 +137,12 @@ def test_one_line_and_its_own_files_make_an_op(tmp_path: Path) -> None:
     assert re.search(r"^twice +16, .* 9\.0 +compiled", said, re.MULTILINE), said
     recorded = (tmp_path / "run.jsonl").read_text()
     assert '"twice"' in recorded
+
+
+def test_op_schemas_are_frozen() -> None:
+    frozen, schemas = FROZEN.read_text().splitlines(), op_schemas()
+    assert schemas == frozen, (
+        f"schemas of torch.ops.jitkern changed: {sorted(set(schemas) ^ set(frozen))}; before 0.1.0 "
+        "regenerate with: PYTHONPATH=src python tests/op_schemas.py; after it add an overload "
+        "instead, because warm inductor caches call the old one"
+    )

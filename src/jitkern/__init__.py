@@ -6,11 +6,20 @@ play when a public name is first used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jitkern.ops._ops import OPS as _OPS
 from jitkern.version import __version__ as __version__
+
+# pip installs the wheel into free-threaded Python too. NVRTC is called through ctypes, which is not
+# thread-safe in 3.13t (cuda-python#1177); nothing has run under 3.14t.
+if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+    raise ImportError(
+        f"jitkern: Python {sys.version_info[0]}.{sys.version_info[1]} without the GIL, expected "
+        "the GIL: use the regular build of Python, or set PYTHON_GIL=1"
+    )
 
 if TYPE_CHECKING:
     from jitkern.arch import Arch as Arch

@@ -25,7 +25,9 @@ _CXX_HINT = "install g++ (apt install g++), or set CXX to a C++ compiler"
 _CUDA_HINT = "install the CUDA toolkit, or set CUDA_HOME to where it is"
 
 SYSTEM_CUDA = Path("/usr/local/cuda")
-_SYSTEM_LIBS = tuple(Path("/usr", lib) for lib in ("lib/x86_64-linux-gnu", "lib64", "lib"))
+_SYSTEM_LIBS = tuple(
+    Path("/usr", lib) for lib in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib")
+)
 _TARGETS = ("targets/x86_64-linux", "targets/sbsa-linux")
 _LIB_DIRS = ("lib64", "lib", *(f"{target}/lib" for target in _TARGETS))
 _INCLUDE_DIRS = ("include", *(f"{target}/include" for target in _TARGETS))
