@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from jitkern.ops.merge import merge_state as merge_state
     from jitkern.ops.merge import merge_states as merge_states
     from jitkern.ops.store import store_cache as store_cache
-    from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.ops.unpack import unpack as unpack
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu

@@ -1,5 +1,4 @@
-// Parameters of the kernels that sort and copy rows by pairs (h2d_gather, d2h_scatter, indexing) or
-// by triples (swap_rows).
+// Parameters of the kernels that sort and copy rows by pairs (h2d_gather, d2h_scatter, indexing).
 #pragma once
 
 #include <jitkern/types.h>
@@ -49,10 +48,9 @@ constexpr u32 kNumRegions = 4096;
 // A counting sort of rows by region of host memory. Three kernels: rank each row in its region,
 // scan the counts of the regions, write each row to its place.
 struct Regions {
-  u32* last_ranks;  // [num_kinds, kNumRegions]: last rank taken; initially -1
+  u32* last_ranks;  // [kNumRegions]: last rank taken; initially -1
   u32* starts;      // the same shape: rows in earlier regions; both 16-byte aligned
   u32* last_entry;  // set by the scan: place of the last row, -1: no rows
-  u32 num_kinds;    // kinds of rows; all rows of a kind precede the next kind
   i32 shift;        // a region is 2^shift bytes of host memory
 };
 
@@ -70,46 +68,5 @@ struct ListParams : PairCopyParams {
   Regions regions;
   FaultSite slot_map_site;
 };
-
-// -- swap_rows -----------------------------------------------------------------------------------
-
-struct SwapParams {
-  char* host;
-  char* gpu;
-  i64 host_stride_bytes;
-  i64 gpu_stride_bytes;
-  const void* triples;  // [num_triples, 3]: host row to fetch, slot, host row to write back to
-  i64 num_triples;
-  i64 first_position;  // of the first triple in the call: a sorted call runs in parts
-  i64 num_host_rows;
-  i64 num_slots;
-  FaultSite fetch_site;
-  FaultSite slot_site;
-  FaultSite back_site;
-  FaultRecord* fault;
-  char* staging;    // of a sorted call: row i gets what move i fetches
-  u32* last_batch;  // see for_batches
-};
-
-// A sorted call has two orders: of rows to fetch, and of rows to write back to. A move fetches the
-// row of one triple into staging and writes back the slot of another. Exchanges (both rows are the
-// same) stay whole, as the row must be read before it is written, and come first.
-enum MoveKind : int { kExchanges, kFetches, kBacks, kNumMoveKinds };
-
-struct SwapListParams : SwapParams {
-  Regions regions;
-  u32* ranks;    // [num_triples, 2]: ranks of both host rows in their regions, or kNotListed; an
-                 // exchange has kExchanged as the second
-  void* moves;   // [num_triples, 3]: row to fetch, slot, row to write back to; initially -1
-  void* places;  // [num_triples, 2]: row of staging, slot to copy it to; initially -1
-};
-constexpr u32 kExchanged = 0xfffffffeu;
-
-// A row in flight takes 8 registers beside its vectors. If a lane has one vector of each row,
-// four rows in flight spill; with 16-byte vectors three do.
-JITKERN_HOST_DEVICE constexpr int swap_in_flight(i64 window_bytes, i64 vec_bytes, int in_flight) {
-  const int most = vec_bytes == 16 ? 2 : 3;
-  return window_bytes <= 32 * vec_bytes && in_flight > most ? most : in_flight;
-}
 
 }  // namespace jitkern

@@ -35,8 +35,8 @@ i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted);
 enum SortEntry : int { kListEntry, kScanEntry, kPlaceEntry };
 KernelTable sort_kernels(const char* name, std::vector<const char*> names);
 
-// The regions of a span of host memory. Pointers are null.
-Regions cut_regions(i64 span_bytes, u32 num_kinds = 1);
+// The regions of a span of host memory. Its pointers are null.
+Regions cut_regions(i64 span_bytes);
 
 // The entries of a hash table of source rows: a power of two, at least 2 * num_pairs.
 i64 table_size_for(i64 num_pairs);
@@ -128,7 +128,7 @@ struct PairList {
 
 // The most SMs of a large call by default. Narrow vectors need them all to fill the link.
 constexpr i64 kMaxSms = 8;
-// The same if a model may run beside the call (method "auto", swap_rows). With 656-byte rows 2 SMs
+// The same if a model may run beside the call (method "auto"). With 656-byte rows 2 SMs
 // move 20 GB/s while a decode step takes 1.06 of its time, 4 SMs 28 at 1.10 (H200, batch 1).
 constexpr i64 kMaxSmsBeside = 2;
 

@@ -12,9 +12,7 @@ namespace {
 // and 51 sorted, rows of 3 KB 51 either way.
 constexpr i64 kMaxRowBytesToOrder = 2048;
 // The sort takes 10 us. Calls of 2,048 rows are faster without it; calls of 4,096 as fast (64 GiB)
-// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses. swap_rows, unsorted
-// and sorted: 2,048 triples take 92 and 92 us from 1.5 GiB, 156 and 164 from 16 GiB; 4,096 take 203
-// and 156, 311 and 273.
+// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses.
 constexpr i64 kMinRowsToOrder = 4096;
 constexpr double kMinMissesToOrder = 2560;
 
@@ -112,9 +110,8 @@ KernelTable sort_kernels(const char* name, std::vector<const char*> names) {
                      [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
 }
 
-Regions cut_regions(i64 span_bytes, u32 num_kinds) {
+Regions cut_regions(i64 span_bytes) {
   Regions regions{};
-  regions.num_kinds = num_kinds;
   while (((span_bytes - 1) >> regions.shift) >= i64(kNumRegions)) ++regions.shift;
   return regions;
 }
