@@ -46,11 +46,12 @@ def d2h_scatter(
         ``src`` or on the CPU, where they are checked before anything is queued. A pair with a
         negative member is skipped. A repeated destination ends undefined.
     num_sms : int, optional
-        As of ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
+        As in ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
     order : {"auto", "given", "host"}
         Order in which rows are written, "host" by place in ``dst``; see ``h2d_gather``.
     method : {"auto", "sm"}
-        "auto" leaves the GPU to a model beside the call, "sm" takes the SMs that fill the link.
+        "auto" uses 2 SMs, so that a concurrent model is slowed little. "sm" uses as many as keep
+        the link busy.
 
     Raises
     ------

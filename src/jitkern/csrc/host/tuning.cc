@@ -27,12 +27,6 @@ constexpr Default kDefaults[kNumFigures] = {
     {"reach_bytes", i64(768) << 20},
     // A call of up to this many bytes uses the bus for 40 us, and all of the GPU.
     {"small_call_bytes", i64(2) << 20},
-    // The bytes that the link carries during a page translation (25 ns, for 64 KiB). A call with
-    // rows in order waits for its rows or their pages, whichever takes longer.
-    {"page_miss_bytes", 1150},
-    // With this many CPU threads, SMs and the CPU together beat SMs with rows in order, which reach
-    // 43.3 GB/s from 16 GiB and 30.8 from 64: 8 threads 45.4 and 45.8, 4 threads 42.1 and 36.0.
-    {"both_threads", 8},
     // SMs copy blocks whose piece of one layer has up to this many bytes, the engine larger ones:
     // pieces of 16 / 64 / 256 KB reach 5 / 55 / 55 GB/s by the engine, 51 by SMs.
     {"sm_piece_bytes", (i64(64) << 10) - 1},

@@ -10,8 +10,6 @@ namespace jitkern {
 enum Figure : int {
   kReachBytes,
   kSmallCallBytes,
-  kPageMissBytes,
-  kBothThreads,
   kSmPieceBytes,
   kSmPieceBytesToHost,
   kPacedToHostMbS,

@@ -44,8 +44,7 @@ void gather_resident_on_cpu(const PairArgs& args) {
 }
 
 void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView dedup_arg,
-                AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method,
-                AnyView num_threads) {
+                AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method) {
   PairArgs args(kOp, kSites, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
   const bool dedup = bool_arg(kOp, "dedup", dedup_arg);
@@ -63,7 +62,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, args.traffic());
   args.lists = {search, reuse_resident, ordered, kSlotMapSite};
-  args.take_method(method, num_threads);
+  args.take_method(method);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }

@@ -1,4 +1,4 @@
-// What the ops between host and device memory share: sorting by host address, checks, the CPU
+// Shared by the ops between host and device memory: sorting by host address, checks, the CPU
 // implementation, launches.
 #pragma once
 
@@ -175,10 +175,6 @@ struct PairCall {
   }
 };
 
-// How rows cross the link: read or written by SMs, gathered by CPU threads into pinned chunks, or
-// both at once for a part each. kAuto: the fastest, with at most kMaxSmsBeside SMs.
-enum class Method : int { kAuto, kSms, kCpu, kBoth };
-
 // The checked arguments of an op on pairs.
 struct PairArgs : PairCall {
   // TypeError or ValueError if an argument is wrong. Does not read the pairs.
@@ -188,8 +184,8 @@ struct PairArgs : PairCall {
   // Checks `slot_map`, None or [num_src_rows], and adds it to `params`.
   void take_slot_map(AnyView slot_map);
 
-  // Checks and sets the method, which has to fit the call and its `lists`.
-  void take_method(AnyView method, AnyView num_threads);
+  // Checks `method` and sets max_sms: kMaxSmsBeside for "auto", kMaxSms for "sm".
+  void take_method(AnyView method);
 
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
@@ -198,11 +194,10 @@ struct PairArgs : PairCall {
   // IndexError for the first pair that is out of range. `pairs` must be on the CPU.
   void check_pairs() const;
 
-  // These take CPU tensors. run_on_cpu() raises IndexError before anything is written.
+  // For CPU tensors. run_on_cpu() raises IndexError before anything is written. copy_on_cpu()
+  // copies pairs [begin, end). update_slot_map() does nothing without a slot map.
   void run_on_cpu() const;
-  // Copies pairs [begin, end).
   void copy_on_cpu(i64 begin, i64 end) const;
-  // Does nothing without a slot map.
   void update_slot_map() const;
 
   // Replaces the host rows' address by the GPU's. ValueError if they are not pinned.
@@ -212,8 +207,6 @@ struct PairArgs : PairCall {
   Rows dst;
   Indices pairs;
   std::optional<Indices> slot_map;
-  Method method = Method::kAuto;
-  i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
 };
 
 // The kernels of `op`; the first entry is a PairCopy.
@@ -246,29 +239,13 @@ void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const Load
 
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
-// Loads the kernels of a call, if `in_parts` also those for parts of it. Call it before any launch,
-// as it may compile.
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       bool in_parts = false);
+// Loads the kernels of a call. Call it before any launch, as it may compile.
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call);
 
 // Launches a call: one copy, or a sort and the copies of its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call);
 
-// Runs a call on a GPU by its method.
+// Runs a checked call on a GPU; pairs may be on the CPU.
 void run_pairs(const LaunchScope& scope, PairArgs& args);
-
-// -- pairs in host memory ------------------------------------------------------------------------
-
-// Bytes of the narrowest index that holds the call's row numbers.
-int narrow_index_bytes(const PairArgs& args);
-
-// Copies pairs [begin, end) to `list`, which begins with pair `list_begin`, if it has memory. Pairs
-// out of range become padding there. Returns whether there are any.
-bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end);
-
-// Runs a gather through chunks, and `with_sms` by SMs too, which needs mapped host rows. IndexError
-// before anything is queued; pairs that go out of range later are skipped. Returns once the CPU has
-// read its host rows and the rest is queued on the scope's stream.
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads);
 
 }  // namespace jitkern

@@ -122,12 +122,10 @@ i64 table_size_for(i64 num_pairs) {
   return size;
 }
 
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       bool in_parts) {
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call) {
   const bool listed = goes_by_lists(call);
   const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
-  if (in_parts && !listed) call.table->find(scope.device, pair_spec(call, !large));
   return call.table->find(scope.device, pair_spec(call, large));
 }
 
