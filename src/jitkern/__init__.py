@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from jitkern.cache.stats import LookupEvent as LookupEvent
     from jitkern.cache.stats import on_compile as on_compile
     from jitkern.cache.stats import stats as stats
-    from jitkern.calibration import Calibration as Calibration
-    from jitkern.calibration import calibrate as calibrate
     from jitkern.errors import CacheError as CacheError
     from jitkern.errors import CommError as CommError
     from jitkern.errors import CommTimeoutError as CommTimeoutError
@@ -63,7 +61,6 @@ _PUBLIC = {
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
     "jitkern.warming": ("warm",),
-    "jitkern.calibration": ("Calibration", "calibrate"),
     "jitkern.jit.loader": ("load_aot", "load_jit"),
     "jitkern.jit.device": ("DeviceModule",),
     "jitkern.arch": ("Arch",),

@@ -3,7 +3,6 @@
 
 #include "copy_blocks_host.h"
 #include "host/copy_2d.h"
-#include "host/tuning.h"
 
 namespace jitkern {
 
@@ -77,9 +76,7 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
 }
 
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
-  const Figure most = call.to_host() ? kSmPieceBytesToHost : kSmPieceBytes;
   return call.over_link() && call.beside_compute() && call.signals == nullptr &&
-         call.max_row_bytes > figure(scope.device.ordinal, most) &&
          call.max_row_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
 }
 

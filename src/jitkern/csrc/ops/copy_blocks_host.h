@@ -103,7 +103,8 @@ struct BlockCall {
 void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
                         const std::vector<Pair>* listed = nullptr);
 
-// Whether the copy engine is as fast as SMs, which then stay free.
+// Whether the copy engine is as fast as SMs, which then stay free: pieces of 16 / 64 / 256 KB reach
+// 5 / 55 / 55 GB/s by the engine, 51 by SMs.
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call);
 void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
                            const std::vector<Pair>& pairs);

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "host/tuning.h"
+#include "host/link.h"
 #include "pairs_host.h"
 
 namespace jitkern {
@@ -116,7 +116,8 @@ KernelTable pair_kernels(const char* op) {
 }
 
 bool is_small_call(const PairCall& call) {
-  return !call.num_sms && call.bytes() <= figure(call.ordinal(), kSmallCallBytes);
+  constexpr i64 kSmallCallBytes = i64(2) << 20;  // the link's bytes in 40 us
+  return !call.num_sms && call.bytes() <= scaled_to_link(call.ordinal(), kSmallCallBytes);
 }
 
 bool is_line_aligned(u64 host_bits, i64 row_bytes) {

@@ -15,7 +15,6 @@ namespace jitkern {
 
 // What a call moves over the link.
 struct HostTraffic {
-  int ordinal;  // of the GPU, -1: none
   i64 num_rows;
   i64 row_bytes;
   i64 span_bytes;  // of all host rows; 0 (no rows, or expanded ones): not sorted
@@ -162,7 +161,7 @@ struct PairCall {
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
-  HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
+  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
   void set_source(const char* rows, i64 stride_bytes, i64 count) {
     params.src = rows;
     params.src_stride_bytes = stride_bytes;
