@@ -12,9 +12,9 @@ from jitkern.ops.register import op
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
+LARGE_IN_FLIGHT = 4  # vectors per thread; PCIe writes are posted, so few need to be in flight
 kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=1)  # of any row size
+shared_kernels = partial(list_kernels, host_target=1)  # independent of the row size
 
 
 @op(kernel, writes=("dst",), reads=("src",))

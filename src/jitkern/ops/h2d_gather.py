@@ -12,9 +12,9 @@ from jitkern.ops.register import op
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE_IN_FLIGHT = 8  # vectors: 8 * 16 B * 2,048 threads are 5 us of the bus
+LARGE_IN_FLIGHT = 8  # vectors per thread: 8 * 16 B * 2,048 threads are 5 us of the link
 kernel = cache(partial(pair_kernels, "h2d_gather", "H2DGather", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=0)  # of any row size
+shared_kernels = partial(list_kernels, host_target=0)  # independent of the row size
 
 
 @op(kernel, writes=("dst", "slot_map"), reads=("src",))

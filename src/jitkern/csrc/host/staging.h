@@ -50,7 +50,7 @@ class Uploads {
     CUevent read;
   };
   char* memory_ = nullptr;
-  i64 begin_ = 0;  // of bytes that are taken and not marked
+  i64 begin_ = 0;  // bytes [begin_, end_) are taken and not marked
   i64 end_ = 0;
   std::deque<Taken> taken_;
   std::vector<CUevent> free_;

@@ -26,7 +26,7 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   const Rows& host = host_rows();
   require_host_memory(host, device_rows(), "(src, dst, pairs)");
   src.same_dtype(dst);
-  // With rows on a GPU, pairs may be on the CPU too.
+  // If rows are on a GPU, pairs may be on the CPU too.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
   require_last_dim(pairs, 2, "source row, destination row");
   src.same_row_bytes(dst);

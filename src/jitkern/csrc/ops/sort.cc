@@ -1,4 +1,4 @@
-// When sorting by host address pays, and the launches of a large call on pairs: lists, then copies.
+// Whether sorting by host address pays; the launches of a large call on pairs: lists, then copies.
 #include <algorithm>
 
 #include "pairs_host.h"
@@ -14,16 +14,16 @@ constexpr i64 kReachBytes = i64(768) << 20;
 // A translation miss costs the time of 1.7 KB: rows of 2 KB out of 16 GiB reach 45 GB/s unsorted
 // and 51 sorted, rows of 3 KB 51 either way.
 constexpr i64 kMaxRowBytesToOrder = 2048;
-// The sort takes 10 us. Calls of 2,048 rows are faster without it; calls of 4,096 as fast (64 GiB)
-// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses.
+// The sort takes 10 us. Calls of 2,048 rows are faster without it. Calls of 4,096 are as fast (64
+// GiB) or slower (16 and 2 GiB) without it, except from 1 GiB, where one row in four misses.
 constexpr i64 kMinRowsToOrder = 4096;
 constexpr double kMinMissesToOrder = 2560;
 
-// In flight in a sorted call: 4 SMs with rows of 656 bytes (3 lose 5 % at 8 GiB). Above that 8 SMs:
-// at 16 GiB they move 43.2 GB/s, 4 move 41.1 ...
+// Bytes in flight in a sorted call: 4 SMs with rows of 656 bytes (3 SMs lose 5 % at 8 GiB). Twice
+// as many above kLargeSpanBytes: at 16 GiB 8 SMs move 43.2 GB/s, 4 move 41.1.
 constexpr i64 kOrderedBytesInFlight = 512 << 10;
 constexpr i64 kLargeSpanBytes = i64(8) << 30;
-// ... but no more rows than lie within 1 GiB: 32,768 rows from 64 GiB reach 23.7 GB/s on 4
+// Rows in flight should lie within this span: 32,768 rows from 64 GiB reach 23.7 GB/s on 4
 // SMs, 20.7 on 8.
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
@@ -36,7 +36,7 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
-// Sorts the pairs of the call into lists, and copies these.
+// Lists the pairs of the call, then copies the rows of the lists.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels) {
   const Lists& lists = call.lists;
   const PairCopyParams& p = call.params;

@@ -1,9 +1,9 @@
-// Sorts the rows of a large call by regions of host memory, before they are moved.
+// Sorts the rows of a large call by regions of host memory before the copy.
 //
-// If a pool is larger than the reach of the link's address translation, unsorted rows miss in it
-// nearly always (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). Sorted
-// by region they hit. The order within a region does not matter, so this is a counting sort of one
-// pass. Its kernels do not depend on the row size: one module serves all.
+// In a pool larger than the reach of the link's address translation, unsorted rows nearly always
+// miss (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). Sorted by region
+// they hit. The order within a region does not matter, so this is a counting sort of one pass. Its
+// kernels do not depend on the row size: one module serves all.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -12,17 +12,17 @@
 
 namespace jitkern {
 
-// The region of an offset in host memory. Past the end it is kNumRegions or more.
+// The region of an offset in host memory. Past the end: kNumRegions or more.
 __device__ inline u64 region_of(const Regions& regions, i64 offset) {
   return u64(offset) >> regions.shift;
 }
 
-// The row's number in its region.
+// Counts a row in its region. Returns its rank there.
 __device__ inline u32 take_rank(const Regions& regions, i64 offset) {
   return atomicAdd(&regions.last_ranks[region_of(regions, offset)], 1u) + 1u;
 }
 
-// The place, below `num`, of the row with that rank; -1 if the row has changed since it was ranked.
+// The place, below `num`, of the row with this rank; -1 if the row has changed since it was ranked.
 __device__ inline i64 place_of(const Regions& regions, i64 offset, u32 rank, i64 num) {
   const u64 region = region_of(regions, offset);
   if (region >= kNumRegions) return -1;
@@ -73,7 +73,8 @@ __device__ inline u32 hash_of_row(i64 row) {
   return static_cast<u32>((u64(row) * 0x9e3779b97f4a7c15ull) >> 32);
 }
 
-// Whether both rows are inside; records the fault of one past the end. Negative rows are padding.
+// Whether both rows are inside. Negative rows are padding; a row past the end is reported as a
+// fault.
 template <class Params>
 __device__ inline bool is_inside_or_fault(const Params& p, i64 number, i64 src_row, i64 dst_row) {
   if (src_row < 0 || dst_row < 0) return false;
@@ -84,8 +85,8 @@ __device__ inline bool is_inside_or_fault(const Params& p, i64 number, i64 src_r
   return false;
 }
 
-// The pair that owns `src_row`, and its place in the table: pair `number` if no other pair was
-// first. The table has at least twice as many places as there are pairs, so a free place is near.
+// The pair that owns `src_row` (`number`, if no other pair was first), and its place in the table.
+// The table has at least twice as many places as there are pairs, so a free place is near.
 template <class Int, class Params>
 __device__ inline u32 claim_row(const Params& p, u32 number, i64 src_row, u32& place) {
   place = hash_of_row(src_row) & p.table_mask;
@@ -110,46 +111,46 @@ struct ListPairs {
     if (threadIdx.x < 2) block_counts[threadIdx.x] = 0;
     __syncthreads();
     const i64 number = thread_number();
-    Found found = number < p.num_pairs ? look_up(p, number) : Found{kSkip, 0, 0, 0};
+    Entry entry = number < p.num_pairs ? look_up(p, number) : Entry{kSkip, 0, 0, 0};
     if (p.ranks != nullptr && number < p.num_pairs) {
-      p.ranks[number] = rank_of(p, found);
-      if (found.list == kFetch) found.list = kSkip;  // PlacePairs lists it
+      p.ranks[number] = rank_of(p, entry);
+      if (entry.list == kFetch) entry.list = kSkip;  // PlacePairs lists it
     }
     u32 place = 0;
-    if (found.list != kSkip) place = atomicAdd(&block_counts[found.list], 1u);
+    if (entry.list != kSkip) place = atomicAdd(&block_counts[entry.list], 1u);
     __syncthreads();
-    // One atomic for each list and block on the global counters.
+    // One atomic per block and list on the global counters.
     if (threadIdx.x < 2) {
       block_starts[threadIdx.x] =
           atomicAdd(&p.last_entries[threadIdx.x], block_counts[threadIdx.x]) + 1u;
     }
     __syncthreads();
-    if (found.list == kSkip) return;
-    place += block_starts[found.list];
-    Int* pair = static_cast<Int*>(found.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
-    pair[0] = static_cast<Int>(found.from_row);
-    pair[1] = static_cast<Int>(found.dst_row);
-    if (found.list == kCopy) {
-      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(found.slot_row);
+    if (entry.list == kSkip) return;
+    place += block_starts[entry.list];
+    Int* pair = static_cast<Int*>(entry.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
+    pair[0] = static_cast<Int>(entry.from_row);
+    pair[1] = static_cast<Int>(entry.dst_row);
+    if (entry.list == kCopy) {
+      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(entry.slot_row);
     }
   }
 
  private:
   enum List : i32 { kSkip = -1, kFetch = 0, kCopy = 1 };
 
-  struct Found {
+  struct Entry {
     List list;
     i64 from_row;
     i64 dst_row;
-    i64 slot_row;  // of kCopy: see ListParams::copied_rows
+    i64 slot_row;  // if kCopy: see ListParams::copied_rows
   };
 
-  static __device__ u32 rank_of(const Params& p, const Found& found) {
-    if (found.list != kFetch) return kNotListed;
-    return take_rank(p.regions, host_offset<kHostSide>(p, found.from_row, found.dst_row));
+  static __device__ u32 rank_of(const Params& p, const Entry& entry) {
+    if (entry.list != kFetch) return kNotListed;
+    return take_rank(p.regions, host_offset<kHostSide>(p, entry.from_row, entry.dst_row));
   }
 
-  static __device__ Found look_up(const Params& p, i64 number) {
+  static __device__ Entry look_up(const Params& p, i64 number) {
     const Int* pairs = static_cast<const Int*>(p.pairs);
     const i64 src_row = pairs[2 * number];
     const i64 dst_row = pairs[2 * number + 1];
