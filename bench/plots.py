@@ -46,7 +46,6 @@ _PLAIN = {
     "line-aligned, 4 SMs": "aligned loads (nvcc)",
     "loads before stores, all SMs": "loads before stores (nvcc)",
     "torch.argsort, then line-aligned, 4 SMs": "torch.argsort, then aligned loads",
-    "both on two streams, by a staging buffer": "two streams and staging",
     "a block a descriptor": "one block per descriptor",
 }
 
@@ -59,7 +58,6 @@ _SUMMARY = {
     "h2d_gather, 656 B, distinct rows": ("h2d_gather", "262144 rows of 656 B, distinct"),
     "h2d_gather, 656 B, a third repeated": ("h2d_gather", "262144 rows of 656 B, repeats"),
     "h2d_gather out of a pool of 16 GiB": ("pools", _POOL_CASE),
-    "swap_rows, 656 B, both ways": ("swap", "262144 rows of 656 B, distinct, pool of 0.4 GiB"),
     "copy_blocks, 32 layers x 16 KB": ("copy_blocks", "h2d, 128 blocks x 32 layers x 16 KB"),
     "unpack, 2,048 pieces of 256 B": ("unpack", "2048 pieces of 256 B"),
     "merge_state, 256 x 32 x 128": ("merge", "256 x 32 x 128 bf16"),

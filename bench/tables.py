@@ -35,10 +35,6 @@ pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} 
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
 jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | line-aligned, 4 SMs ~ lanes start at the line, as they come | loads before stores, all SMs ~ loads before stores, as they come | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
-swap | nvidia-h200 | swap | 262144 rows of 656 B, distinct, pool of {} GiB | gb_s
-0.4 ~ 0.4 GiB | 4 | 16 | 64
-jitkern ~ jitkern (`order="auto"`) | jitkern, order="given" ~ jitkern, `order="given"` | d2h_scatter, then h2d_gather ~ `d2h_scatter`, then `h2d_gather` | both on two streams, by a staging buffer ~ both on two streams, a staging buffer | cudaMemcpyAsync both ways, contiguous ~ both copy engines, in one piece
-
 lists-h2d | lists | lists | h2d, {} | gb_s | to the GPU
 1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors
 jitkern ~ lists, one launch | jitkern, with signals ~ with signals | jitkern, a call per buffer ~ a call per tensor | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel | cudaMemcpyAsync, contiguous ~ one contiguous copy
@@ -71,7 +67,6 @@ BESIDE = {
     "pages, d2h": "to the host",
     "h2d_gather": "`h2d_gather`, rows of 656 B",
     "d2h_scatter": "`d2h_scatter`, the same rows",
-    "swap_rows": "`swap_rows`, rows of 656 B",
 }
 
 

@@ -11,9 +11,8 @@ from unittest.mock import patch
 
 import launch_users
 import torch
-import tvm_ffi
 from fake_gpu import report_checks
-from launch_fake import STREAM, OnCuda, cuda, driver, log, module_of, pinned, refused
+from launch_fake import STREAM, cuda, driver, log, module_of, pinned, refused
 
 import jitkern
 from jitkern.host import module as host
@@ -79,44 +78,6 @@ def check_h2d_gather_small_and_large() -> None:
     assert "jitkern_d2h_scatter_16384B_v16_i64_large of" in said, said
     assert "grid 3,1,1 block 1024,1,1" in said, said
     assert pairs.pair_config(1).num_threads == 1024
-
-
-def check_swap_rows_small_and_large() -> None:
-    host_rows = pinned(torch.zeros(64, 164))
-    gpu, triples = cuda(64, 164), cuda(4096, 3, dtype=torch.int32)
-    few, none = cuda(9, 3, dtype=torch.int32), cuda(0, 3, dtype=torch.int32)
-    name = "jitkern_swap_656B_v16_i32"
-    for where, num_sms, said in (
-        (few, None, (f"{name}_small of", "grid 3,1,1 block 256,1,1")),  # two warps a row
-        (few, 2, (f"{name}_large of", "grid 1,1,1 block 1024,1,1")),
-        (triples, None, (f"{name}_large of", "grid 2,1,1 block 1024,1,1")),
-        (triples, 7, (f"{name}_large of", "grid 7,1,1 block 1024,1,1")),
-    ):
-        jitkern.swap_rows(host_rows, gpu, where, num_sms=num_sms)
-        told = log()
-        assert all(text in told for text in said), (said, told)
-    jitkern.swap_rows(host_rows, gpu, none)
-    jitkern.swap_rows(host_rows, gpu, none, order="host")
-    assert "grid" not in log()
-    pageable = pinned(torch.zeros(64, 164), memory_type=0)
-    refused(ValueError, "swap_rows: host: pageable .*", jitkern.swap_rows, pageable, gpu, triples)
-
-
-def check_swap_rows_in_parts_takes_all_its_memory_first() -> None:
-    """One that found none for a later part would leave rows swapped, and be made again."""
-    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
-    allocator = ctypes.cast(driver.fake_allocate, ctypes.c_void_p)
-    library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocator, 1, None)
-    size = 8, 64 << 20  # rows of which 512 MiB of staging take 7
-    host_rows, gpu = (torch.empty(*size, dtype=torch.uint8) for _ in range(2))
-    foreign, on_gpu = tvm_ffi.from_dlpack(pinned(host_rows)), tvm_ffi.from_dlpack(OnCuda(gpu))
-    log()
-    jitkern.swap_rows(foreign, on_gpu, cuda(8, 3, dtype=torch.int32), order="host")
-    said = [line.split()[0] for line in log().splitlines() if not line.startswith("module")]
-    lists = ["list_triples_i32", "scan_regions", "place_triples_i32"]
-    copies = [f"{what}_{64 << 20}B_v16_i32_in_order" for what in ("swap", "place")]
-    part = ["memset", *(f"jitkern_{name}" for name in lists + copies)]
-    assert said == ["allocate", *part, *part], said
 
 
 def check_wrong_facts_are_errors() -> None:

@@ -31,7 +31,7 @@ jit
 ops torch_ops
 comm
 offload nn
-warming calibration
+warming
 bench
 perf
 integrations
@@ -40,7 +40,6 @@ __main__
 """
 RANK = {wing: rank for rank, line in enumerate(WINGS.split("\n")) for wing in line.split()}
 EXCEPTIONS = {
-    ("host", "calibration"),  # the host module asks for figures that were measured
     ("ops", "torch_ops"),  # an op of PyTorch's is registered when one is traced
     ("torch_ops", "ops"),  # and is described by each op
 }

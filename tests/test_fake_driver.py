@@ -44,8 +44,6 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
         folder, env = tmp_path_factory.mktemp("driver"), {}
         if prefix == "old_":
             env = {"FAKE_ARCH": "80", "FAKE_DRIVER": "12000"}
-        elif name == "faults":  # it saves a calibration
-            env = {"JITKERN_CACHE_DIR": str(folder / "cache")}
         return run_checks(script, folder, prefix, *flags, **env)
 
     return run

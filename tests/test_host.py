@@ -57,7 +57,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, [] { return ANSWER; });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_resolver, [](Function f) { resolver = f; });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_torch_state, ([](int64_t, int64_t, int64_t) {}));
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, [](Function f) { fault_handler = f; });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_tuner, [](Function) {});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fault, fault);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(demo, demo);
 """

@@ -1,8 +1,8 @@
 """Threads of the host module, under sanitizers: programs of tests/threads, and mutants of sources.
 
-``ops`` calls every op on the CPU from two threads; ``staging`` those whose rows go through the CPU
-to and from a GPU, of which a late one is made of threads. Each of its cases is a test here, as long
-as it is not proved that they pass and that the mutants are caught (proved.py).
+``ops`` calls every op on the CPU from two threads; ``uploads`` calls h2d_gather with pairs on the
+host, on a late GPU made of threads. Each of its cases is a test here, unless it is proved that
+they pass and that the mutants are caught (proved.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from needs import needs_cxx
 from proved import HOST, unproved
 from threads.mutants import MUTANTS, Mutant
-from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program
+from threads.program import ASAN, CPU_OPS, HERE, TSAN, UPLOADS, Builder, Program
 
 from jitkern.compilers.sources import CSRC
 
@@ -24,13 +24,9 @@ pytestmark = [
     unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
 ]
 
-CASES = re.findall(r"CASE\((\w+)\)[,}]", (HERE / "staging.cc").read_text())
-# Of times and of memory, in which no thread meets another.
-NOT_UNDER_TSAN = ("asleep", "no_memory", "uploads")
-UNDER_TSAN = [
-    *((STAGING, case) for case in CASES if case not in NOT_UNDER_TSAN),
-    (CPU_OPS, ""),
-]
+CASES = re.findall(r"CASE\((\w+)\)[,}]", (HERE / "uploads.cc").read_text())
+# `uploads` is about memory: no two threads meet in it.
+UNDER_TSAN = [*((UPLOADS, case) for case in CASES if case != "uploads"), (CPU_OPS, "")]
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +36,7 @@ def store(session_cache: Path) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(store: Path, case: str) -> None:
-    """Also that waiting threads sleep: AddressSanitizer makes nothing of sleep."""
-    done = Builder(store, ASAN).run(STAGING, case)
+    done = Builder(store, ASAN).run(UPLOADS, case)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{case} passed\n"
 
@@ -58,9 +53,9 @@ def test_mutant_is_caught(store: Path, tmp_path: Path, mutant: Mutant) -> None:
     shutil.copytree(CSRC, csrc)
     mutant.apply(csrc)
     builder = Builder(store, mutant.flags, csrc)
-    done = builder.run(STAGING, mutant.case, STAGING_LIMIT_S="4")
-    shutil.rmtree(builder.build(STAGING).parent)
-    assert done.returncode != 0, f"nobody noticed: {mutant.old} -> {mutant.new}"
-    # Noticed by a check, not by a crash of something else.
+    done = builder.run(UPLOADS, mutant.case, UPLOADS_LIMIT_S="4")
+    shutil.rmtree(builder.build(UPLOADS).parent)
+    assert done.returncode != 0, f"unnoticed: {mutant.old} -> {mutant.new}"
+    # Noticed by a check, not by an unrelated crash.
     noticed = ("FAILED:", "AddressSanitizer", "ThreadSanitizer", "runtime error:")
     assert any(text in done.stderr for text in noticed), done.stderr

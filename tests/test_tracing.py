@@ -82,8 +82,6 @@ class Step(torch.nn.Module):
         pairs = torch.stack([where, where.flip(0)], dim=1)
         jitkern.h2d_gather(host, v_cache, pairs)
         jitkern.d2h_scatter(k_cache, host, pairs)
-        triples = torch.cat([pairs, where.flip(0)[:, None] + 1], dim=1)
-        jitkern.swap_rows(host, k_cache, triples)
         jitkern.copy_blocks(k_cache[None], v_cache[None], pairs)
         jitkern.unpack(k, v_cache, torch.stack([where, where, where % 5], dim=1))
         output = torch.empty_like(k)
@@ -95,7 +93,7 @@ class Step(torch.nn.Module):
         return merged + old_row
 
 
-OPS_OF_STEP = ["store_cache", "h2d_gather", "d2h_scatter", "swap_rows", "copy_blocks", "unpack"]
+OPS_OF_STEP = ["store_cache", "h2d_gather", "d2h_scatter", "copy_blocks", "unpack"]
 OPS_OF_STEP += ["indexing", "indexing", "merge_states", "merge_states"]
 
 

@@ -257,17 +257,11 @@ def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:
         memory[: memory.numel() // ROW_BYTES * ROW_BYTES].view(-1, ROW_BYTES)
         for memory in (pool, cache)
     )
-    sets = [
-        (*torch.randperm(len(host))[: 2 * ROWS].view(2, -1), torch.randperm(len(gpu))[:ROWS])
-        for _ in range(SETS)
-    ]
-    triples = [torch.stack([fetch, slot, back], 1) for fetch, back, slot in sets]
-    for op, sides, columns in (
-        (jitkern.h2d_gather, (host, gpu), slice(0, 2)),
-        (jitkern.d2h_scatter, (gpu, host), slice(1, 3)),
-        (jitkern.swap_rows, (host, gpu), slice(0, 3)),
-    ):
-        turn = itertools.cycle([numbers[:, columns].contiguous().cuda() for numbers in triples])
-        # A pair moves one row, a triple two.
+    for op, sides in ((jitkern.h2d_gather, (host, gpu)), (jitkern.d2h_scatter, (gpu, host))):
+        sets = [
+            torch.stack([torch.randperm(len(side))[:ROWS] for side in sides], 1).cuda()
+            for _ in range(SETS)
+        ]
+        turn = itertools.cycle(sets)
         call = partial(lambda op, sides, turn: op(*sides, next(turn)), op, sides, turn)
-        yield Way(op.__name__, ROWS * ROW_BYTES * (columns.stop - columns.start - 1), [call])
+        yield Way(op.__name__, ROWS * ROW_BYTES, [call])

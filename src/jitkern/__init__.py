@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from jitkern.cache.get import freeze as freeze
     from jitkern.cache.get import unfreeze as unfreeze
     from jitkern.cache.stats import stats as stats
-    from jitkern.calibration import Calibration as Calibration
-    from jitkern.calibration import calibrate as calibrate
     from jitkern.errors import CacheError as CacheError
     from jitkern.errors import CommError as CommError
     from jitkern.errors import CommTimeoutError as CommTimeoutError
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
     from jitkern.ops.merge import merge_state as merge_state
     from jitkern.ops.merge import merge_states as merge_states
     from jitkern.ops.store import store_cache as store_cache
-    from jitkern.ops.swap import swap_rows as swap_rows
     from jitkern.ops.unpack import unpack as unpack
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu
@@ -70,7 +67,6 @@ _PUBLIC = {
     "jitkern.host.faults": ("check",),
     "jitkern.perf": ("compare_memory_kernel_perf", "perf_cpu", "perf_cuda"),
     "jitkern.warming": ("warm",),
-    "jitkern.calibration": ("Calibration", "calibrate"),
     "jitkern.jit.loader": ("load_aot", "load_jit"),
     "jitkern.jit.device": ("DeviceModule",),
     "jitkern.arch": ("Arch",),

@@ -1,4 +1,6 @@
-"""Files: atomic writes, reads of files that others may have planted, scratch folders; free memory.
+"""Files: atomic writes, reads of files that others may have planted, scratch folders.
+
+Also what Linux tells about the machine in files: processor, driver, free memory.
 
 Every warm load imports this file: modules that few calls need are imported inside functions.
 """
@@ -270,6 +272,19 @@ _CGROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+
+def kernel_driver() -> str:
+    """Return the version of NVIDIA's kernel module, such as 580.95.05; empty if unknown."""
+    text = text_of(Path("/proc/driver/nvidia/version"))
+    match = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def processor() -> str:
+    """Return the processor's model; its architecture if Linux does not say."""
+    match = re.search(r"^model name\s*: *(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else os.uname().machine
 
 
 def free_bytes() -> int | None:

@@ -12,22 +12,16 @@ constexpr i64 kUntouched = -9;  // where no entry was written
 // Exactly the counters of a call's regions, which start as all ones, and what is made of them.
 struct RegionBuffers {
   int shift;
-  u32 num_kinds;
   AlignedWords last_ranks, starts;
 
   // Regions of the smallest size that `span_bytes` allow, or of a few times that.
-  RegionBuffers(i64 span_bytes, u32 kinds, Random& random)
-      : shift(0),
-        num_kinds(kinds),
-        last_ranks(i64(kinds) * kNumRegions, 0xffffffffu),
-        starts(i64(kinds) * kNumRegions, 0x99999999u) {
+  RegionBuffers(i64 span_bytes, Random& random)
+      : shift(0), last_ranks(kNumRegions, 0xffffffffu), starts(kNumRegions, 0x99999999u) {
     while ((span_bytes - 1) >> shift >= i64(kNumRegions)) ++shift;
     shift += static_cast<int>(random.below(4));
   }
 
-  Regions regions(u32* last_entry) {
-    return {last_ranks.data(), starts.data(), last_entry, num_kinds, shift};
-  }
+  Regions regions(u32* last_entry) { return {last_ranks.data(), starts.data(), last_entry, shift}; }
 };
 
 // Another stream writes the pairs between two kernels: nothing is written outside of the lists.

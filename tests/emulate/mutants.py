@@ -16,8 +16,8 @@ from emulate.runner import Sweep
 _ROWS = ("SWEEP_ROWS=3,40,300,301",)
 _FEW = ("SWEEP_FEW=1",)  # kernels, which compile in half the time
 _DEFINES = {
-    **dict.fromkeys(("store", "index", "pair_copy", "swap"), _ROWS),
-    **dict.fromkeys(("merge", "peer_reduce", "swap_lists", "unpack", "unpack_ring"), _FEW),
+    **dict.fromkeys(("store", "index", "pair_copy"), _ROWS),
+    **dict.fromkeys(("merge", "peer_reduce", "unpack", "unpack_ring"), _FEW),
 }
 
 
@@ -113,7 +113,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("batch + gridDim.x * (blockDim.x / 32)", "num_batches"),
     ),
     ("pair_lists", "ops/sort.cuh"): (
-        ("__syncthreads();", "", 3, 5),
+        ("__syncthreads();", "", 2, 4),
         ("block_counts[threadIdx.x]) + 1u;", "block_counts[threadIdx.x]);"),
         ("[2 * i64(owner)] == src_row) return owner;", "[0] < 0) return owner;"),
         ("pairs[2 * i64(owner) + 1]", "pairs[2 * i64(owner)]"),
@@ -193,29 +193,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("group % kShape.splits", "group * 0"),
         ("seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u", "false"),
         ("seen->state = 2;", ""),
-    ),
-    ("swap", "ops/swap.cu"): (
-        ("inside && triple.fetch >= 0", "inside"),
-        ("group, back_lead", "group, fetch_lead", 0, 2),
-        ("if constexpr (kOneWarp && !kStaged) __syncwarp();", ""),
-        ("!kLineAligned && Rows::kShape.splits == 1", "true"),
-        ("batch += num_warps", "batch = num_batches"),
-    ),
-    ("swap", "ops/sort.cuh"): (
-        ("slot < p.num_slots &&", "slot <= p.num_slots &&"),
-        ("return slot >= 0 && slot <", "return slot <"),
-    ),
-    ("swap_lists", "ops/sort.cuh"): (
-        ("triple.fetch == triple.back;", "false;"),
-        ("report_triple(p, triple, number);", ""),
-        ("triple.back >= 0 && !exchanges", "triple.back >= 0"),
-        ("rank_of(p, kBacks, triple.back)", "rank_of(p, kFetches, triple.back)"),
-        ("if (!triple.is_inside(p)) return;", ""),
-        ("if (kind == kBacks) {", "if (false) {"),
-    ),
-    ("swap_lists", "ops/swap.cu"): (
-        ("p.staging + (group.first_row + r)", "p.staging + group.first_row"),
-        ("kStaged || triple.is_inside(p)", "triple.is_inside(p)"),
     ),
     ("unpack", "ops/unpack.h"): (("if (pieces.src_stride == pieces.len &&", "if ("),),
     ("unpack", "ops/unpack.cuh"): (

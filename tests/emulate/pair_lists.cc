@@ -122,7 +122,7 @@ void one_run(Random& random) {
   for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
   IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
   const i64 host_rows = kSide == kHostSource ? call.src_rows : call.dst_rows;
-  RegionBuffers region_buffers(host_rows * kRowBytes, 1, random);
+  RegionBuffers region_buffers(host_rows * kRowBytes, random);
   IntBuffer ranks("ranks", call.num_pairs, kUntouched, 4);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 1u, 2u}));

@@ -111,7 +111,7 @@ struct Rank {
   // The same of all ranks, as the pool is.
   static RegionBuffers regions_of(const Call& call, u64 seed) {
     Random random(seed);
-    return RegionBuffers((kSide == kHostSource ? call.src_rows : call.dst_rows) * kRowBytes, 1,
+    return RegionBuffers((kSide == kHostSource ? call.src_rows : call.dst_rows) * kRowBytes,
                          random);
   }
 

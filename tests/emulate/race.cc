@@ -121,7 +121,7 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
   list.copies = copies.data();
   list.copied_rows = copied_rows.data();
   IntBuffer ranks("ranks", kRows, -1, 4);
-  RegionBuffers regions(kRows * kStrideBytes, 1, random);
+  RegionBuffers regions(kRows * kStrideBytes, random);
   list.regions = regions.regions(list.last_entries);
   if (random.below(2) == 0) list.ranks = ranks.words();
   launch_fibers({1}, {List::kNumThreads}, any_order(random), [&] { List::run(list); });

@@ -22,7 +22,6 @@ from fake_copies import (
 from launch_fake import driver, log, params, refused
 
 from jitkern import copy_blocks
-from jitkern.host import module as host
 
 SIDE = "Q8xQqqqqqqI4x"
 SIDE_NAMES = (
@@ -140,24 +139,17 @@ def check_the_engine_takes_long_rows_together() -> None:
 
 
 def check_auto_takes_the_engine_for_long_pieces() -> None:
-    """64 KiB and longer, or longer than the tuner says; on a stream that takes a batch."""
+    """64 KiB and longer, on a stream that takes a batch."""
     piece = 64 << 10
     gpu, pool = on_gpu(view(DEVICE, 2, 4, piece)), foreign(view(PINNED, 2, 4, piece))
     pairs = foreign(torch.tensor([[0, 1]]))
-    for dst, src, figure in (
-        (gpu, pool, "sm_piece_bytes"),
-        (pool, gpu, "sm_piece_bytes_to_host"),
-    ):
+    for dst, src in ((gpu, pool), (pool, gpu)):
         with on_a_stream():
             copy_blocks(src, dst, pairs)
             assert log() == "batch 65536 65536 on 4711\n"
             for how in ({"num_sms": 3}, {"method": "sm"}):
                 copy_blocks(src, dst, pairs, **how)
                 assert "jitkern_copy_blocks_v16_inline" in log()
-            host.module()["set_figure"](0, figure, piece)
-            copy_blocks(src, dst, pairs)
-            assert "jitkern_copy_blocks_v16_inline" in log()
-            host.module()["set_figure"](0, figure, piece - 1)
         copy_blocks(src, dst, pairs)  # on the default stream
         assert "jitkern_copy_blocks_v16_inline" in log()
 

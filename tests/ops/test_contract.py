@@ -142,7 +142,7 @@ def test_out_of_range(
     index_dtype: torch.dtype,
     value: int | str,
 ) -> None:
-    """On the CPU nothing is written; on a GPU only that row, pair or triple is left out."""
+    """On the CPU nothing is written; on a GPU only that row or pair is left out."""
     bound = case.rows[case.columns[column]]
     if isinstance(value, str):
         value = bound + value.endswith("1")

@@ -1,12 +1,10 @@
 """Pairs on the CPU whose rows are on a GPU, and rows that move in the order of host memory.
 
-On CPU tensors a way is checked and changes nothing. More of it, on a GPU made of threads, is in
-tests/threads/staging.cc.
+Uploads of pairs to a GPU made of threads: tests/threads/uploads.cc.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,11 +16,9 @@ from ref import ref_h2d_gather
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-import jitkern
 from jitkern import d2h_scatter, h2d_gather
 
-NUM_CORES = len(os.sched_getaffinity(0))
-GATHERS = ["auto", "sm", "cpu", "both"]
+METHODS = ["auto", "sm"]
 
 
 def pairs_of(
@@ -48,25 +44,7 @@ def pairs_of(
     return pairs
 
 
-CHUNK_BYTES = 4 << 20  # of which six are on their way
-BLOCK_PAIRS = 512 << 10  # that are copied at a time
-
-
-def test_many_chunks(device: torch.device) -> None:
-    """60 MB through six chunks of 4, whatever the way and the number of threads."""
-    count = 92_000
-    src = make_buffer((count + 11, 656), gap=16, pinned=device.type == "cuda")
-    dst = make_buffer((count + 11, 656), device=device, seed=1, gap=16)
-    assert count * 656 > 2 * 6 * CHUNK_BYTES
-    pairs = pairs_of(count, count + 11, count + 11)
-    expected, old = dst.twin(), dst.whole.clone()
-    ref_h2d_gather(src.view, expected.view, pairs)
-    for method in GATHERS:
-        for num_threads in (None, 1, min(2, NUM_CORES), NUM_CORES):
-            dst.whole.copy_(old)
-            h2d_gather(src.view, dst.view, pairs, method=method, num_threads=num_threads)
-            synchronize(device)
-            assert dst.same(expected), (method, num_threads)
+BLOCK_PAIRS = 1 << 20  # int32 pairs of one block of an upload
 
 
 @pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
@@ -83,7 +61,7 @@ def test_many_blocks_of_pairs(device: torch.device, op: Any, index_dtype: torch.
     bad = pairs.clone()
     bad[count - 2] = torch.tensor([0, count])
     text = f"{op.__name__}: pairs[..., 1]: index {count} at position {count - 2}, expected below "
-    for method in GATHERS if op is h2d_gather else ["auto"]:
+    for method in METHODS:
         dst.whole.copy_(old.whole)
         with pytest.raises(IndexError, match=re.escape(text)):
             op(src.view, dst.view, bad, method=method)
@@ -94,23 +72,23 @@ def test_many_blocks_of_pairs(device: torch.device, op: Any, index_dtype: torch.
         assert dst.same(expected), method
 
 
-@pytest.mark.parametrize("method", ["auto", "cpu"])
-def test_more_rows_than_int32_can_count(device: torch.device, method: str) -> None:
+def test_more_rows_than_int32_can_count(device: torch.device) -> None:
     """Their numbers travel as int64."""
     num_rows = 2**31 + 9
-    host = torch.empty(num_rows, 1, dtype=torch.uint8)  # touched at both ends, of 2 GiB
+    # On the CPU only both ends of the 2 GiB are touched.
+    host = torch.empty(num_rows, 1, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for row in (0, 1, 2, 9, 2**31 - 1, 2**31, num_rows - 1):
         host[row] = row % 97 + 1
     gpu = make_buffer((50, 1), device=device)
     twin = gpu.twin()
     pairs = torch.tensor([[2**31, 3], [9, 7], [num_rows - 1, 49], [-1, 5], [2**31 - 1, 0]])
-    h2d_gather(host, gpu.view, pairs, method=method)
+    h2d_gather(host, gpu.view, pairs)
     for row, slot in ((2**31, 3), (9, 7), (num_rows - 1, 49), (2**31 - 1, 0)):
         twin.view[slot] = row % 97 + 1
     assert gpu.same(twin)
 
 
-COUNT, ROW_BYTES = 20_000, 656  # 13 MB, which the chunks hold, so that a call need not wait
+COUNT, ROW_BYTES = 20_000, 656
 
 
 def keep_busy() -> None:
@@ -118,9 +96,8 @@ def keep_busy() -> None:
     torch.cuda._sleep(200_000_000)
 
 
-def host_rows(method: str = "sm", count: int = COUNT) -> Tensor:
-    rows = random_bytes(count * ROW_BYTES, seed=3).view(count, ROW_BYTES)
-    return rows if method in ("auto", "cpu") else rows.pin_memory()
+def host_rows(count: int = COUNT) -> Tensor:
+    return random_bytes(count * ROW_BYTES, seed=3).view(count, ROW_BYTES).pin_memory()
 
 
 def gpu_rows(count: int = COUNT) -> Buffer:
@@ -132,17 +109,17 @@ def gathered(src: Tensor, dst: Buffer, pairs: Tensor) -> Buffer:
     expected = dst.twin()
     ref_h2d_gather(src, expected.view, pairs)
     spare = gpu_rows()
-    for method in GATHERS if src.is_pinned() else ["cpu"]:
+    for method in METHODS:
         h2d_gather(src, spare.view, pairs, method=method)
     torch.cuda.synchronize()
     return expected
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("method", GATHERS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_pairs_of_a_gather_may_change_right_after_the_call(method: str, pinned: bool) -> None:
-    src, dst, pairs = host_rows(method), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
+    src, dst, pairs = host_rows(), gpu_rows(), pairs_of(COUNT, COUNT, COUNT)
     expected = gathered(src, dst, pairs)
     pairs = pairs.pin_memory() if pinned else pairs
     keep_busy()
@@ -152,11 +129,11 @@ def test_pairs_of_a_gather_may_change_right_after_the_call(method: str, pinned: 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("method", GATHERS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("count", [60, COUNT, 92_000])
 def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None:
-    """Behind what reads the old rows, in front of what reads and overwrites the new; 60 MB wait."""
-    src, dst = host_rows(method, count), gpu_rows(count)
+    """After the reads of old rows, before the reads and writes of new ones."""
+    src, dst = host_rows(count), gpu_rows(count)
     pairs = pairs_of(count, count, count)
     wanted, old = dst.twin(), dst.whole.clone()
     ref_h2d_gather(src, wanted.view, pairs)
@@ -177,23 +154,19 @@ def test_a_gather_is_in_the_order_of_its_stream(method: str, count: int) -> None
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(NUM_CORES < 2, reason="two threads of the CPU in a call")
-def test_threads_of_every_way() -> None:
-    """None waits for another that waits for it, and each finds its own rows."""
+def test_calls_of_several_threads() -> None:
+    """They share the pinned memory that pairs are uploaded from; each gets its own rows."""
 
     def calls(seed: int) -> None:
-        host = host_rows("cpu")
-        pinned = host.pin_memory()
+        host = host_rows()
         with torch.cuda.stream(torch.cuda.Stream()):
             rows = torch.zeros_like(host, device="cuda")
             for i in range(40):
-                method = ("sm", "cpu", "both")[(i + seed) % 3]
                 count = (COUNT, 1, 300, 5000)[(i + seed) % 4]
                 pairs = pairs_of(count, COUNT, COUNT, seed=40 * seed + i)
                 expected = rows.cpu()
                 ref_h2d_gather(host, expected, pairs)
-                source = host if method == "cpu" else pinned
-                h2d_gather(source, rows, pairs, method=method, num_threads=1 + i % 2)
+                h2d_gather(host, rows, pairs, method=METHODS[i % 2])
                 assert torch.equal(rows.cpu(), expected)
 
     with ThreadPoolExecutor(4) as pool:
@@ -209,78 +182,10 @@ def kernels_of(call: Any) -> list[str]:
     return [event.key for event in seen.key_averages() if event.key.startswith("jitkern")]
 
 
-def sizes_of(call: Any) -> set[str]:
-    """Sizes of the calls that SMs were given: what is put into place out of chunks is small."""
-    names = [name for name in kernels_of(call) if "2h_" in name or "2d_" in name]
-    return {name.rpartition("_")[2] for name in names}
-
-
 @pytest.mark.cuda
-def test_the_way_that_was_asked_for_is_taken() -> None:
-    src, dst = host_rows("sm"), gpu_rows()
-    pairs, on_gpu = pairs_of(COUNT, COUNT, COUNT), pairs_of(COUNT, COUNT, COUNT).cuda()
-    ways = {"sm": {"large"}, "cpu": {"small"}, "both": {"small", "large"}, "auto": {"large"}}
-    for method, sizes in ways.items():
-        # With num_sms no part of the SMs is a small call; 31 threads would take all rows at once.
-        threads = 8 if method in ("cpu", "both") else None
-        gather = lambda m=method, n=threads: h2d_gather(  # noqa: E731
-            src, dst.view, pairs, method=m, num_sms=3, num_threads=n
-        )
-        assert sizes_of(gather) == sizes
-    assert sizes_of(lambda: h2d_gather(src, dst.view, on_gpu)) == {"large"}
-    pageable = src.clone()
-    assert sizes_of(lambda: h2d_gather(pageable, dst.view, pairs)) == {"small"}
-
-
-def refused(text: str, call: Any, *written: Buffer) -> None:
-    """ValueError of exactly this text, with nothing written now or later."""
-    twins = [buffer.twin() for buffer in written]
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        call()
-    torch.cuda.synchronize()
-    jitkern.check()
-    assert all(buffer.same(twin) for buffer, twin in zip(written, twins, strict=True))
-
-
-@pytest.mark.cuda
-def test_the_cpu_cannot_read_pairs_on_a_gpu() -> None:
-    src, dst, pairs = host_rows("sm", 50), gpu_rows(50), pairs_of(40, 50, 50).cuda()
-    end = "with pairs on cuda:0, expected pairs on the CPU, whose cores read them, or"
-    for method in ("cpu", "both"):
-        text = f'h2d_gather: method: "{method}" {end} "sm"'
-        refused(text, lambda m=method: h2d_gather(src, dst.view, pairs, method=m), dst)
-
-
-LARGEST_ROW = (4 << 20) - 128 - 3 * 4  # of a chunk of its own, with its pair and its slot
-
-
-@pytest.mark.cuda
-def test_rows_larger_than_a_chunk() -> None:
-    pairs = torch.tensor([[0, 1], [2, 0]])
-    for extra, methods in ((0, GATHERS), (1, ["sm"])):
-        host = make_buffer((3, LARGEST_ROW + extra), pinned=True)
-        dst = make_buffer((3, LARGEST_ROW + extra), device="cuda", seed=1)
-        expected = dst.twin()
-        ref_h2d_gather(host.view, expected.view, pairs)
-        for method in methods:
-            dst.view[:2].zero_()
-            h2d_gather(host.view, dst.view, pairs, method=method)
-            assert dst.same(expected), method
-    text = (
-        f"h2d_gather: src: rows of {LARGEST_ROW + 1} bytes, expected at most {LARGEST_ROW} through "
-        'the CPU; pin the host\'s memory, for method="sm"'
-    )
-    pageable = make_buffer((3, LARGEST_ROW + 1))
-    for method in ("auto", "cpu"):
-        refused(text, lambda m=method: h2d_gather(pageable.view, dst.view, pairs, method=m), dst)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("op", "method"), [*((h2d_gather, method) for method in GATHERS), (d2h_scatter, "auto")]
-)
-def test_a_capture_refuses_them_and_goes_on(op: Any, method: str) -> None:
-    """Also before the staging memory is there, or a kernel of this row size."""
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter])
+def test_a_capture_refuses_them_and_goes_on(op: Any) -> None:
+    """Also before the pinned memory for pairs is there, or a kernel of this row size."""
     host = make_buffer((50, 41), pinned=True)
     gpu = make_buffer((50, 41), device="cuda", seed=1)
     ends = (host, gpu) if op is h2d_gather else (gpu, host)
@@ -291,11 +196,11 @@ def test_a_capture_refuses_them_and_goes_on(op: Any, method: str) -> None:
     with torch.cuda.graph(graph):
         counter.add_(1)
         with pytest.raises(ValueError, match=text):
-            op(*(end.view for end in ends), pairs, method=method)
+            op(*(end.view for end in ends), pairs)
     graph.replay()
     assert counter.tolist() == [1, 1, 1]
     assert all(end.same(twin) for end, twin in zip(ends, twins, strict=True))
-    op(*(end.view for end in ends), pairs, method=method)  # and afterwards it works
+    op(*(end.view for end in ends), pairs)  # and afterwards it works
     torch.cuda.synchronize()
     ref_h2d_gather(twins[0].view, twins[1].view, pairs)
     assert ends[1].same(twins[1])

@@ -32,14 +32,12 @@ T& global() {
   return *one;
 }
 
-std::atomic<i64> delays_us[fake::kNumRoles];
 std::atomic<i64> random_us{0};
 std::atomic<i64> num_calls_of[fake::kNumKinds];
 std::atomic<i64> failing_call[fake::kNumKinds];
 std::atomic<i64> queued{0};
 thread_local fake::Kind before_kind;
 thread_local std::function<void()> before_run;
-std::atomic<i64> launches[fake::kNumRoles];
 std::atomic<bool> has_capture{false};
 std::atomic<i64> living_events{0};
 
@@ -99,14 +97,13 @@ struct CUstream_st {
     std::function<void()> work;
     std::atomic<Node*> next{nullptr};
   };
-  fake::Role role;
   int device;
   std::mutex mutex;  // of those who queue
   Node* last = new Node();
   Node* done = last;
   sem_t num_waiting;
 
-  CUstream_st(fake::Role role, int device) : role(role), device(device) {
+  explicit CUstream_st(int device) : device(device) {
     sem_init(&num_waiting, 0, 0);
     std::thread([this] { loop(); }).detach();
   }
@@ -125,8 +122,7 @@ struct CUstream_st {
       Node* node = done->next.load(std::memory_order_acquire);
       state = state * 1664525u + 1013904223u;
       const i64 most = random_us.load(std::memory_order_relaxed);
-      const i64 late = delays_us[role].load(std::memory_order_relaxed) +
-                       (most == 0 ? 0 : (state >> 8) % (most + 1));
+      const i64 late = most == 0 ? 0 : (state >> 8) % (most + 1);
       if (late > 0) usleep(static_cast<useconds_t>(late));
       node->work();
       node->work = nullptr;
@@ -145,8 +141,8 @@ struct Streams {
   std::vector<CUstream> all;
 };
 
-CUstream add_stream(fake::Role role, int device) {
-  auto* stream = new CUstream_st(role, device);
+CUstream add_stream(int device) {
+  auto* stream = new CUstream_st(device);
   const std::lock_guard<std::mutex> lock(global<Streams>().mutex);
   global<Streams>().all.push_back(stream);
   return stream;
@@ -241,7 +237,7 @@ void Point::wait() const {
   while (!is_set()) syscall(SYS_futex, &is_set_, FUTEX_WAIT_PRIVATE, 0, nullptr, nullptr, 0);
 }
 
-CUstream make_stream(int device) { return add_stream(kCallers, device); }
+CUstream make_stream(int device) { return add_stream(device); }
 int device_of(CUstream stream) { return stream->device; }
 int current_device() {
   if (current == nullptr) fail_program("has no context current");
@@ -269,12 +265,10 @@ void synchronize_all() {
   }
   for (const CUstream stream : streams) synchronize(stream);
 }
-void delay(Role role, i64 us) { delays_us[role] = us; }
 void delay_at_random(i64 us) { random_us = us; }
 
 i64 num_queued() { return queued; }
 i64 num_faults() { return faults; }
-i64 num_launches(Role role) { return launches[role]; }
 i64 num_calls(Kind kind) { return num_calls_of[kind]; }
 void fail(Kind kind, i64 number) {
   failing_call[kind] = number == 0 ? 0 : num_calls_of[kind] + number;
@@ -344,7 +338,6 @@ CUresult cuLaunchKernelEx(const LaunchConfig* config, CUfunction function, void*
                           void**) {
   const PairCopyParams params = *static_cast<const PairCopyParams*>(parameters[0]);
   require_launch(*function, *config, params);
-  ++launches[config->stream->role];
   return queue(fake::kLaunch, config->stream, [=] { copy_pairs(*function, params); });
 }
 CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream stream) {
@@ -370,8 +363,8 @@ CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
 }
 CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kFailed; }
 
-CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
-  return *stream = add_stream(priority == 0 ? fake::kCopies : fake::kPlaces, current->device), 0;
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
+  return *stream = add_stream(current->device), 0;
 }
 CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = has_capture, 0; }
 CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }

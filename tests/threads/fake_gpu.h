@@ -21,8 +21,6 @@ using jitkern::i64;
 
 constexpr int kNumDevices = 8;
 
-// Whose a stream is: a test's, or one of the module's two, which it makes of two priorities.
-enum Role : int { kCallers, kCopies, kPlaces, kNumRoles };
 // Calls of the driver that tests count, and have refused.
 enum Kind : int { kCopy, kLaunch, kRecord, kWait, kQuery, kAllocation, kNumKinds };
 
@@ -49,15 +47,12 @@ void run_on(CUstream stream, std::function<void()> work);
 std::shared_ptr<Point> hold(CUstream stream);
 void synchronize(CUstream stream);
 void synchronize_all();
-// All that streams of the role do begins `us` later than it could, or up to so much.
-void delay(Role role, i64 us);
+// All work of streams begins up to `us` later than it could.
 void delay_at_random(i64 us);
 
 // Calls that queued something, of all kinds.
 i64 num_queued();
 i64 num_calls(Kind kind);
-// Kernels on streams of the role.
-i64 num_launches(Role role);
 // The `number`-th call of the kind from now on fails, 1 being the next; 0: none.
 void fail(Kind kind, i64 number);
 // What another thread may do right in front of the next call of the kind.

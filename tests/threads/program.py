@@ -44,16 +44,13 @@ class Program:
     csrc: Sequence[str]
     library: str
     source: str
-    # Under ThreadSanitizer: instead of this source of csrc, this one of this directory.
-    instead: tuple[str, str] = ("", "")
 
 
 CPU_OPS = Program("ops", ("host/[!u]*.cc", "ops/*.cc"), "libtorch_cpu.so", "team.cc")
-STAGING = Program(
-    "staging",
-    ("host/[!u]*.cc", "ops/pairs*.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
+UPLOADS = Program(
+    "uploads",
+    ("host/[!u]*.cc", "ops/pairs.cc", "ops/h2d_*.cc", "ops/sort.cc", "ops/common.cc"),
     *("libcuda.so.1", "fake_gpu.cc"),
-    instead=("host/cpu_copy.cc", "plain_copy.cc"),
 )
 
 
@@ -127,12 +124,8 @@ class Builder:
         )
 
     def _build(self, program: Program) -> Path:
-        own, replacement = program.instead
         sources = {path for pattern in program.csrc for path in self.csrc.glob(pattern)}
         sources.add(HERE / f"{program.name}.cc")
-        if own and "-fsanitize=thread" in self.flags:
-            sources.remove(self.csrc / own)
-            sources.add(HERE / replacement)
         files = [*sorted(sources), HERE / program.source]
         self._compile_header()
         with ThreadPoolExecutor(os.cpu_count()) as pool:

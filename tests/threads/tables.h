@@ -1,4 +1,4 @@
-// Calls of h2d_gather with pairs on the host, and what has to come of them.
+// Calls of h2d_gather with pairs on the host, and the expected results.
 #pragma once
 
 #include <sanitizer/asan_interface.h>
@@ -173,8 +173,7 @@ struct Shape {
   i64 num_pairs = 1000;
   int index_bytes = 8;
   int slot_bytes = 0;  // of an entry of the slot map; 0: there is none
-  bool is_pinned = false;
-  i64 gap_bytes = 0;  // between rows
+  i64 gap_bytes = 0;   // between rows
   int device = 0;
 };
 
@@ -188,8 +187,7 @@ class Tables {
         num_dst_rows(shape.num_pairs + 3),
         stride_(shape.row_bytes + shape.gap_bytes),
         pairs_(2 * shape.num_pairs * shape.index_bytes, Memory::kPageable) {
-    const auto host = shape.is_pinned ? Memory::kPinned : Memory::kPageable;
-    src_ = new Memory(num_src_rows * stride_, host, shape.device);
+    src_ = new Memory(num_src_rows * stride_, Memory::kPinned, shape.device);
     dst_ = new Memory(num_dst_rows * stride_, Memory::kDevice, shape.device);
     slots_ = new Memory(num_src_rows * shape.slot_bytes, Memory::kDevice, shape.device);
     fill(*src_, num_src_rows, 1);
@@ -222,11 +220,11 @@ class Tables {
       delete dst;
       delete slots;
     });
-    if (shape.is_pinned) fake::synchronize(stream);  // SMs may read it until then
+    fake::synchronize(stream);  // SMs may read it until then
     delete src_;
   }
   // The call. What it throws is a tvm::ffi::Error.
-  void run(const std::string& method, int num_threads) {
+  void run() {
     const DLDevice host{kDLCPU, 0};
     const DLDevice gpu{kDLCUDA, shape.device};
     const auto int_type = [](int bytes) { return DLDataType{kDLInt, uint8_t(8 * bytes), 1}; };
@@ -243,12 +241,12 @@ class Tables {
     const tvm::ffi::AnyView slot_map =
         shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
     h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
-                 String(method), num_threads);
+                 String("auto"));
   }
   // The same; the kind of the error and its text, "": none.
-  std::string try_run(const std::string& method, int num_threads) {
+  std::string try_run() {
     try {
-      run(method, num_threads);
+      run();
       return "";
     } catch (const tvm::ffi::Error& error) {
       return error.kind() + ": " + error.message();
@@ -301,7 +299,6 @@ class Tables {
     });
   }
   void scribble_pairs() { std::memset(pairs_.data(), 0x11, static_cast<size_t>(pairs_.bytes())); }
-  void scribble_source() { std::memset(src_->data(), 0x22, static_cast<size_t>(src_->bytes())); }
 
   const Shape shape;
   const CUstream stream;

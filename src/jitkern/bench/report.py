@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import jitkern
-from jitkern import calibration
 from jitkern.bench.case import CaseError, Row
+from jitkern.fs import kernel_driver, processor
 
 Payload = dict[str, Any]
 
@@ -31,8 +31,8 @@ def machine(device: str) -> dict[str, Any]:
     """Describe the machine and what is installed, for the record."""
     described: dict[str, Any] = {
         "device": device,
-        "name": calibration.processor() if device == "cpu" else torch.cuda.get_device_name(),
-        "cpu": calibration.processor(),
+        "name": processor() if device == "cpu" else torch.cuda.get_device_name(),
+        "cpu": processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "cpu_threads_of_torch": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -45,7 +45,7 @@ def machine(device: str) -> dict[str, Any]:
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,
             "cuda_of_torch": torch.version.cuda,
-            "driver": calibration.kernel_driver() or "unknown",
+            "driver": kernel_driver() or "unknown",
         }
         if torch.cuda.device_count() > 1:
             described["gpus"] = torch.cuda.device_count()

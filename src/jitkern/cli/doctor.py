@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jitkern
-from jitkern import calibration
 from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
 from jitkern.cache.get import KERNELS, caches
 from jitkern.cache.store import Cache
 from jitkern.cli import ui
 from jitkern.errors import CacheError, JitkernError, UnsupportedError
-from jitkern.fs import require_writable
+from jitkern.fs import kernel_driver, processor, require_writable
 
 SUMMARY = "check this machine: versions, GPU, compilers, cache"
 DESCRIPTION = """\
@@ -68,7 +67,7 @@ def diagnose() -> Iterator[Check]:
     """Run every check, the most basic first."""
     libc, cores = " ".join(platform.libc_ver()), len(os.sched_getaffinity(0))
     kernel = f"{platform.system()} {platform.release()}"
-    yield Check("system", f"{kernel}, {libc}, {calibration.processor()}, {cores} cores")
+    yield Check("system", f"{kernel}, {libc}, {processor()}, {cores} cores")
     yield Check("python", f"{platform.python_version()} ({sys.executable})")
     yield Check("jitkern", f"{jitkern.__version__} in {Path(jitkern.__file__).parent}")
     torch = _look("torch", _torch, needed=True)
@@ -88,7 +87,7 @@ def diagnose() -> Iterator[Check]:
             yield gpu(gpus)
         if version:
             supports = f"for CUDA {version // 1000}.{version % 1000 // 10}"
-            yield Check("driver", f"{calibration.kernel_driver() or 'version unknown'}, {supports}")
+            yield Check("driver", f"{kernel_driver() or 'version unknown'}, {supports}")
     yield from _compilers(version // 1000 if gpus else 0, host_works=host.state == "ok")
     yield from _caches()
     archs = gpu_archs() if torch.state == "ok" else []
@@ -98,7 +97,6 @@ def diagnose() -> Iterator[Check]:
         from jitkern.comm import nccl
 
         yield _look("NCCL", lambda: nccl.load())
-        yield _look("calibration", partial(_calibration, str(module().gpu_name(0)), version))
     if ops_run:
         for device in ("cpu", *(f"cuda:{i}" for i in range(gpus))):
             yield _look(f"indexing on {device}", partial(_trial, device), needed=True)
@@ -261,19 +259,6 @@ def huge_pages() -> str:
             f"never (PinnedPool takes longer); as root: echo madvise > {_HUGE_PAGES}"
         )
     return mode[1] if mode else "unknown"
-
-
-def _calibration(gpu: str, version: int) -> str:
-    """Return which figures "auto" decides by."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            found = calibration.find(gpu, version)
-        except RuntimeWarning as warning:
-            raise UnsupportedError(str(warning)) from warning
-    if found is None:
-        raise UnsupportedError("none: the figures of an H200 are used; jitkern calibrate")
-    return f"{found[0]}: of this machine"
 
 
 def _trial(device: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from jitkern.arch import Arch
 from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key
-from jitkern.cache.get import Buildable, Lookup, folders, get_or_build
+from jitkern.cache.get import Buildable, Lookup, get_or_build
 from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
@@ -202,7 +202,6 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     register_error("jitkern.ThroughCpp", ThroughCpp)
     found.loaded["set_resolver"](_resolve)
     found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
-    found.loaded["set_tuner"](_measured)
     _found = found
     return found
 
@@ -233,16 +232,6 @@ def torch_state() -> tuple[int, ...]:
             return 0
 
     return tuple(address(library, symbol) for library, symbol in _TORCH_SYMBOLS)
-
-
-def _measured(gpu: str, cuda_version: int) -> Mapping[str, int]:
-    """Return the figures of `jitkern calibrate` for this machine. Called once per GPU."""
-    if not any(os.path.isdir(at) and any(at.glob("calibration-*")) for at in folders()):
-        return {}  # the usual case: saves the import, 1 ms
-    from jitkern.calibration import find
-
-    found = find(str(gpu), int(cuda_version))
-    return {} if found is None else found[1]
 
 
 # Called with the message of a fault; None: C++ raises it.

@@ -40,7 +40,6 @@ OPS = (
     Op("index", "indexing"),
     Op("h2d_gather", "h2d_gather"),
     Op("d2h_scatter", "d2h_scatter"),
-    Op("swap", "swap_rows"),
     Op("copy_blocks", "copy_blocks"),
     Op("unpack", "unpack"),
     Op("merge", "merge_states", more=("merge_state",), sized_by="head_dim"),

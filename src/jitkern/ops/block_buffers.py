@@ -1,4 +1,4 @@
-"""``BlockBuffers`` and ``LayerSignals``: what ``copy_blocks`` takes beside tensors."""
+"""``BlockBuffers`` and ``LayerSignals``, arguments of ``copy_blocks`` that are no tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BlockBuffers:
 
     Checked once, so that a call of ``copy_blocks`` moves blocks of all layers in one launch. The
     list holds its tensors. Its table of addresses is in GPU memory, 32 bytes per tensor. PyTorch's
-    autograd does not see what a call writes into a list.
+    autograd does not see writes into a list.
 
     Parameters
     ----------
@@ -48,22 +48,22 @@ class BlockBuffers:
     (True, 8)
     """
 
-    # What a call asks its tensors for: a list has neither gradient nor version.
+    # Attributes of tensors that a call reads: a list has no gradient and no version counter.
     requires_grad: bool = False
     _version = 0
 
     def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
         name = "BlockBuffers"
-        lists = [list(one) for one in tensors]
-        if len({len(one) for one in lists}) > 1:
-            lengths = ", ".join(str(len(one)) for one in lists)
+        lists = [list(sequence) for sequence in tensors]
+        if len({len(tensor_list) for tensor_list in lists}) > 1:
+            lengths = ", ".join(str(len(tensor_list)) for tensor_list in lists)
             raise ValueError(f"{name}: tensors: lists of {lengths}, expected equal lengths")
         layers = [tensor for layer in zip(*lists, strict=True) for tensor in layer]
         by_name = {f"tensors[{i}]": tensor for i, tensor in enumerate(layers)}
-        for what, tensor in by_name.items():
+        for argument, tensor in by_name.items():
             if getattr(tensor, "requires_grad", False):
                 text = "requires a gradient, expected none; pass .detach()"
-                raise ValueError(f"{name}: {what}: {text}")
+                raise ValueError(f"{name}: {argument}: {text}")
         self._length = len(layers)
         try:
             self._handle: Any = host.module()["make_block_buffers"](layers, block_dims)
@@ -80,7 +80,7 @@ class BlockBuffers:
         *,
         block_strides: Sequence[int] | None = None,
     ) -> BlockBuffers:
-        """Return a list of buffers at addresses that an engine keeps, such as a pointer table.
+        """Return a list of buffers at addresses of an engine's, such as a pointer table.
 
         Nothing is checked: a wrong address or size corrupts memory or ends the process. The caller
         keeps the memory allocated. Host memory has to be pinned and to have the same address on
@@ -89,12 +89,12 @@ class BlockBuffers:
         Parameters
         ----------
         addresses : sequence of int or Tensor
-            Of block 0 of each layer. A tensor on the GPU is read once, which synchronises.
+            Block 0 of each layer. A tensor on the GPU is read once, which synchronises.
         block_bytes : int or sequence of int
-            Of a block in each layer.
+            Bytes per block in each layer.
         num_blocks : int
         device : torch.device, str or int
-            Where the memory is: a GPU, or "cpu".
+            The device of the memory: a GPU, or "cpu".
         block_strides : sequence of int, optional
             Bytes from one block to the next in each layer; by default ``block_bytes``.
         """
@@ -106,23 +106,23 @@ class BlockBuffers:
         name = "BlockBuffers.from_trusted_addresses"
         if not values:
             raise ValueError(f"{name}: addresses: none, expected at least one")
-        for what, given in (("block_bytes", sizes), ("block_strides", strides)):
-            if len(given) != len(values):
-                text = f"{len(given)} values, expected {len(values)} as in addresses"
-                raise ValueError(f"{name}: {what}: {text}")
-            if any(one < 1 for one in given):
-                raise ValueError(f"{name}: {what}: {min(given)}, expected at least 1")
+        for argument, counts in (("block_bytes", sizes), ("block_strides", strides)):
+            if len(counts) != len(values):
+                text = f"{len(counts)} values, expected {len(values)} as in addresses"
+                raise ValueError(f"{name}: {argument}: {text}")
+            if min(counts) < 1:
+                raise ValueError(f"{name}: {argument}: {min(counts)}, expected at least 1")
         if num_blocks < 0:
             raise ValueError(f"{name}: num_blocks: {num_blocks}, expected at least 0")
-        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         ordinal = -1
-        if where.type == "cuda":
-            ordinal = torch.cuda.current_device() if where.index is None else where.index
-        found = cls.__new__(cls)
-        found._length = len(values)
+        if place.type == "cuda":
+            ordinal = torch.cuda.current_device() if place.index is None else place.index
+        buffers = cls.__new__(cls)
+        buffers._length = len(values)
         make = host.module()["trust_block_buffers"]
-        found._handle = make(values, sizes, strides, num_blocks, ordinal)
-        return found
+        buffers._handle = make(values, sizes, strides, num_blocks, ordinal)
+        return buffers
 
     def __len__(self) -> int:
         """Return the number of buffers."""
@@ -138,16 +138,16 @@ class LayerSignals:
     Attention of layer 0 can start while later layers are still on the link. One copy at a time;
     the next one re-arms the signals. A captured graph re-arms them at each replay.
 
-    A wait ends as one for an event after the copy would: it can only be queued once the copy is,
-    and the copy's kernel sets every flag, also if it skips blocks that are out of range. Those are
-    raised as IndexError by the next call on the device or ``jitkern.check``.
+    Every wait ends: it can only be queued after the copy, whose kernel sets every flag, even if it
+    skips blocks that are out of range. The next call on the device, or ``jitkern.check``, raises
+    IndexError for those.
 
     Parameters
     ----------
     num_layers : int
-        Divides the buffers of the copy: flag i is of the i-th group of as many neighbours.
+        A divisor of the number of buffers of the copy: each flag is for a group of neighbours.
     device : torch.device, str or int
-        The GPU of the copies; on the CPU all layers are done when ``copy_blocks`` returns.
+        The GPU of the copies. On the CPU all layers are done when ``copy_blocks`` returns.
 
     Examples
     --------
@@ -172,11 +172,11 @@ class LayerSignals:
         if num_layers < 1:
             raise ValueError(f"LayerSignals: num_layers: {num_layers}, expected at least 1")
         self.num_layers: int = num_layers
-        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        on_gpu = where.type == "cuda"
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        on_gpu = place.type == "cuda"
         with torch.inference_mode(False):
             flags = torch.zeros(2, num_layers, dtype=torch.int32, pin_memory=on_gpu)
-            num_past = torch.zeros(num_layers, dtype=torch.int32, device=where)
+            num_past = torch.zeros(num_layers, dtype=torch.int32, device=place)
         self.device: torch.device = num_past.device
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 
-# Few full blocks, each warp with as many vectors a lane on their way.
+# A few full blocks; each lane has this many vectors in flight.
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 READ_IN_FLIGHT = 8
 WRITE_IN_FLIGHT = 8
@@ -26,14 +26,14 @@ WRITE_IN_FLIGHT = 8
 def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
     """Return the device module of one vector width, index type and direction.
 
-    ``index_bytes``: 0 for pairs that are parameters of the launch. ``to_host``: lines are those of
-    the destination, which is in host memory or on the same GPU.
+    ``index_bytes``: 0 if the pairs are in the parameters of the launch. ``to_host``: segments
+    begin at lines of the destination, which is in host memory or on the same GPU.
     """
     in_flight = WRITE_IN_FLIGHT if to_host else READ_IN_FLIGHT
     values = (vec_bytes, index_bytes, *CONFIG[:2], in_flight)
-    lines, what = ("kHostTarget", "write") if to_host else ("kHostSource", "read")
+    lines, direction = ("kHostTarget", "write") if to_host else ("kHostSource", "read")
     pairs = f"i{8 * index_bytes}" if index_bytes else "inline"
-    name = f"jitkern_copy_blocks_v{vec_bytes}_{pairs}_{what}"
+    name = f"jitkern_copy_blocks_v{vec_bytes}_{pairs}_{direction}"
     entry = (name, f"CopyBlocks<{make_cpp_args(*values)}, jitkern::{lines}>", CONFIG)
     args = make_cpp_args(*values, bool(to_host))
     return load_entries("copy_blocks", "ops/copy_blocks.cu", [entry], args, in_flight)
@@ -63,8 +63,8 @@ def copy_blocks(
     One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, in
     either direction, or within one GPU or one cache. Asynchronous on the current stream. Keep host
     memory allocated until the stream has passed the call. With ``pairs`` on the GPU nothing is
-    allocated, and a CUDA graph may capture any call. By default a decode step beside it is 2 to 6 %
-    longer on the way to the host, and 4 to 8 % to the GPU.
+    allocated, and a CUDA graph may capture any call. By default a concurrent decode step is 2 to
+    6 % longer during copies to the host, and 4 to 8 % during copies to the GPU.
 
     Parameters
     ----------
@@ -83,18 +83,19 @@ def copy_blocks(
     src_block_dim, dst_block_dim : int
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
-        "auto" leaves the GPU to a model beside it: a kernel on 2 SMs copies, and writes to the host
-        at 32 GB/s. With ``pairs`` on the CPU and a stream other than the default one, the copy
-        engine takes pieces of 64 KiB or more, and blocks of 64 KiB to 64 MiB that are contiguous on
-        the host only go through scratch memory of up to 64 MiB. "sm": a kernel on 4 SMs, at the
-        speed of the link. "engine", with ``pairs`` on the CPU: one copy per run of blocks that are
-        consecutive on both sides; no SM. A captured graph copies the same blocks at each replay.
+        "auto" uses 2 SMs, so that a concurrent model is slowed little, and writes to the host at
+        32 GB/s (PCIe 5.0 x16; scaled to the link). Exceptions, with ``pairs`` on the CPU and a
+        current stream that is not the default stream: the copy engine copies pieces of 64 KiB or
+        more; blocks of 64 KiB to 64 MiB that are contiguous on the host only go through a staging
+        buffer of up to 64 MiB. "sm": a kernel on 4 SMs, at the speed of the link. "engine", with
+        ``pairs`` on the CPU: one copy per run of blocks that are consecutive on both sides; no SM.
+        A captured graph copies the same blocks at each replay.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
         Clamped to 0 and their number.
     num_sms : int, optional
-        SMs that copy at full speed, each with a block of 1024 threads; makes "auto" the same as
-        "sm". Ignored by "engine". Within one GPU the default is all SMs.
+        SMs that copy at full speed, each with a block of 1024 threads; "auto" is then "sm".
+        Ignored by "engine". Within one GPU the default is all SMs.
     signals : LayerSignals, optional
         Layers are copied in order, and each is signalled when it has arrived. Not with "engine".
 

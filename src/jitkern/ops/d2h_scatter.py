@@ -12,9 +12,9 @@ from jitkern.ops.register import op
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE_IN_FLIGHT = 4  # vectors: writes are posted, nothing waits for their answer
+LARGE_IN_FLIGHT = 4  # vectors per thread; PCIe writes are posted, so few need to be in flight
 kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=1)  # of any row size
+shared_kernels = partial(list_kernels, host_target=1)  # independent of the row size
 
 
 @op(kernel, writes=("dst",), reads=("src",))
@@ -46,11 +46,12 @@ def d2h_scatter(
         ``src`` or on the CPU, where they are checked before anything is queued. A pair with a
         negative member is skipped. A repeated destination ends undefined.
     num_sms : int, optional
-        As of ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
+        As in ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
     order : {"auto", "given", "host"}
         Order in which rows are written, "host" by place in ``dst``; see ``h2d_gather``.
     method : {"auto", "sm"}
-        "auto" leaves the GPU to a model beside the call, "sm" takes the SMs that fill the link.
+        "auto" uses 2 SMs, so that a concurrent model is slowed little. "sm" uses as many as keep
+        the link busy.
 
     Raises
     ------

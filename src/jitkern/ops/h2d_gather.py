@@ -12,9 +12,9 @@ from jitkern.ops.register import op
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE_IN_FLIGHT = 8  # vectors: 8 * 16 B * 2,048 threads are 5 us of the bus
+LARGE_IN_FLIGHT = 8  # vectors per thread: 8 * 16 B * 2,048 threads are 5 us of the link
 kernel = cache(partial(pair_kernels, "h2d_gather", "H2DGather", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=0)  # of any row size
+shared_kernels = partial(list_kernels, host_target=0)  # independent of the row size
 
 
 @op(kernel, writes=("dst", "slot_map"), reads=("src",))
@@ -28,23 +28,21 @@ def h2d_gather(
     reuse_resident: bool = False,
     num_sms: int | None = None,
     order: Literal["auto", "given", "host"] = "auto",
-    method: Literal["auto", "sm", "cpu", "both"] = "auto",
-    num_threads: int | None = None,
+    method: Literal["auto", "sm"] = "auto",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
     A persistent kernel on a few SMs reads ``src`` over the link, asynchronously on the current
     stream. Keep ``src`` allocated and unchanged until the stream has passed the call. Calls that
     sort their pairs (to find repeats, from 32,768 pairs, or by ``order``) take scratch memory from
-    PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph may capture the call. Those
-    on the CPU are checked before anything is queued. What CPU threads gather has been read from
-    ``src`` when the call returns; they use six chunks of 4 MiB, and wait for free ones.
+    PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph may capture the call. Pairs
+    on the CPU are checked before anything is queued, and uploaded before the call returns.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, pinned if ``pairs`` are on a GPU. Rows contiguous,
-        row stride free, 1 byte or more.
+        ``[num_src_rows, ...]`` in host memory, pinned if ``dst`` is on a GPU. Rows contiguous, row
+        stride free, 1 byte or more.
     dst : Tensor
         ``[num_dst_rows, ...]``, dtype and bytes per row of ``src``, on a GPU or the CPU. Rows share
         no memory with each other or with ``src``.
@@ -62,21 +60,15 @@ def h2d_gather(
         Copy rows with ``slot_map[source] >= 0`` from that row of ``dst`` instead of fetching them.
         The map is trusted: a slot must still hold its row and not be a destination of this call.
     num_sms : int, optional
-        SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", so
-        that a decode step beside the call takes 1.06 of its time; with the other methods 3 to 8,
-        which keep the link busy. Small calls use the whole GPU for a few microseconds.
+        SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto"; 3
+        to 8 with "sm". Small calls use the whole GPU for a few microseconds.
     order : {"auto", "given", "host"}
         Order in which rows are fetched: as given, or by place in ``src``. The result is the same.
         "auto" sorts 4,096 pairs or more (10,240 at 1 GiB) of rows of 2 KiB or less, if the source
         is larger than the 0.75 GiB that the link's address translation covers.
-    method : {"auto", "sm", "cpu", "both"}
-        "sm": SMs fetch over the link, as many as fill it. "cpu": CPU threads gather rows, the copy
-        engine sends them; ``src`` may be pageable. "both": each way for a part of the rows. "cpu"
-        and "both" need ``pairs`` on the CPU and no ``reuse_resident``. "auto" is then "cpu" for a
-        pageable source, "both" if page misses would bound the SMs and 8 threads are there.
-    num_threads : int, optional
-        CPU threads including the caller, 1 to the process's cores. Default:
-        ``torch.get_num_threads()`` less one core.
+    method : {"auto", "sm"}
+        "auto" uses 2 SMs, so that a concurrent decode step is only 6 % longer. "sm" uses as many
+        as keep the link busy.
 
     Raises
     ------

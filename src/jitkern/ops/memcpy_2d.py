@@ -24,17 +24,17 @@ _OPTIONS = {
 
 
 def _first_call(*arguments: Any) -> Any:
-    """Put the C++ function in the place of this one, and call it."""
+    """Load the C++ function, replace this one by it, and call it."""
     global _op
     _op = host.op("memcpy_2d")
     return _op(*arguments)
 
 
-# A plain name, as in compare_key.py: the driver's own call takes 2 us in all.
+# A module global, as in compare_key.py: the whole call of the driver takes 2 us.
 _op: Callable[..., Any] = _first_call
 
 
-# No operator of PyTorch: it may write bytes outside of the view `dst`, which no schema can say.
+# No PyTorch operator: it may write outside of the view `dst`, which no schema can express.
 def memcpy_2d_async(
     dst: Tensor,
     src: Tensor,
@@ -47,7 +47,7 @@ def memcpy_2d_async(
     *,
     allow_pageable: bool = False,
 ) -> None:
-    """Copy ``height`` rows of ``width`` bytes between places that are a pitch apart.
+    """Copy ``height`` rows of ``width`` bytes, ``dpitch`` and ``spitch`` bytes apart.
 
     The copy engine's strided copy (``cuMemcpy2DAsync``); no SM takes part. It starts at the first
     byte of each view: one block of a cache ``[num_layers, num_blocks, block_bytes]`` is ``cache[:,
@@ -87,14 +87,14 @@ def memcpy_2d_async(
     try:
         code = _KINDS[kind]  # a string costs 0.13 us on its way to C++
     except (KeyError, TypeError):
-        code = (kind,)  # C++ says what is wrong with it
+        code = (kind,)  # C++ raises the error
     handle = ordinal = None
     if stream is not None:
         try:
             handle, ordinal = stream.cuda_stream, stream.device_index
         except AttributeError:
-            came = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
-            raise TypeError(f"memcpy_2d_async: stream: {came}") from None
+            text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
+            raise TypeError(f"memcpy_2d_async: stream: {text}") from None
     try:
         outcome = _op(
             dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable, None
@@ -113,7 +113,7 @@ def memcpy_2d_async(
 
 
 def _storage(tensor: Any) -> tuple[int, int]:
-    """Return address and bytes of the tensor's storage; none of one that is not PyTorch's."""
+    """Return address and bytes of the tensor's storage; (0, 0) if it is not PyTorch's."""
     try:
         storage = tensor.untyped_storage()
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What the ops between host and device memory share: how kernels are launched, named, sorted."""
+"""Shared by the ops between host and device memory: how kernels are launched, named, sorted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
 from jitkern.ops.common import INDEX_BYTES, Hint, entry_name, load_entries, widest_vec_bytes
 
-# A large call runs on a few full blocks, each lane with several vectors on their way; in a small
-# one, spread over the GPU, vectors are spread over threads instead.
+# A large call runs on a few full blocks, each lane with several vectors in flight. A small call is
+# spread over the GPU, one vector per thread.
 LARGE_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 SMALL_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 SMALL_IN_FLIGHT = 1
-# The lists that a large call sorts its pairs into: a thread a pair, and for the sums of the regions
-# one block, of which each thread has four.
+# The kernels that list the pairs of a large call: one thread per pair; the scan of the regions'
+# counts is one block with four regions per thread.
 LIST_CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=False)
 SCAN_CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
 _LINE_BYTES = 128
@@ -58,20 +58,27 @@ def pair_kernels(
 
 
 def load_sort(
-    op: str, file: str, rows: str, what: str, spec: Sequence[int], side: str = "", hint: Hint = None
+    op: str,
+    file: str,
+    rows: str,
+    label: str,
+    spec: Sequence[int],
+    side: str = "",
+    hint: Hint = None,
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
-    One module serves all row sizes: compiling it for each, 100 ms, would double a first large call.
-    `rows` is in its kernels' types, `what` in their names; `spec` begins with an index's bytes.
+    One module serves all row sizes: compiling one for each, 100 ms, would double a first large
+    call. `rows` is part of the kernels' C++ types, `label` of their names; ``spec[0]`` is the bytes
+    of an index.
     """
     index_bytes, threads, scan_threads = spec[0], LIST_CONFIG[:2], SCAN_CONFIG[:2]
     listed = f"{make_cpp_args(index_bytes, *threads)}{side}"
     bits = 8 * index_bytes
     entries = [
-        (f"jitkern_list_{what}_i{bits}", f"List{rows}<{listed}>", LIST_CONFIG),
+        (f"jitkern_list_{label}_i{bits}", f"List{rows}<{listed}>", LIST_CONFIG),
         ("jitkern_scan_regions", f"ScanRegions<{make_cpp_args(*scan_threads)}>", SCAN_CONFIG),
-        (f"jitkern_place_{what}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
+        (f"jitkern_place_{label}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
     args = make_cpp_args(*spec, *threads, *scan_threads)
     return load_entries(op, file, entries, args, in_flight=1, hint=hint or rows_hint)
@@ -84,23 +91,23 @@ HOST_SIDES = ((", jitkern::kHostSource", "sources"), (", jitkern::kHostTarget", 
 @cache
 def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that sorts pairs, by source rows or by destination rows."""
-    side, what = HOST_SIDES[host_target]
+    side, label = HOST_SIDES[host_target]
     spec = (index_bytes, host_target)
-    return load_sort("pair_lists", "ops/sort.cuh", "Pairs", what, spec, side)
+    return load_sort("pair_lists", "ops/sort.cuh", "Pairs", label, spec, side)
 
 
 host.builds("pair_lists", list_kernel)
 
 
 def list_kernels(host_target: int) -> list[DeviceModule]:
-    """Return what large calls of any row size need."""
+    """Return the kernels that large calls of any row size need."""
     return [list_kernel(index_bytes, host_target) for index_bytes in INDEX_BYTES]
 
 
 def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need.
+    """Return the template arguments that contiguous rows of ``row_bytes`` need.
 
-    Both index types, small and large calls, as far as rows are contiguous.
+    Both index types, small and large calls.
     """
     vec_bytes = widest_vec_bytes(row_bytes)
     line_aligned = int(row_bytes % _LINE_BYTES == 0 or _LINE_BYTES % row_bytes == 0)

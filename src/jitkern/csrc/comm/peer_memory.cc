@@ -16,7 +16,6 @@
 
 #include "host/objects.h"
 #include "host/staging.h"
-#include "host/workers.h"
 
 namespace jitkern {
 

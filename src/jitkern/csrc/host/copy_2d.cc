@@ -8,7 +8,7 @@ namespace jitkern {
 
 namespace {
 
-constexpr size_t kMostBatched = 4096;  // copies in one call of the driver; more were not tried
+constexpr size_t kMostBatched = 4096;  // copies per call of the driver; more were not tried
 
 void queue_bytes(const LaunchScope& scope, CopyKind kind, char* dst, const char* src, i64 bytes) {
   if (kind == CopyKind::kH2D) return copy_to_device(dst, src, bytes, scope.stream());
@@ -92,7 +92,7 @@ void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy,
 }
 
 bool CopyBatch::can_batch(const LaunchScope& scope) {
-  const bool is_default = address(scope.stream()) <= 2;  // NULL, or one of CUDA's names for it
+  const bool is_default = address(scope.stream()) <= 2;  // NULL, CU_STREAM_LEGACY or _PER_THREAD
   return Driver::get().cuMemcpyBatchAsync != nullptr && !is_default &&
          !is_capturing(scope.stream());
 }

@@ -15,7 +15,7 @@ struct Copy2D {
   i64 width;  // bytes of a row
   i64 height;
 
-  // Whether each side is one piece.
+  // Whether each side is contiguous.
   bool is_contiguous() const { return height == 1 || (dst_pitch == width && src_pitch == width); }
 };
 
@@ -26,9 +26,9 @@ bool is_one_registration(const Rows& host, const char* cure);
 // Queues a copy, which is not empty. Its host memory is pinned; or pageable if `one_registration`.
 void queue_copy(const LaunchScope& scope, CopyKind kind, const Copy2D& copy, bool one_registration);
 
-// The copies of one call. Long rows are queued as one batch: rows of 512 KiB reach 55 GB/s, one by
-// one 42, with 3 us between two. Rows of 16 KiB in a batch reach 5 GB/s and slow down a concurrent
-// decode step 5 times; strided copies reach 23.
+// The copies of one call. Long rows are queued as one batch: rows of 512 KiB reach 55 GB/s; one by
+// one 42, with 3 us between them. Rows of 16 KiB in a batch reach 5 GB/s and make a concurrent
+// decode step 5 times as long; strided copies reach 23.
 constexpr i64 kMinBatchBytes = i64(64) << 10;
 class CopyBatch {
  public:

@@ -23,8 +23,8 @@ const auto& team() {
     void* parallel = torch == nullptr ? nullptr : dlsym(torch, "GOMP_parallel");
     void* num_threads = parallel == nullptr ? nullptr : dlsym(torch, "_ZN2at15get_num_threadsEv");
     i64 size() const { return reinterpret_cast<int (*)()>(num_threads)(); }
-  } found;
-  return found;
+  } openmp;
+  return openmp;
 }
 
 // The process that may use the team; 0 after a fork without exec, for which Linux keeps a flag:
@@ -40,8 +40,6 @@ const pid_t parallel_process = [] {
 }();
 
 }  // namespace
-
-i64 torch_num_threads() { return team().num_threads == nullptr ? 1 : team().size(); }
 
 i64 threads_for(i64 count, i64 bytes) {
   // One core reads and writes 256 KiB in about 20 us; to wake a thread takes 5 to 15 us.

@@ -11,11 +11,8 @@
 
 namespace jitkern {
 
-// torch.get_num_threads(); 1 without torch.
-i64 torch_num_threads();
-
-// The number of threads for a loop of `count` rounds over `bytes`, at most torch.get_num_threads();
-// 1 without torch and in a forked child.
+// The number of threads for a loop of `count` iterations over `bytes`, at most
+// torch.get_num_threads(); 1 without torch and in a forked child.
 i64 threads_for(i64 count, i64 bytes);
 
 // Calls run(begin, end), which must not throw, for parts of [0, count) on torch's threads, or in
@@ -31,7 +28,7 @@ void end_stream();
 
 constexpr i64 kLineBytes = 64;
 constexpr i64 kRowsAhead = 4;     // from the prefetch to the copy
-constexpr i64 kBytesAhead = 256;  // of a row; the processor prefetches the rest
+constexpr i64 kBytesAhead = 256;  // prefetched per row; the processor prefetches the rest
 // Rows are streamed if the written table has at least this size. At random places a plain store
 // waits for its line, unless the table stays in a core's 2 MiB of L2.
 constexpr i64 kStreamRandomBytes = i64(2) << 20;

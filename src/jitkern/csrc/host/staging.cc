@@ -1,11 +1,11 @@
 #include "host/staging.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <optional>
 #include <shared_mutex>
-
-#include "host/workers.h"
+#include <thread>
 
 namespace jitkern {
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr i64 kAlignBytes = 128;
 
-std::array<std::atomic<Staging*>, kMaxDevices> all;
+std::array<std::atomic<Uploads*>, kMaxDevices> all_uploads;
 
 struct Pool {
   u64 begin;
@@ -34,6 +34,17 @@ std::optional<Pool> pool_of(u64 begin, u64 end) {
     if (pool.begin <= begin && begin < pool.end && end <= pool.end) return pool;
   }
   return std::nullopt;
+}
+
+i64 now_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Gives way to the other hardware thread of the core.
+void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
 }
 
 std::string range_text(u64 begin, u64 end) {
@@ -107,12 +118,6 @@ u64 registration_end(u64 at) {
   return is_mapped(range) ? address(range.begin) + static_cast<u64>(range.bytes) : 0;
 }
 
-bool is_mapped(const Rows& rows) {
-  if (pool_of(rows.begin, rows.end)) return true;  // also if it was closed
-  const MemoryRange first = memory_range(rows.data);
-  return is_mapped(first) && mapped_end(rows, first) >= rows.end;
-}
-
 char* allocate_pinned(i64 bytes) {
   void* memory = nullptr;
   JITKERN_CU(cuMemHostAlloc, &memory, static_cast<size_t>(bytes), kHostAllocPortable);
@@ -150,12 +155,30 @@ void wait_for(CUevent event) {
   for (Backoff backoff; !is_done(event);) backoff.wait();
 }
 
+void Backoff::wait() {
+  constexpr i64 kSpinNs = 20'000;
+  constexpr i64 kLongestSleepNs = 500'000;
+  if (waited_ns_ == 0) started_ns_ = now_ns();
+  waited_ns_ = std::max<i64>(1, now_ns() - started_ns_);
+  if (waited_ns_ < kSpinNs) return pause_core();
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(waited_ns_ / 2, kLongestSleepNs)));
+}
+
 void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream) {
   JITKERN_CU(cuMemcpyHtoDAsync_v2, address(device), host, static_cast<size_t>(bytes), stream);
 }
 
 void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream) {
   JITKERN_CU(cuMemcpyDtoHAsync_v2, host, address(device), static_cast<size_t>(bytes), stream);
+}
+
+Uploads& Uploads::get(const LaunchScope& scope) {
+  std::atomic<Uploads*>& slot = all_uploads[scope.device.ordinal];
+  if (Uploads* uploads = slot.load(std::memory_order_acquire)) return *uploads;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (slot.load() == nullptr) slot = new Uploads();
+  return *slot;
 }
 
 char* Uploads::take(i64 bytes) {
@@ -165,7 +188,7 @@ char* Uploads::take(i64 bytes) {
   const auto overlaps = [&](const Taken& other) {
     return other.begin < end_ + bytes && end_ < other.end;
   };
-  // The oldest are read first.
+  // The GPU reads the oldest first.
   while (!taken_.empty()) {
     const CUevent oldest = taken_.front().read;
     if (std::any_of(taken_.begin(), taken_.end(), overlaps)) {
@@ -176,9 +199,9 @@ char* Uploads::take(i64 bytes) {
     free_.push_back(oldest);
     taken_.pop_front();
   }
-  char* const found = memory_ + end_;
+  char* const block = memory_ + end_;
   end_ += bytes;
-  return found;
+  return block;
 }
 
 void Uploads::mark(CUstream stream) {
@@ -187,70 +210,6 @@ void Uploads::mark(CUstream stream) {
   taken_.push_back({begin_, end_, free_.back()});
   free_.pop_back();
   begin_ = end_;
-}
-
-Staging::Staging(int ordinal)
-    : copies(make_stream(0)),
-      places(make_stream(kHighestStreamPriority)),
-      start(make_event()),
-      end(make_event()),
-      fetched(make_event()),
-      ordinal_(ordinal) {}
-
-Staging& Staging::get(const LaunchScope& scope) {
-  std::atomic<Staging*>& found = all[scope.device.ordinal];
-  if (Staging* staging = found.load(std::memory_order_acquire)) return *staging;
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (found.load() == nullptr) found = new Staging(scope.device.ordinal);
-  return *found;
-}
-
-void Staging::make_chunks() {
-  if (chunks_[0].host != nullptr) return;
-  char* const host = allocate_pinned(kNumChunks * kChunkBytes);
-  for (i64 i = kNumChunks - 1; i >= 0; --i) {
-    chunks_[i] = {host + i * kChunkBytes, nullptr, make_event(), make_event()};
-  }
-}
-
-void Staging::give_device_memory(CUstream stream) {
-  const i64 bytes = kNumChunks * kChunkBytes;
-  const auto memory = allocate({bytes}, DLDataType{kDLUInt, 8, 1}, DLDevice{kDLCUDA, ordinal_});
-  // Torch may hand out memory that kernels queued on its current stream still use.
-  record(start, stream);
-  wait_for(copies, start);
-  device_memory_ = memory;
-  for (i64 i = 0; i < kNumChunks; ++i) {
-    chunks_[i].device = static_cast<char*>(memory.data_ptr()) + i * kChunkBytes;
-  }
-}
-
-Staging::Turn::Turn(Staging& staging, CUstream stream)
-    : staging_(staging), lock_(staging.turn), stream_(stream) {
-  staging.make_chunks();
-}
-
-void Staging::Turn::begin() {
-  if (staging_.chunks_[0].device == nullptr) staging_.give_device_memory(stream_);
-  record(staging_.start, stream_);
-  wait_for(staging_.places, staging_.start);
-  has_begun_ = true;
-}
-
-Staging::Turn::~Turn() {
-  if (!has_begun_) return;
-  // The call has failed: further errors are ignored.
-  const Driver& driver = Driver::get();
-  driver.cuEventRecord(staging_.end, staging_.copies);
-  driver.cuStreamWaitEvent(staging_.places, staging_.end, 0);
-  driver.cuEventRecord(staging_.end, staging_.places);
-  driver.cuStreamWaitEvent(stream_, staging_.end, 0);
-  for (const Chunk& chunk : staging_.chunks_) driver.cuEventRecord(chunk.done, staging_.places);
-  try {
-    staging_.uploads.mark(stream_);
-  } catch (const tvm::ffi::Error&) {
-  }
 }
 
 }  // namespace jitkern

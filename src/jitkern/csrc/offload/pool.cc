@@ -1,7 +1,6 @@
 // The memory of a PinnedPool: mapped on whole huge pages, touched by threads, registered with CUDA.
 #include "host/objects.h"
 #include "host/staging.h"
-#include "host/workers.h"
 
 #include <jitkern/launch.h>
 #include <sys/mman.h>
@@ -16,6 +15,10 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace jitkern {
 
@@ -117,11 +120,23 @@ class PinnedMemory {
         }
       }
     };
-    {
-      Workers others(num_threads - 1, touch);
-      others.wake();
-      touch();
+    std::mutex start;  // held until all threads are started
+    std::unique_lock<std::mutex> lock(start);
+    std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(num_threads));
+    try {
+      while (static_cast<i64>(threads.size()) < num_threads - 1) {
+        threads.emplace_back([&] {
+          start.lock();
+          start.unlock();
+          touch();
+        });
+      }
+    } catch (const std::system_error&) {  // no more threads: fewer will do
     }
+    lock.unlock();
+    touch();
+    for (std::thread& thread : threads) thread.join();
     return error;
   }
 

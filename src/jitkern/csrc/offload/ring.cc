@@ -15,7 +15,6 @@
 
 #include "host/objects.h"
 #include "host/staging.h"
-#include "host/workers.h"
 #include "ops/unpack_host.h"
 #include "ops/unpack_ring.h"
 

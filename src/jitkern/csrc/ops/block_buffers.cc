@@ -1,4 +1,4 @@
-// Lists of buffers, checked once, with their table of addresses on the GPU.
+// BlockBuffers: lists of buffers, checked once, with a table of addresses on the GPU.
 #include "block_buffers.h"
 
 #include <tvm/ffi/container/array.h>
@@ -21,14 +21,14 @@ u64 new_id() {
   return ++last;
 }
 
-// How many of something, and the bytes from one to the next.
+// A dimension: its size, and its stride in bytes.
 struct Dim {
   i64 count;
   i64 stride;
 };
 using Dims = std::array<Dim, 3>;
 
-// From the longest stride to the shortest.
+// Sorts dimensions from the longest stride to the shortest.
 Dims sorted(Dims dims) {
   std::sort(dims.begin(), dims.end(),
             [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
@@ -70,7 +70,7 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   for (int dim = 0; dim < dl.ndim; ++dim) {
     if (dl.shape[dim] > 1 && tensor.stride(dim) < 0) tensor.refuse_stride(dim);
   }
-  // A row is the last dimensions that are contiguous; the others of a block count its rows.
+  // A row is the trailing contiguous dimensions. The other dimensions of a block count its rows.
   i64 row_items = 1, rows = 1, row_stride = 0;
   for (int dim = dl.ndim - 1; dim >= block_dims; --dim) {
     const i64 count = dl.shape[dim], stride = tensor.stride(dim);
@@ -94,10 +94,10 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   const BufferEntry entry{address(tensor.data()), stride_of(0), block_dims == 2 ? stride_of(1) : 0,
                           rows * row_items * tensor.item_bytes()};
   row_stride *= tensor.item_bytes();
-  const auto require = [&](i64 came, i64& expected, const char* what) {
-    if (layer == 0) expected = came;
-    if (came == expected) return;
-    tensor.value_error(str(came, what, " (shape ", tensor.shape_text(), ")"),
+  const auto require = [&](i64 actual, i64& expected, const char* unit) {
+    if (layer == 0) expected = actual;
+    if (actual == expected) return;
+    tensor.value_error(str(actual, unit, " (shape ", tensor.shape_text(), ")"),
                        str(expected, " as in tensors[0]"));
   };
   require(dl.shape[0] * parts, num_blocks_, " blocks");
@@ -122,7 +122,7 @@ u64 BlockBuffers::end_of(i64 layer) const {
   return entry.address + static_cast<u64>(last + row_bytes(layer));
 }
 
-bool BlockBuffers::spans(u64 begin, u64 end) const {
+bool BlockBuffers::overlaps(u64 begin, u64 end) const {
   if (is_empty()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (begin < end_of(i) && entries_[i].address < end) return true;
@@ -130,23 +130,27 @@ bool BlockBuffers::spans(u64 begin, u64 end) const {
   return false;
 }
 
-// -- blocks that share bytes ---------------------------------------------------------------------
+// -- overlap -------------------------------------------------------------------------------------
 
-bool BlockBuffers::meet(i64 layer, const BlockBuffers& other, i64 other_layer) const {
+// The rows of a layer are a lattice: row (i, j, k) begins at
+// address + i * block_bytes + j * part_bytes + k * row_stride.
+// Each stride is at least as long as all rows of the shorter strides together.
+bool BlockBuffers::layers_overlap(i64 layer, const BlockBuffers& other, i64 other_layer) const {
   const BufferEntry& a = entries_[layer];
   const BufferEntry& b = other.entries_[other_layer];
   if (a.address >= other.end_of(other_layer) || b.address >= end_of(layer)) return false;
   const bool same_strides = a.block_bytes == b.block_bytes && a.part_bytes == b.part_bytes &&
                             row_stride_ == other.row_stride_ && num_parts_ == other.num_parts_ &&
                             num_rows_ == other.num_rows_;
-  if (!same_strides) return true;  // one between the other: not looked into
-  // Of strides that are alike one row of each meets if the distance, less some of each stride, is
-  // less than a row. The shorter strides together are less than a longer one.
+  if (!same_strides) return true;  // interleaved lattices count as overlap
+  // With equal strides, two rows overlap iff `distance` minus some multiple of each stride is
+  // shorter than a row. Only two multiples can do that, longest stride first: the quotient rounded
+  // down or up, because the shorter strides together do not reach the next multiple.
   const i64 blocks = std::max(num_blocks_, other.num_blocks_) / num_parts_;
   const Dims dims =
       sorted({{{blocks, a.block_bytes}, {num_parts_, a.part_bytes}, {num_rows_, row_stride_}}});
   const i64 distance = static_cast<i64>(b.address - a.address);
-  for (int choice = 0; choice < 8; ++choice) {
+  for (int choice = 0; choice < 8; ++choice) {  // bit d: rounded up in dimension d
     i64 left = distance;
     for (int d = 0; d < 3; ++d) {
       const auto& [count, stride] = dims[d];
@@ -160,13 +164,13 @@ bool BlockBuffers::meet(i64 layer, const BlockBuffers& other, i64 other_layer) c
   return false;
 }
 
-void BlockBuffers::require_distinct(const char* op, const char* arg) {
+void BlockBuffers::require_no_overlap(const char* op, const char* arg) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (are_distinct_ || is_empty()) return;
+  if (has_no_overlap_ || is_empty()) return;
   const auto refuse = [&](i64 layer, i64 other) {
-    const std::string how =
+    const std::string overlap =
         layer == other ? ", whose blocks overlap" : str(", which overlaps buffer ", other);
-    raise_value_error(op, arg, str("buffer ", layer, how),
+    raise_value_error(op, arg, str("buffer ", layer, overlap),
                       "memory of its own for each block that is written");
   };
   const auto count = static_cast<i64>(entries_.size());
@@ -175,29 +179,29 @@ void BlockBuffers::require_distinct(const char* op, const char* arg) {
     const Dims dims = sorted({{{num_blocks_ / num_parts_, entry.block_bytes},
                                {num_parts_, entry.part_bytes},
                                {num_rows_, row_stride_}}});
-    i64 bytes = row_bytes(i);  // of all shorter strides together
+    i64 bytes = row_bytes(i);  // from the first byte to the last, in the shorter strides
     for (int d = 2; d >= 0; --d) {
       if (dims[d].count <= 1) continue;
       if (dims[d].stride < bytes) refuse(i, i);
       bytes += (dims[d].count - 1) * dims[d].stride;
     }
     for (i64 other = 0; other < i; ++other) {
-      if (meet(i, *this, other)) refuse(i, other);
+      if (layers_overlap(i, *this, other)) refuse(i, other);
     }
   }
-  are_distinct_ = true;
+  has_no_overlap_ = true;
 }
 
-bool BlockBuffers::meets(const BlockBuffers& other) {
+bool BlockBuffers::overlaps(const BlockBuffers& other) {
   if (is_empty() || other.is_empty()) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (apart_from_ == other.id_) return false;
+  if (no_overlap_with_ == other.id_) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
     for (size_t j = 0; j < other.entries_.size(); ++j) {
-      if (meet(i, other, j)) return true;
+      if (layers_overlap(i, other, j)) return true;
     }
   }
-  apart_from_ = other.id_;
+  no_overlap_with_ = other.id_;
   return false;
 }
 
@@ -230,7 +234,7 @@ const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op,
     raise_value_error(op, arg, "a list that was never used on this GPU, while a graph is captured",
                       "one that a call before the capture has used");
   }
-  // Kept for good, 32 bytes a layer: kernels of any stream may still read it.
+  // Never freed, 32 bytes per layer: kernels of any stream may still read it.
   const i64 bytes = static_cast<i64>(mapped.size() * sizeof(BufferEntry));
   auto& kept = *new tvm::ffi::Tensor(allocate_bytes(bytes, {kDLCUDA, scope.device.ordinal}));
   char* const on_gpu = static_cast<char*>(kept.data_ptr());
@@ -252,7 +256,7 @@ tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Tensor> tensors, int64_t 
       tvm::ffi::make_object<BlockBuffers>(std::move(tensors), i64(block_dims)));
 }
 
-// `ordinal`: of a GPU, -1: the CPU.
+// `ordinal`: the GPU's; -1: the CPU.
 tvm::ffi::ObjectRef trust_block_buffers(Array<int64_t> addresses, Array<int64_t> block_bytes,
                                         Array<int64_t> strides, int64_t num_blocks,
                                         int64_t ordinal) {

@@ -1,4 +1,4 @@
-// A list of buffers as one side of copy_blocks, and the signals of its layers.
+// BlockBuffers, a list of buffers as one side of copy_blocks; LayerSignals.
 #pragma once
 
 #include <tvm/ffi/object.h>
@@ -11,15 +11,15 @@
 
 namespace jitkern {
 
-// A buffer for each layer, checked once; all have as many blocks.
+// One buffer per layer, checked once. All have the same number of blocks.
 class BlockBuffers : public tvm::ffi::Object {
  public:
-  // The first `block_dims` dimensions of each tensor, 1 or 2, count its blocks.
+  // The first `block_dims` dimensions of each tensor (1 or 2) count its blocks.
   BlockBuffers(tvm::ffi::Array<tvm::ffi::Tensor> tensors, i64 block_dims);
-  // Contiguous blocks at addresses that are trusted.
+  // Contiguous blocks at trusted addresses.
   BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device);
 
-  // Of a value that is one, else null.
+  // The BlockBuffers that `value` holds, else null.
   static BlockBuffers* of(AnyView value) {
     return const_cast<BlockBuffers*>(value.as<BlockBuffers>());
   }
@@ -27,27 +27,27 @@ class BlockBuffers : public tvm::ffi::Object {
   const std::vector<BufferEntry>& entries() const { return entries_; }  // with host addresses
   DLDevice device() const { return device_; }
   bool on_cuda() const { return device_.device_type == kDLCUDA; }
-  bool has_dtype() const { return !tensors_.empty(); }  // that of all tensors
+  bool has_dtype() const { return !tensors_.empty(); }
   const tvm::ffi::Tensor& tensor(i64 layer) const { return tensors_[layer]; }
-  i64 num_blocks() const { return num_blocks_; }  // of all parts
+  i64 num_blocks() const { return num_blocks_; }  // with parts counted as blocks
   i64 num_parts() const { return num_parts_; }
-  i64 num_rows() const { return num_rows_; }  // of each block
+  i64 num_rows() const { return num_rows_; }  // per block
   i64 row_stride() const { return row_stride_; }
-  bool are_alike() const { return are_alike_; }  // all blocks have as many bytes
-  u64 bits() const { return bits_; }             // of all addresses, strides and sizes
+  bool are_alike() const { return are_alike_; }  // blocks of all layers have equally many bytes
+  u64 bits() const { return bits_; }             // all addresses, strides and sizes, or-ed
   bool is_empty() const { return num_blocks_ == 0 || entries_[0].piece_bytes == 0; }
 
-  // The entries in the memory of the scope's GPU, with addresses as it has them. ValueError if host
-  // memory is not pinned, or of a pool that was closed; or while a graph is captured, at first use.
+  // The entries in the memory of the scope's GPU, with its addresses. ValueError if host memory is
+  // not pinned or belongs to a closed pool, and at first use while a graph is captured.
   const BufferEntry* table(const LaunchScope& scope, const char* op, const char* arg);
-  // Whether the copy engine may copy any part of a buffer in host memory at once.
+  // Whether one copy of the engine may cover any part of a buffer in host memory.
   bool is_one_registration(i64 layer) const;
-  // ValueError if blocks share a byte; for a list that is written.
-  void require_distinct(const char* op, const char* arg);
-  // Whether a block shares a byte with one of another list.
-  bool meets(const BlockBuffers& other);
-  // Whether buffers, first byte to last, share a byte with this memory.
-  bool spans(u64 begin, u64 end) const;
+  // ValueError if blocks overlap; for a list that is written.
+  void require_no_overlap(const char* op, const char* arg);
+  // Whether a block overlaps a block of another list.
+  bool overlaps(const BlockBuffers& other);
+  // Whether a buffer, from its first byte to its last, overlaps [begin, end).
+  bool overlaps(u64 begin, u64 end) const;
 
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.BlockBuffers", BlockBuffers, tvm::ffi::Object);
 
@@ -55,12 +55,12 @@ class BlockBuffers : public tvm::ffi::Object {
   void take(i64 layer, const Tensor& tensor, i64 block_dims);
   i64 row_bytes(i64 layer) const { return entries_[layer].piece_bytes / num_rows_; }
   u64 end_of(i64 layer) const;
-  bool meet(i64 layer, const BlockBuffers& other, i64 other_layer) const;
+  bool layers_overlap(i64 layer, const BlockBuffers& other, i64 other_layer) const;
   Rows rows_of(i64 layer, const char* op, const char* arg) const;
 
   struct Table {
     const BufferEntry* on_gpu = nullptr;
-    u64 num_closed = 0;  // pools, when addresses were looked up
+    u64 num_closed = 0;  // num_pools_closed() when addresses were looked up
   };
 
   std::vector<tvm::ffi::Tensor> tensors_;  // empty: addresses are trusted
@@ -74,16 +74,16 @@ class BlockBuffers : public tvm::ffi::Object {
   u64 bits_ = 0;
   std::mutex mutex_;
   Table tables_[kMaxDevices];
-  bool are_distinct_ = false;
+  bool has_no_overlap_ = false;  // as checked by require_no_overlap()
   const u64 id_;
-  u64 apart_from_ = 0;  // the id of a list that shares no byte with this one
+  u64 no_overlap_with_ = 0;  // the id of the last list checked by overlaps()
 };
 
-// Flags in pinned host memory that a copy sets layer by layer. One copy at a time.
+// Flags in pinned host memory, which a copy sets layer by layer. One copy at a time.
 class LayerSignals : public tvm::ffi::Object {
  public:
-  // `flags` are [2, num_layers] of int32, those of eager calls and those of graphs, all 0;
-  // `num_past` as many as layers, on the GPU. On the CPU `num_past` is on the CPU as well.
+  // `flags`: [2, num_layers], int32, 0; the first row for eager calls, the second for graphs.
+  // `num_past`: [num_layers], int32, 0; on the GPU, or on the CPU for copies on the CPU.
   LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past);
   ~LayerSignals();
 
@@ -93,9 +93,9 @@ class LayerSignals : public tvm::ffi::Object {
 
   i64 num_layers() const { return num_past_.size(0); }
   int ordinal() const { return ordinal_; }
-  // What a kernel needs that is launched next on the scope's stream.
+  // The parameters of the kernel to be launched next on the scope's stream.
   LayerFlags begin(const LaunchScope& scope);
-  // For a copy that the CPU has made.
+  // After a copy on the CPU.
   void set_all();
   // Makes a stream wait for the layer of the last copy.
   void wait(i64 layer, CUstream stream);
@@ -104,17 +104,17 @@ class LayerSignals : public tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.LayerSignals", LayerSignals, tvm::ffi::Object);
 
  private:
-  u32* flags() const;  // those of the last copy, as the host has them
+  u32* flags() const;  // the last copy's, at the host's address
   bool are_all_done() const;
 
   tvm::ffi::Tensor flags_, num_past_;
-  int ordinal_;  // of the GPU, -1: the CPU
+  int ordinal_;  // the GPU's; -1: the CPU
   u32* on_gpu_ = nullptr;
-  u32 generation_ = 0;  // of eager copies
+  u32 generation_ = 0;  // the number of eager copies
   CUstream stream_ = nullptr;
-  CUevent armed_ = nullptr;    // the flags of a graph are 0
-  bool is_captured_ = false;   // the last copy
-  bool was_captured_ = false;  // any copy
+  CUevent armed_ = nullptr;    // the flags of the graph have been reset to 0
+  bool is_captured_ = false;   // whether the last copy was captured
+  bool was_captured_ = false;  // whether any copy was
 };
 
 }  // namespace jitkern

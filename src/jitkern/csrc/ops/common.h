@@ -100,21 +100,21 @@ inline tvm::ffi::Tensor allocate_bytes(i64 bytes, DLDevice device) {
 }
 
 // Copies `count` items to new device memory. `write(block, begin, count)` writes the items from
-// `begin` on to pinned memory. Compile kernels before, as this holds a lock.
+// `begin` on to pinned memory. Compile kernels before the call, which holds a lock.
 template <class Write>
 tvm::ffi::Tensor upload(const LaunchScope& scope, i64 count, i64 item_bytes, const Write& write) {
   const RelaxedCapture relaxed;
-  Staging& staging = Staging::get(scope);
-  const std::lock_guard<std::mutex> turn(staging.turn);
+  Uploads& uploads = Uploads::get(scope);
+  const std::lock_guard<std::mutex> lock(uploads.mutex);
   const auto memory = allocate_bytes(count * item_bytes, {kDLCUDA, scope.device.ordinal});
   const i64 most = Uploads::kBytes / 2 / item_bytes;
   for (i64 begin = 0; begin < count; begin += most) {
     const i64 here = std::min(most, count - begin);
-    char* const block = staging.uploads.take(here * item_bytes);
+    char* const block = uploads.take(here * item_bytes);
     write(block, begin, here);
     copy_to_device(static_cast<char*>(memory.data_ptr()) + begin * item_bytes, block,
                    here * item_bytes, scope.stream());
-    staging.uploads.mark(scope.stream());
+    uploads.mark(scope.stream());
   }
   return memory;
 }

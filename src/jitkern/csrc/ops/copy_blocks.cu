@@ -1,11 +1,12 @@
-// copy_blocks on the device: blocks of several layers, piece by piece, as pairs ask for them.
+// copy_blocks on the device: copies blocks in all layers.
 //
-// A row of a block is cut into segments of one vector a lane, from the 128-byte line below it on
-// the side kLinesOf (the host's, if there is one), so that no read request is split. A warp loads
-// kInFlight segments before it stores the first; neighbouring warps have neighbouring segments.
+// A row of a block is cut into segments of one vector per lane. Segments begin at the 128-byte line
+// below the row on the side kLinesOf (the host's, if there is one), so that no read request is
+// split. A warp loads kInFlight segments before it stores the first. Neighbouring warps copy
+// neighbouring segments.
 //
 // Stores that fill the link to the host delay all memory traffic of the GPU: beside 2 SMs a decode
-// step takes 1.1 to 1.3 times as long, 1.03 to 1.05 if these are paced to 32 GB/s.
+// step takes 1.1 to 1.3 times as long, 1.03 to 1.05 if they are paced to 32 GB/s.
 #include <jitkern/copy.cuh>
 
 #include "copy_blocks.h"
@@ -19,7 +20,7 @@ struct BlockPairs {
   using Int = Index<kIndexBytes>;
   static __device__ const Int* of(const Params& p) { return static_cast<const Int*>(p.pairs); }
 };
-// 0: in the parameters.
+// 0: the pairs are in the parameters.
 template <>
 struct BlockPairs<0> {
   using Params = InlineBlocksParams;
@@ -31,7 +32,7 @@ template <int kVecBytes, int kIndexBytes, int kThreads, int kMaxOccupancy, int k
           HostSide kLinesOf>
 struct CopyBlocks {
   static_assert(kThreads % kWarpLanes == 0, "whole warps");
-  static_assert(kInFlight <= kWarpLanes, "a lane works out one segment at most");
+  static_assert(kInFlight <= kWarpLanes, "a lane computes one segment at most");
   using Pairs = BlockPairs<kIndexBytes>;
   using Params = typename Pairs::Params;
   static constexpr int kNumThreads = kThreads;
@@ -41,7 +42,7 @@ struct CopyBlocks {
   static __device__ void run(const Params& p) {
     const u64 rows = static_cast<u64>(num_pairs(p)) * static_cast<u64>(p.num_layers * p.num_rows);
     const u64 num_segments = rows * static_cast<u64>(p.num_segments);
-    // Of kInFlight segments each; the host checks that 32 bits count them.
+    // A batch is kInFlight segments. The host checks that 32 bits count the batches.
     const u32 num_batches = static_cast<u32>((num_segments + kInFlight - 1) / kInFlight);
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     u32 batch = static_cast<u32>(thread_number() / kWarpLanes);
@@ -75,20 +76,20 @@ struct CopyBlocks {
     return count < 0 ? 0 : count < p.num_pairs ? count : p.num_pairs;
   }
 
-  // Counts this warp as past all flags whose layers end at or before segment `next`, its next one.
+  // Counts this warp as past all flags whose layers end at or before `next`, its next segment.
   // The last warp past a flag sets it. Returns how many flags count this warp.
   static __device__ u32 tell_layers(const LayerFlags& signals, u32 num_told, u64 next,
                                     u64 num_segments) {
-    const u64 each = num_segments / signals.num_flags;  // layers have as many segments
+    const u64 each = num_segments / signals.num_flags;  // all layers have equally many
     if (num_told == signals.num_flags || next < (num_told + 1) * each) return num_told;
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     __syncwarp();
-    __threadfence();  // this warp's stores, before it is counted
+    __threadfence();  // orders this warp's stores before its count
     while (num_told < signals.num_flags && next >= (num_told + 1) * each) {
       if (threadIdx.x % kWarpLanes == 0 &&
           atomicAdd(signals.num_past + num_told, 1u) == num_warps - 1) {
         signals.num_past[num_told] = 0;  // for the next call
-        __threadfence_system();          // all warps' stores, which it has seen, before the flag
+        __threadfence_system();          // orders all warps' stores before the flag
         *static_cast<volatile u32*>(signals.flags + num_told) = signals.value;
       }
       ++num_told;
@@ -96,13 +97,13 @@ struct CopyBlocks {
     return num_told;
   }
 
-  // Nearly always by 32 bits, which takes a third of the time.
+  // Uses 32-bit division where it can: it takes a third of the time.
   static __device__ u64 divide(u64 value, u64 by) {
     if (((value | by) >> 32) == 0) return static_cast<u32>(value) / static_cast<u32>(by);
     return value / by;
   }
 
-  // Each of the first kInFlight lanes works out one segment of the batch.
+  // Each of the first kInFlight lanes computes one segment of the batch.
   static __device__ Segment segment_of_lane(const Params& p, u32 batch, u64 num_segments) {
     const u32 lane = threadIdx.x % kWarpLanes;
     const u64 number = u64(batch) * kInFlight + lane;
@@ -148,7 +149,7 @@ struct CopyBlocks {
                 static_cast<u32>(left < kSegmentBytes ? left : kSegmentBytes) << 16};
   }
 
-  // Sets `row_bytes`, unless they are known.
+  // Sets `row_bytes` if it is 0.
   static __device__ u64 address_of(const BlockSide& side, i64 layer, i64 block, u32 row,
                                    i64& row_bytes) {
     const BufferEntry* const entry = side.table != nullptr ? side.table + layer : &side.first;
@@ -164,7 +165,8 @@ struct CopyBlocks {
   }
 
   // Straight-line loops: a branch between two loads would make the second wait for the first.
-  // Returns this lane's segment of batch `next`, whose pairs it reads while the vectors come.
+  // Returns this lane's segment of batch `next`, whose pairs it reads while the loads are in
+  // flight.
   static __device__ Segment copy_segments(const Params& p, const Segment& own, u32 next,
                                           u64 num_segments) {
     const u32 offset = threadIdx.x % kWarpLanes * kVecBytes;

@@ -11,23 +11,23 @@ struct alignas(16) BufferEntry {
   u64 address;
   i64 block_bytes;
   i64 part_bytes;
-  i64 piece_bytes;  // of a block
+  i64 piece_bytes;  // a block in this layer
 };
 
 struct BlockSide {
-  const BufferEntry* table;  // in device memory, one for each layer; null: layers at one distance
+  const BufferEntry* table;  // in device memory, one per layer; null: layers are layer_bytes apart
   BufferEntry first;
   i64 layer_bytes;
-  i64 row_stride;  // of the rows of a block
+  i64 row_stride;  // between the rows of a block
   i64 num_blocks;
   u32 num_parts;
 };
 
-// Where each layer's arrival is signalled.
+// Flags that signal the arrival of layers.
 struct LayerFlags {
-  u32* flags;     // in pinned host memory; null: nowhere
-  u32* num_past;  // in device memory: warps that have no more of a flag's layers; 0 between calls
-  u32 value;      // what a flag becomes
+  u32* flags;     // in pinned host memory; null: no signals
+  u32* num_past;  // in device memory: warps that are past a flag's layers; 0 between calls
+  u32 value;      // written to a flag
   u32 num_flags;
 };
 
@@ -35,34 +35,34 @@ struct CopyBlocksParams {
   BlockSide dst;
   BlockSide src;
   const void* pairs;       // [num_pairs, 2]: source block, destination block
-  const void* dst_blocks;  // the destinations, if `pairs` are sources alone; null: they are not
-  const void* count;       // in device memory: how many of the pairs count; null: all
+  const void* dst_blocks;  // destinations, if `pairs` has sources only; else null
+  const void* count;       // in device memory: only the first `count` pairs are copied; null: all
   i64 num_pairs;
   i64 num_layers;
-  i64 num_rows;      // of a block in one layer
-  i64 row_bytes;     // 0: as the source's entries say
-  i64 num_segments;  // of a row: see segments_of
+  i64 num_rows;      // rows per block in one layer
+  i64 row_bytes;     // 0: piece_bytes of the source's entries
+  i64 num_segments;  // segments per row: see segments_of
   i32 count_bytes;   // 4 or 8
-  u32 pace_ns;       // from one batch of a warp to its next, at least; 0: none
+  u32 pace_ns;       // minimum time from one batch of a warp to its next; 0: not paced
   FaultSite src_site;
   FaultSite dst_site;
   FaultRecord* fault;
-  LayerFlags signals;  // with flags, layers are copied one after the other
+  LayerFlags signals;  // if it has flags, layers are copied in order
 };
 
-// Pairs on the host travel in the kernel's parameters (4 KiB): an upload before the launch takes 10
-// us of a call.
+// The most pairs on the host that travel in the kernel's parameters (4 KiB): an upload before the
+// launch takes 10 us.
 constexpr i64 kInlinePairs = 448;
 struct InlineBlocksParams : CopyBlocksParams {
   i32 inline_pairs[2 * kInlinePairs];
 };
-static_assert(sizeof(InlineBlocksParams) <= 4096, "what every driver takes");
+static_assert(sizeof(InlineBlocksParams) <= 4096, "the limit of every driver");
 
-// A segment is what the lanes of a warp move by one vector each.
+// A segment: one vector per lane of a warp.
 constexpr int kWarpLanes = 32;
 JITKERN_HOST_DEVICE constexpr int segment_bytes(int vec_bytes) { return kWarpLanes * vec_bytes; }
 
-// Segments of a row that begins up to `max_lead` bytes into its first line.
+// The number of segments of a row that begins up to `max_lead` bytes into its first line.
 JITKERN_HOST_DEVICE constexpr i64 segments_of(i64 row_bytes, i64 max_lead, int vec_bytes) {
   return (max_lead + row_bytes + segment_bytes(vec_bytes) - 1) / segment_bytes(vec_bytes);
 }

@@ -1,20 +1,19 @@
-// copy_blocks by the copy engine, also through staging memory on the GPU.
+// copy_blocks by the copy engine, directly or through a staging buffer on the GPU.
 #include <algorithm>
 
 #include "copy_blocks_host.h"
 #include "host/copy_2d.h"
-#include "host/tuning.h"
 
 namespace jitkern {
 
 namespace {
 
-// Device memory between a cache and pages of the host: 1.2 ms of the link.
+// The size of the staging buffer: 1.2 ms of the link.
 constexpr i64 kStagingBytes = i64(64) << 20;
-constexpr i64 kDealSms = 4;
+constexpr i64 kStagingSms = 4;
 
-// Whether one copy may take any part of a layer on this side.
-bool may_go_at_once(const Side& side, i64 layer) {
+// Whether one copy may cover any part of a layer on this side.
+bool is_one_copy(const Side& side, i64 layer) {
   if (side.on_cuda()) return true;
   return side.list ? side.list->is_one_registration(layer)
                    : is_one_registration(side.grid->whole(), kPinCure);
@@ -27,34 +26,34 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
   CopyBatch batch(scope, !call.over_link() ? CopyKind::kD2D
                          : call.to_host()  ? CopyKind::kD2H
                                            : CopyKind::kH2D);
-  // The layers of tensors are rows of one copy, unless they overlap or are expanded.
-  const auto has_layers_apart = [&call](const Side& side) {
+  // The layers of a tensor are the rows of one copy, unless they overlap or are expanded.
+  const auto has_distinct_layers = [&call](const Side& side) {
     return side.grid && side.grid->outer_stride >= call.max_row_bytes;
   };
-  const bool are_apart = has_layers_apart(call.src) && has_layers_apart(call.dst);
-  const i64 at_once = are_apart ? call.num_layers : 1;
-  const auto pitch = [at_once](const Side& side) {
-    return at_once > 1 ? side.grid->outer_stride : side.row_stride;
+  const bool are_rows_of_layers = has_distinct_layers(call.src) && has_distinct_layers(call.dst);
+  const i64 layers_at_once = are_rows_of_layers ? call.num_layers : 1;
+  const auto pitch = [layers_at_once](const Side& side) {
+    return layers_at_once > 1 ? side.grid->outer_stride : side.row_stride;
   };
-  for (i64 layer = 0; layer < call.num_layers; layer += at_once) {
+  for (i64 layer = 0; layer < call.num_layers; layer += layers_at_once) {
     const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
-    const bool whole = may_go_at_once(call.src, layer) && may_go_at_once(call.dst, layer);
+    const bool whole = is_one_copy(call.src, layer) && is_one_copy(call.dst, layer);
     const i64 bytes = call.row_bytes(layer);
-    // Neighbouring pairs whose blocks follow each other on both sides are one copy if blocks touch
-    // (its rows are longer then), or if there is one layer (each block is a row).
-    const auto blocks_touch = [&](const Side& side, const BufferEntry& entry) {
+    // Consecutive pairs of consecutive blocks are one copy if blocks are contiguous on both sides
+    // (longer rows), or if there is one layer (a row per block).
+    const auto are_contiguous = [&](const Side& side, const BufferEntry& entry) {
       return side.num_parts() == 1 && entry.block_bytes == bytes &&
-             (at_once == 1 || side.grid->outer_stride >= side.num_blocks() * bytes);
+             (layers_at_once == 1 || side.grid->outer_stride >= side.num_blocks() * bytes);
     };
-    const bool touch =
-        call.num_rows == 1 && blocks_touch(call.src, from) && blocks_touch(call.dst, to);
+    const bool contiguous =
+        call.num_rows == 1 && are_contiguous(call.src, from) && are_contiguous(call.dst, to);
     const bool are_rows = call.of_tensors() && call.num_layers == 1 && from.block_bytes >= bytes &&
                           to.block_bytes >= bytes;
     for (size_t i = 0; i < pairs.size();) {
       const Pair& first = pairs[i];
       i64 run = 1;
-      while (++i < pairs.size() && (touch || are_rows) && pairs[i].src_row == first.src_row + run &&
-             pairs[i].dst_row == first.dst_row + run) {
+      while (++i < pairs.size() && (contiguous || are_rows) &&
+             pairs[i].src_row == first.src_row + run && pairs[i].dst_row == first.dst_row + run) {
         ++run;
       }
       Copy2D copy{call.dst.piece(to, first.dst_row),
@@ -62,8 +61,8 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
                   pitch(call.dst),
                   pitch(call.src),
                   bytes,
-                  at_once * call.num_rows};
-      if (touch) {
+                  layers_at_once * call.num_rows};
+      if (contiguous) {
         copy.width *= run;
       } else if (are_rows) {
         copy.dst_pitch = to.block_bytes;
@@ -77,9 +76,7 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
 }
 
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
-  const Figure most = call.to_host() ? kSmPieceBytesToHost : kSmPieceBytes;
   return call.over_link() && call.beside_compute() && call.signals == nullptr &&
-         call.max_row_bytes > figure(scope.device.ordinal, most) &&
          call.max_row_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
 }
 
@@ -98,7 +95,7 @@ void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
   const i64 at_once = std::min(count, kStagingBytes / block_bytes);
   const auto memory = allocate_bytes(at_once * block_bytes, call.on_gpu().device());
   BlockCall pieces = call;
-  pieces.num_sms = kDealSms;
+  pieces.num_sms = kStagingSms;
   Side& staged = call.to_host() ? pieces.dst : pieces.src;
   staged.grid = *call.on_gpu().grid;
   staged.grid->data = static_cast<char*>(memory.data_ptr());

@@ -1,4 +1,4 @@
-// A call of copy_blocks, and the ways that it takes.
+// A call of copy_blocks: its arguments, and the kernels or engines that serve it.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace jitkern {
 
 constexpr const char* kCopyBlocks = "copy_blocks";
 
-// Pairs of blocks: [..., 2], or a vector each of sources and destinations.
+// Pairs of blocks: [..., 2], or one vector of sources and one of destinations.
 struct PairsArg {
   std::optional<tvm::ffi::Array<tvm::ffi::Any>> both;
   std::optional<Indices> sources, destinations;  // sources hold pairs if there are no destinations
@@ -22,28 +22,27 @@ struct PairsArg {
   PairsArg(AnyView pairs, AnyView count);
 
   bool on_cuda() const { return sources->on_cuda(); }
-  // The pairs on the CPU that count, each read once, as another thread may write them. IndexError
-  // for the first that is out of range.
+  // The first `count` pairs without padding, on the CPU. Each is read once, as another thread may
+  // write them. IndexError for the first that is out of range.
   std::vector<Pair> read(i64 num_src_blocks, i64 num_dst_blocks) const;
   void give_to(CopyBlocksParams& params) const;
 };
 
 enum class BlockMethod : int { kAuto, kSms, kEngine };
 
-// A tensor whose layers are at one distance (the outer dimension; the inner one is blocks), or a
-// list of buffers.
+// A tensor [layers, blocks, ...] (a Grid: outer is layers, inner is blocks), or a list of buffers.
 struct Side {
   const char* arg;
   std::optional<Grid> grid;
   BlockBuffers* list;
-  i64 row_stride;  // of the rows of a block
+  i64 row_stride;  // between the rows of a block
 
   Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim);
 
   DLDevice device() const { return list ? list->device() : grid->dl->device; }
   bool on_cuda() const { return device().device_type == kDLCUDA; }
   std::string device_name() const { return on_cuda() ? str("cuda:", device().device_id) : "cpu"; }
-  // One that messages are about; none of a list of trusted addresses.
+  // The tensor to name in messages; none for a list of trusted addresses.
   std::optional<Tensor> tensor() const;
   std::string shape_text() const { return grid ? " (shape " + grid->shape_text() + ")" : ""; }
   i64 num_layers() const { return list ? static_cast<i64>(list->entries().size()) : grid->outer; }
@@ -52,7 +51,8 @@ struct Side {
   i64 num_rows() const { return list ? list->num_rows() : 1; }
   bool are_alike() const { return list == nullptr || list->are_alike(); }
   bool empty() const { return list ? list->is_empty() : grid->empty(); }
-  bool is_one_piece() const {  // all layers of a block
+  // Whether all layers of a block are contiguous.
+  bool is_one_piece() const {
     return grid && (grid->outer <= 1 || grid->outer_stride == grid->row_bytes);
   }
   BufferEntry entry(i64 layer) const;
@@ -61,8 +61,8 @@ struct Side {
            block % num_parts() * entry.part_bytes;
   }
   u64 bits() const;
-  [[noreturn]] void value_error(const std::string& came, const std::string& expected) const {
-    raise_value_error(kCopyBlocks, arg, came, expected);
+  [[noreturn]] void value_error(const std::string& actual, const std::string& expected) const {
+    raise_value_error(kCopyBlocks, arg, actual, expected);
   }
 };
 
@@ -71,12 +71,12 @@ struct BlockCall {
   const PairsArg& pairs;
   LayerSignals* signals;
   BlockMethod method;
-  std::optional<i64> num_sms;  // as the caller says
+  std::optional<i64> num_sms;  // the caller's choice
   // Set by check().
   i64 num_layers = 0;
   i64 num_rows = 0;
   i64 max_row_bytes = 0;
-  i64 block_bytes = 0;  // of all layers
+  i64 block_bytes = 0;  // all layers of a block
 
   // Checks everything but pairs on the CPU.
   void check();
@@ -86,7 +86,7 @@ struct BlockCall {
   bool over_link() const { return src.on_cuda() != dst.on_cuda(); }
   bool to_host() const { return over_link() && src.on_cuda(); }
   bool of_tensors() const { return src.grid && dst.grid; }
-  // Few SMs, as a model may run beside the call.
+  // Whether to use few SMs, so that a concurrent model is slowed little.
   bool beside_compute() const { return method == BlockMethod::kAuto && !num_sms; }
   bool empty() const { return pairs.size == 0 || src.empty() || dst.empty(); }
   i64 row_bytes(i64 layer) const { return dst.entry(layer).piece_bytes / num_rows; }
@@ -99,19 +99,20 @@ struct BlockCall {
   void merge_layers();
 };
 
-// By SMs; pairs are on the GPU if none are listed.
+// Copies by SMs. `listed`: pairs on the host; null: the call's pairs are on the GPU.
 void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
                         const std::vector<Pair>* listed = nullptr);
 
-// Whether the copy engine is as fast as SMs, which then stay free.
+// Whether the copy engine is as fast as SMs, which then stay free: pieces of 16 / 64 / 256 KB reach
+// 5 / 55 / 55 GB/s by the engine, 51 by SMs.
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call);
 void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
                            const std::vector<Pair>& pairs);
-// Whether blocks are whole pages on the host: all layers of each together.
+// Whether blocks are pages on the host: all layers of a block are contiguous.
 bool is_for_staging(const LaunchScope& scope, const BlockCall& call);
-// The engine moves whole pages between the host and staging; SMs move pieces between staging and
-// the cache, at ten times the speed of the link. To the host 33 GB/s beside a decode step (1.04
-// times as long) and 41 alone; by SMs 30 and 32.
+// The engine copies pages between the host and a staging buffer on the GPU; SMs copy pieces between
+// that buffer and the cache, at ten times the speed of the link. To the host: 33 GB/s beside a
+// decode step (1.04 times as long) and 41 alone; by SMs 30 and 32.
 void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
                             const std::vector<Pair>& pairs);
 

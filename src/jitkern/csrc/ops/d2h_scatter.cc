@@ -12,7 +12,7 @@ void d2h_scatter(AnyView src, AnyView dst, AnyView pairs, AnyView num_sms, AnyVi
                  AnyView method) {
   PairArgs args(kOp, kSites, kHostTarget, src, dst, pairs, num_sms);
   args.lists.ordered = order_arg(kOp, order, args.traffic());
-  args.take_method(method, nullptr);
+  args.take_method(method);
   if (!args.src.on_cuda()) return args.run_on_cpu();
   const LaunchScope scope(args.src);
   static KernelTable table = pair_kernels(kOp);

@@ -14,11 +14,11 @@ constexpr const char* kOp = "h2d_gather";
 const PairSites kSites(kOp);
 const FaultSite kSlotMapSite = fault_site(kOp, "slot_map");
 
-// The search for repeated rows takes the GPU about 10 us, 2 % of the 0.5 ms in which so many rows
-// of 656 bytes cross the link.
+// The search for repeated rows takes about 10 us, 2 % of the 0.5 ms in which 32,768 rows of 656
+// bytes cross the link.
 constexpr i64 kMinPairsToDedup = 32768;
 
-// reuse_resident on the CPU: rows that `slot_map` finds in `dst` are copied from there.
+// reuse_resident on the CPU: rows that are in `dst` by `slot_map` are copied from there.
 void gather_resident_on_cpu(const PairArgs& args) {
   if (args.empty()) return;
   args.check_pairs();
@@ -44,8 +44,7 @@ void gather_resident_on_cpu(const PairArgs& args) {
 }
 
 void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyView dedup_arg,
-                AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method,
-                AnyView num_threads) {
+                AnyView reuse_resident_arg, AnyView num_sms, AnyView order, AnyView method) {
   PairArgs args(kOp, kSites, kHostSource, src, dst, pairs, num_sms);
   args.take_slot_map(slot_map);
   const bool dedup = bool_arg(kOp, "dedup", dedup_arg);
@@ -63,7 +62,7 @@ void h2d_gather(AnyView src, AnyView dst, AnyView pairs, AnyView slot_map, AnyVi
   const bool search = reuse_resident || (dedup && args.params.num_pairs >= kMinPairsToDedup);
   const bool ordered = order_arg(kOp, order, args.traffic());
   args.lists = {search, reuse_resident, ordered, kSlotMapSite};
-  args.take_method(method, num_threads);
+  args.take_method(method);
   if (!args.dst.on_cuda()) {
     return reuse_resident ? gather_resident_on_cpu(args) : args.run_on_cpu();
   }

@@ -1,4 +1,4 @@
-// Flags that say which layers of a copy have come, for streams and for the host.
+// LayerSignals: flags that tell streams and the host which layers of a copy have arrived.
 #include <tvm/ffi/function.h>
 
 #include "block_buffers.h"
@@ -18,11 +18,10 @@ LayerSignals::LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past)
   armed_ = make_event();
 }
 
-// A copy that is queued, or in a graph, still writes the flags: their memory is kept then.
+// The flags are kept if a queued copy, or a graph, may still write them.
 LayerSignals::~LayerSignals() {
   if (ordinal_ < 0) return;
-  const bool is_done_with = !was_captured_ && (generation_ == 0 || are_all_done());
-  if (is_done_with) return;
+  if (!was_captured_ && (generation_ == 0 || are_all_done())) return;
   new tvm::ffi::Tensor(flags_);
   new tvm::ffi::Tensor(num_past_);
 }
@@ -55,7 +54,7 @@ LayerFlags LayerSignals::begin(const LaunchScope& scope) {
   stream_ = scope.stream();
   u32* const num_past = static_cast<u32*>(num_past_.data_ptr());
   if (!is_captured_) return {on_gpu_, num_past, ++generation_, count};
-  // A replay has the same value each time, so that it begins with flags of 0.
+  // Every replay writes the same value, so it first resets its flags to 0.
   was_captured_ = true;
   scope.fill_bytes(on_gpu_ + count, 0, 4 * i64(count));
   record(armed_, stream_);
@@ -108,13 +107,13 @@ i64 layer_arg(const char* name, const LayerSignals& signals, int64_t layer) {
 }
 
 void wait_layer_signal(AnyView signals, int64_t layer, int64_t stream) {
-  LayerSignals& of = *LayerSignals::of(signals);
-  of.wait(layer_arg("LayerSignals.wait", of, layer), reinterpret_cast<CUstream>(stream));
+  LayerSignals& own = *LayerSignals::of(signals);
+  own.wait(layer_arg("LayerSignals.wait", own, layer), reinterpret_cast<CUstream>(stream));
 }
 
 bool is_layer_done(AnyView signals, int64_t layer) {
-  const LayerSignals& of = *LayerSignals::of(signals);
-  return of.is_done(layer_arg("LayerSignals.done", of, layer));
+  const LayerSignals& own = *LayerSignals::of(signals);
+  return own.is_done(layer_arg("LayerSignals.done", own, layer));
 }
 
 }  // namespace

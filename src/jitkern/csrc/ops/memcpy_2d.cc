@@ -23,21 +23,21 @@ constexpr const char* kPinned =
 // The result of a call for Python.
 enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kStorageIsNeeded };
 
-// `value` is a CopyKind, or an array of what the caller gave instead of one.
+// `value` is a CopyKind, or an array of the argument that is none.
 CopyKind kind_arg(AnyView value, const Tensor& dst, const Tensor& src) {
-  const int right = src.on_cuda() ? (dst.on_cuda() ? 2 : 1) : (dst.on_cuda() ? 0 : 3);
+  const int expected = src.on_cuda() ? (dst.on_cuda() ? 2 : 1) : (dst.on_cuda() ? 0 : 3);
   const auto kind = value.as<int64_t>();
-  if (kind && *kind == right) return static_cast<CopyKind>(right);
+  if (kind && *kind == expected) return static_cast<CopyKind>(expected);
   if (kind) {
     raise_value_error(
         kOp, "kind",
         str('"', kKinds[*kind], "\" from ", src.device_name(), " to ", dst.device_name()),
-        str('"', kKinds[right], '"'));
+        str('"', kKinds[expected], '"'));
   }
   constexpr const char* kExpected = "\"h2d\", \"d2h\", \"d2d\" or \"h2h\"";
-  const tvm::ffi::Any given = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
-  const auto text = given.as<tvm::ffi::String>();
-  if (!text) raise_type_error(kOp, "kind", given, kExpected);
+  const tvm::ffi::Any argument = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
+  const auto text = argument.as<tvm::ffi::String>();
+  if (!text) raise_type_error(kOp, "kind", argument, kExpected);
   raise_value_error(kOp, "kind", str('"', *text, '"'), kExpected);
 }
 
@@ -56,7 +56,7 @@ i64 pitch_arg(const char* arg, AnyView value, i64 width, i64 height) {
   return height > 1 ? pitch : width;
 }
 
-// Bytes from the start of the view to its end.
+// The bytes from the start of the view to its end.
 i64 extent_bytes(const Tensor& view) {
   if (view.dl->strides == nullptr || view.numel() == 0) return view.numel() * view.item_bytes();
   i64 items = 1;
@@ -67,8 +67,8 @@ i64 extent_bytes(const Tensor& view) {
   return items * view.item_bytes();
 }
 
-// Whether the reach is within the view or its storage. `storages` is None, or the address and bytes
-// of each side's storage. False if these are needed; ValueError if the reach is too long.
+// Whether all rows lie in the view or in its storage; ValueError if not. `storages`: None, or
+// address and bytes of each side's storage. False if they are needed to tell.
 bool is_within(const Tensor& view, i64 pitch, i64 width, i64 height, AnyView storages, int side) {
   i64 reach = 0;  // from the start of the first row to the end of the last
   if (__builtin_mul_overflow(pitch, height - 1, &reach) ||
@@ -90,18 +90,18 @@ bool is_within(const Tensor& view, i64 pitch, i64 width, i64 height, AnyView sto
       str("at most ", std::max(bytes, extent_bytes(view)), ", where its storage ends"));
 }
 
-// The device to copy on: that of `stream`, which is `ordinal`, or else the device of `on_gpu`.
+// The device to copy on: the one of `stream`, number `ordinal`, or else the device of `on_gpu`.
 Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, AnyView ordinal) {
   Device& device = Device::get(on_gpu.ordinal());
   if (is_none(stream)) return device;
-  const i64 given = ordinal.cast<int64_t>();
-  if (given == on_gpu.ordinal()) return device;
-  if (given == other.ordinal()) return Device::get(other.ordinal());
-  raise_value_error(kOp, "stream", str("a stream of cuda:", given),
+  const i64 chosen = ordinal.cast<int64_t>();
+  if (chosen == on_gpu.ordinal()) return device;
+  if (chosen == other.ordinal()) return Device::get(other.ordinal());
+  raise_value_error(kOp, "stream", str("a stream of cuda:", chosen),
                     str("one of ", on_gpu.device_name(), ", as ", on_gpu.arg));
 }
 
-// Whether the host's rows may be queued as one copy. ValueError if the engine cannot copy them.
+// Whether one copy may cover the host's rows. ValueError if the engine cannot copy them.
 bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pageable) {
   if (!allow_pageable) return is_one_registration(host, kPinned);
   const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };

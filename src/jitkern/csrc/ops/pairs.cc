@@ -1,13 +1,11 @@
-// What ops on pairs share: checks, the CPU implementation, launches, the choice of a method.
+// Shared by the ops on pairs: checks, the CPU implementation, uploads, launches.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
 #include <string>
 
 #include "host/cpu_copy.h"
-#include "host/tuning.h"
-#include "host/workers.h"
+#include "host/link.h"
 #include "pairs_host.h"
 
 namespace jitkern {
@@ -28,7 +26,7 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   const Rows& host = host_rows();
   require_host_memory(host, device_rows(), "(src, dst, pairs)");
   src.same_dtype(dst);
-  // With rows on a GPU, pairs may be on the CPU too.
+  // If rows are on a GPU, pairs may be on the CPU too.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
   require_last_dim(pairs, 2, "source row, destination row");
   src.same_row_bytes(dst);
@@ -118,7 +116,8 @@ KernelTable pair_kernels(const char* op) {
 }
 
 bool is_small_call(const PairCall& call) {
-  return !call.num_sms && call.bytes() <= figure(call.ordinal(), kSmallCallBytes);
+  constexpr i64 kSmallCallBytes = i64(2) << 20;  // the link's bytes in 40 us
+  return !call.num_sms && call.bytes() <= scaled_to_link(call.ordinal(), kSmallCallBytes);
 }
 
 bool is_line_aligned(u64 host_bits, i64 row_bytes) {
@@ -162,116 +161,69 @@ void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const Load
   scope.launch(kernels.entries[0], blocks, params);
 }
 
-// -- the choice of a method ----------------------------------------------------------------------
+// -- on a GPU ------------------------------------------------------------------------------------
 
 namespace {
 
-// Whether SMs are bound by page translations, not by bytes, even in the order of host memory.
-bool is_bound_by_pages(const HostTraffic& traffic) {
-  constexpr double kPageBytes = 64 << 10;
-  constexpr double kMargin = 1.1;
-  const double num_rows = double(traffic.num_rows);
-  const double num_pages = double(traffic.span_bytes) / kPageBytes;
-  // The expected number of pages that random rows touch.
-  const double touched = num_pages * -std::expm1(-num_rows / num_pages);
-  const double miss_bytes = double(figure(traffic.ordinal, kPageMissBytes));
-  return touched * miss_bytes > kMargin * num_rows * double(traffic.row_bytes);
+// The bytes of the narrowest index that holds the call's row numbers.
+int narrow_index_bytes(const PairArgs& args) {
+  const i64 most = std::max(args.src.num_rows, args.dst.num_rows);
+  return most <= std::numeric_limits<i32>::max() ? 4 : 8;
 }
 
-// Waking threads and sending the last chunk takes 0.1 to 0.2 ms. From 64 GiB, 8,192 rows reach 26
-// GB/s by the CPU and 17 by SMs, 2,048 rows 12 and 30. Both at once pay from 16,384 rows on.
-constexpr i64 kMinRowsByCpu = 8192;
-constexpr i64 kMinRowsBothWays = 16384;
-
-// The fastest method if pairs are on the CPU. The device's context must be current.
-Method fastest_method(const PairArgs& args, i64 num_threads) {
-  if (args.lists.reuse_resident || args.host_side == kHostTarget) return Method::kSms;
-  if (!args.host_rows().empty() && !is_mapped(args.host_rows())) return Method::kCpu;
-  const HostTraffic traffic = args.traffic();
-  if (args.empty() || traffic.num_rows < kMinRowsByCpu ||
-      num_threads < figure(traffic.ordinal, kBothThreads) || !is_bound_by_pages(traffic)) {
-    return Method::kSms;
-  }
-  return traffic.num_rows < kMinRowsBothWays ? Method::kCpu : Method::kBoth;
+// Writes pairs [begin, begin + count) of the call to `list`; pairs out of range become padding.
+// Returns whether there are any.
+bool write_pairs(const PairArgs& args, i64 begin, i64 count, const PairList& list) {
+  std::atomic<bool> any_outside{false};
+  args.pairs.with_index([&](const auto index_at) {
+    for_parts(count, threads_for(count, 16 * count), [&](i64 part_begin, i64 part_end) {
+      for (i64 i = part_begin; i < part_end; ++i) {
+        const Pair pair(index_at, begin + i);
+        const bool inside = pair.is_inside(args.params);
+        if (!inside && !pair.is_padding()) any_outside = true;
+        list.set(i, inside ? pair.src_row : -1, inside ? pair.dst_row : -1);
+      }
+    });
+  });
+  return any_outside;
 }
 
-// As many as torch, but one core is left to the driver and the rest of the process: with "both",
-// 16 of 16 cores reach 38.8 GB/s from 64 GiB, 15 reach 46.2.
-i64 default_threads() { return std::max<i64>(1, std::min(torch_num_threads(), num_cores() - 1)); }
-
-// Copies the pairs to the GPU and launches the call there.
-void upload_and_launch(const LaunchScope& scope, const PairArgs& args, i64 num_threads) {
+// Copies pairs on the CPU to the GPU and launches the call.
+void upload_and_launch(const LaunchScope& scope, const PairArgs& args) {
   PairCall call = args;
   call.index_bytes = narrow_index_bytes(args);
-  find_pair_kernels(scope, call);
+  find_pair_kernels(scope, call);  // may compile, which upload() must not
   const i64 num_pairs = args.params.num_pairs;
-  const auto copy = [&](const PairList& list, i64 begin, i64 count) {
-    std::atomic<bool> any_outside{false};
-    const auto copy_part = [&](i64 from, i64 to) {
-      if (copy_pairs(args, list, begin, begin + from, begin + to)) any_outside = true;
-    };
-    for_parts(count, std::min(num_threads, threads_for(count, 16 * count)), copy_part);
-    if (any_outside && count == num_pairs) args.check_pairs();
-  };
-  // If there are several blocks, all are checked before the first is queued. Pairs that another
-  // thread puts out of range later are skipped.
-  if (PairList::bytes(num_pairs, call.index_bytes) > Uploads::kBytes / 2) args.check_pairs();
-  const auto list = upload(
-      scope, num_pairs, PairList::bytes(1, call.index_bytes),
-      [&](char* block, i64 begin, i64 count) { copy({block, call.index_bytes}, begin, count); });
+  const i64 pair_bytes = PairList::bytes(1, call.index_bytes);
+  // Several blocks: all pairs are checked before the first block is queued. A pair that another
+  // thread puts out of range later is skipped.
+  const bool in_blocks = num_pairs * pair_bytes > Uploads::kBytes / 2;
+  if (in_blocks) args.check_pairs();
+  const auto list = upload(scope, num_pairs, pair_bytes, [&](char* block, i64 begin, i64 count) {
+    const bool any_outside = write_pairs(args, begin, count, {block, call.index_bytes});
+    if (any_outside && !in_blocks) args.check_pairs();
+  });
   call.params.pairs = list.data_ptr();
   launch_pairs(scope, call);
 }
 
 }  // namespace
 
-void PairArgs::take_method(AnyView method_arg, AnyView threads_arg) {
-  const char* op = src.op;
-  method = static_cast<Method>(
-      host_side == kHostSource ? choice_arg(op, "method", method_arg, {"auto", "sm", "cpu", "both"})
-                               : choice_arg(op, "method", method_arg, {"auto", "sm"}));
-  if (!is_none(threads_arg)) {
-    const i64 cores = num_cores();
-    num_threads = int_arg(op, "num_threads", threads_arg);
-    if (num_threads < 1 || num_threads > cores) {
-      raise_value_error(op, "num_threads", std::to_string(num_threads),
-                        str("1 to ", cores, ", the cores of this process"));
-    }
-  }
-  if (method != Method::kCpu && method != Method::kBoth) return;
-  const std::string actual = method == Method::kCpu ? "\"cpu\"" : "\"both\"";
-  if (pairs.on_cuda()) {
-    raise_value_error(op, "method", actual + " with pairs on " + pairs.device_name(),
-                      "pairs on the CPU, whose cores read them, or \"sm\"");
-  }
-  if (lists.reuse_resident) {
-    raise_value_error(op, "method", actual + " with reuse_resident",
-                      "\"sm\": the slot map is on the GPU");
-  }
+void PairArgs::take_method(AnyView method) {
+  const bool is_auto = choice_arg(src.op, "method", method, {"auto", "sm"}) == 0;
+  max_sms = is_auto ? kMaxSmsBeside : kMaxSms;
 }
 
 void run_pairs(const LaunchScope& scope, PairArgs& args) {
-  const bool pairs_on_cpu = !args.pairs.on_cuda();
-  i64 num_threads = args.num_threads;
-  if (pairs_on_cpu && num_threads == 0) num_threads = default_threads();
-  Method method = args.method;
-  if (method == Method::kAuto) {
-    args.max_sms = kMaxSmsBeside;
-    method = pairs_on_cpu ? fastest_method(args, num_threads) : Method::kSms;
-  }
   args.params.fault = scope.device.fault_device;
-  if (method != Method::kCpu) args.map_host_rows();
+  args.map_host_rows();
   if (args.empty()) return;
-  if (!pairs_on_cpu) return launch_pairs(scope, args);
-
+  if (args.pairs.on_cuda()) return launch_pairs(scope, args);
   require_no_capture(
       scope, args.pairs,
       "device " + args.device_rows().device_name() + ": a replay would not read them again");
   const RelaxedCapture relaxed;
-  if (method == Method::kSms) {
-    return upload_and_launch(scope, args, num_threads);
-  }
-  gather_by_cpu(scope, args, method == Method::kBoth, num_threads);
+  upload_and_launch(scope, args);
 }
 
 }  // namespace jitkern

@@ -1,9 +1,9 @@
 // Copies rows between host and device memory by pairs (source row, destination row).
 //
-// Over PCIe, speed depends on the number of 128-byte lines and on the bytes in flight, not on the
-// number of SMs. Lanes start at the line that the host row begins in: 656 bytes take 6 requests
-// instead of 7 (48.7 GB/s instead of 46.3 on an H200, copy engine 55.4). In large calls each thread
-// issues up to kInFlight loads before its first store.
+// The speed over PCIe depends on the number of 128-byte lines and on the bytes in flight, not on
+// the number of SMs. Lanes start at the line in which the host row begins: 656 bytes take 6
+// requests instead of 7 (48.7 GB/s instead of 46.3 on an H200; copy engine 55.4). In large calls
+// each thread issues up to kInFlight loads before its first store.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -12,10 +12,11 @@
 
 namespace jitkern {
 
-// Calls `copy(group)` for all groups of `num_rows` rows. A warp takes a batch at a time: 32 lanes.
-// There must be fewer than 2^32 batches; a 3-byte row takes up to two. `last_batch`, in device
-// memory, is the last one taken (-1: none). Free warps take the next: beside a GEMM a block may
-// start 1 ms late, and batches in flight stay close in row order. Null: equal shares.
+// Calls `copy(group)` for all groups of `num_rows` rows. A warp takes one batch of 32 lanes at a
+// time. There must be fewer than 2^32 batches; a 3-byte row takes up to two. `last_batch`, in
+// device memory, is the number of the last batch taken (-1: none), and a free warp takes the next:
+// beside a GEMM a block may start 1 ms late, and batches in flight stay close in row order. Null:
+// each warp has an equal share.
 template <class Rows, class Copy>
 __device__ inline void for_batches(i64 num_rows, u32* last_batch, const Copy& copy) {
   const u32 num_batches = static_cast<u32>((Rows::kShape.num_threads(num_rows) + 31) / 32);
@@ -28,16 +29,16 @@ __device__ inline void for_batches(i64 num_rows, u32* last_batch, const Copy& co
     if (is_dynamic) batch = __shfl_sync(0xffffffffu, batch, 0);
     if (batch >= num_batches) return;
     const Rows group(i64(batch) * 32 + threadIdx.x % 32);
-    // Taken before the copy, which hides the latency of the atomic.
+    // The next batch is taken before the copy, which hides the latency of the atomic.
     batch = is_dynamic ? take() : batch + gridDim.x * (blockDim.x / 32);
     copy(group);
   }
 }
 
-// A lead that puts every offset past the row, so that nothing is copied.
+// A lead for which every offset is past the row: nothing is copied.
 constexpr i32 kNoRow = -(1 << 30);
 
-// Calls use(r, c, offset) for each vector of a group that is inside its row. Row r begins lead[r]
+// Calls use(r, c, offset) for each vector of the group that is inside its row. Row r begins lead[r]
 // bytes into its first line.
 template <i64 kRowBytes, class Rows, class Use>
 __device__ inline void for_vectors(const Rows group, const i32 (&lead)[Rows::kRows],
@@ -92,7 +93,7 @@ struct PairCopy {
     return {pair[0], pair[1]};
   }
 
-  // One loop per step: a branch between two loads makes the second wait for the first, which halves
+  // One loop per step: with a branch between two loads the second waits for the first, which halves
   // the bandwidth.
   static __device__ void copy_rows(const Params& p, i64 num_pairs, const Rows group) {
     const char* source[Rows::kRows];
@@ -124,7 +125,7 @@ struct PairCopy {
     for (int r = 0; r < Rows::kRows; ++r) finish_pair(p, num_pairs, group.first_row + r);
   }
 
-  // Stores the rows at all destinations. The loop takes few registers, so the vectors do not spill.
+  // Stores the rows at all destinations. The loop uses few registers, so the vectors do not spill.
   static __device__ void store_everywhere(
       const Params& p, const Rows& group, char* const (&target)[Rows::kRows],
       const i32 (&lead)[Rows::kRows], const Vec<kVecBytes> (&value)[Rows::kRows][Rows::kChunks]) {
@@ -175,8 +176,8 @@ struct PairCopy {
   }
 };
 
-// If pairs are searched for repeats (ListParams), one launch fetches each source row once, and a
-// second copies the repeats in device memory, 20 times as fast (57 MB in 0.055 ms).
+// With the lists of ListParams, one launch fetches each source row once, and a second one copies
+// the repeats within device memory, 20 times as fast (57 MB in 0.055 ms).
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
           bool kLineAligned, bool kLarge, int kInFlight>
 using H2DGather = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes, kLineAligned,

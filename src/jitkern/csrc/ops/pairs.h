@@ -1,14 +1,13 @@
-// Parameters of the kernels that sort and copy rows by pairs (h2d_gather, d2h_scatter, indexing) or
-// by triples (swap_rows).
+// Parameters of the kernels that sort and copy rows by pairs (h2d_gather, d2h_scatter, indexing).
 #pragma once
 
 #include <jitkern/types.h>
 
 namespace jitkern {
 
-constexpr int kHostLineBytes = 128;  // the most that one PCIe read of the GPU returns
+constexpr int kHostLineBytes = 128;  // the largest PCIe read of a GPU
 
-// The side of the copy that is in host memory. Lanes start at its 128-byte lines.
+// The side of a copy that is in host memory. Lanes start at its 128-byte lines.
 enum HostSide : int { kHostSource, kHostTarget };
 
 struct PairCopyParams {
@@ -18,13 +17,13 @@ struct PairCopyParams {
   i64 src_stride_bytes;
   const void* pairs;      // [num_pairs, 2]: source row, destination row
   const u32* last_pair;   // number of the last pair, on the GPU; -1: no pairs; null: num_pairs - 1
-  u32* last_batch;        // see for_batches; may be null
-  void* slot_map;         // slot_map[source row] is set to the destination row; may be null
-  const void* slot_rows;  // rows of slot_map to set, -1: none; null: the pairs' source rows
+  u32* last_batch;        // see for_batches(); may be null
+  void* slot_map;         // slot_map[source row] becomes the destination row; may be null
+  const void* slot_rows;  // the rows of slot_map to set, -1: none; null: the pairs' source rows
   i64 num_pairs;
   i64 num_src_rows;
   i64 num_dst_rows;
-  i32 slot_map_bytes;  // of one element, 4 or 8
+  i32 slot_map_bytes;  // 4 or 8 per element
   FaultSite src_site;
   FaultSite dst_site;
   FaultRecord* fault;
@@ -32,8 +31,8 @@ struct PairCopyParams {
   static constexpr bool kHasShifts = false;  // PeerCopyParams has further destinations
 };
 
-// The bytes of all lines that a row can touch. An unaligned row may start 128 - vec_bytes into a
-// line.
+// The bytes of the lines that a row can touch. An unaligned row may start 128 - vec_bytes into its
+// first line.
 JITKERN_HOST_DEVICE constexpr i64 window_bytes(i64 row_bytes, i64 vec_bytes, bool line_aligned) {
   if (line_aligned) return row_bytes;
   const i64 last = kHostLineBytes - vec_bytes + row_bytes;
@@ -42,74 +41,33 @@ JITKERN_HOST_DEVICE constexpr i64 window_bytes(i64 row_bytes, i64 vec_bytes, boo
 
 constexpr u32 kNotListed = 0xffffffffu;
 constexpr u32 kNoOwner = 0xffffffffu;
-// One block scans this many. Up to 262,144 regions are no faster (8,192 to 1,048,576 rows, pools of
-// 1.5 to 64 GiB).
+// One block scans 4,096 counts. Up to 262,144 regions are no faster (8,192 to 1,048,576 rows, pools
+// of 1.5 to 64 GiB).
 constexpr u32 kNumRegions = 4096;
 
 // A counting sort of rows by region of host memory. Three kernels: rank each row in its region,
 // scan the counts of the regions, write each row to its place.
 struct Regions {
-  u32* last_ranks;  // [num_kinds, kNumRegions]: last rank taken; initially -1
+  u32* last_ranks;  // [kNumRegions]: last rank taken; initially -1
   u32* starts;      // the same shape: rows in earlier regions; both 16-byte aligned
-  u32* last_entry;  // set by the scan: place of the last row, -1: no rows
-  u32 num_kinds;    // kinds of rows; all rows of a kind precede the next kind
+  u32* last_entry;  // set by the scan: the place of the last row; -1: no rows
   i32 shift;        // a region is 2^shift bytes of host memory
 };
 
-// A large call's pairs as two lists. `fetches` cross PCIe, in either direction. `copies` stay in
-// device memory: repeats, and rows whose entry in `slot_map` (may be null) is not negative.
+// Splits a large call's pairs into two lists. `fetches` cross PCIe, in either direction. `copies`
+// are within device memory: repeated source rows, and rows whose entry in `slot_map` (may be null)
+// is not negative.
 struct ListParams : PairCopyParams {
-  u32* table;         // hash table from source row to the pair that fetches it; initially -1; null:
+  u32* table;         // hash table: source row to the pair that fetches it; initially -1; null:
                       // repeats are fetched too
-  u32 table_mask;     // its size, a power of two, minus 1
-  u32* last_entries;  // [2]: the last entry of each list; initially -1
+  u32 table_mask;     // the size of the table, a power of two, minus 1
+  u32* last_entries;  // [2]: the number of each list's last entry; initially -1
   void* fetches;      // [num_pairs, 2]: source row, destination row
   void* copies;       // [num_pairs, 2]: destination row to copy from, destination row
   void* copied_rows;  // [num_pairs]: slot_map's row to set for a copy, -1 for a repeat
-  u32* ranks;         // [num_pairs]: rank of a fetch in its region, or kNotListed; null: unsorted
+  u32* ranks;         // [num_pairs]: rank of a fetch in its region, or kNotListed; null: not sorted
   Regions regions;
   FaultSite slot_map_site;
 };
-
-// -- swap_rows -----------------------------------------------------------------------------------
-
-struct SwapParams {
-  char* host;
-  char* gpu;
-  i64 host_stride_bytes;
-  i64 gpu_stride_bytes;
-  const void* triples;  // [num_triples, 3]: host row to fetch, slot, host row to write back to
-  i64 num_triples;
-  i64 first_position;  // of the first triple in the call: a sorted call runs in parts
-  i64 num_host_rows;
-  i64 num_slots;
-  FaultSite fetch_site;
-  FaultSite slot_site;
-  FaultSite back_site;
-  FaultRecord* fault;
-  char* staging;    // of a sorted call: row i gets what move i fetches
-  u32* last_batch;  // see for_batches
-};
-
-// A sorted call has two orders: of rows to fetch, and of rows to write back to. A move fetches the
-// row of one triple into staging and writes back the slot of another. Exchanges (both rows are the
-// same) stay whole, as the row must be read before it is written, and come first.
-enum MoveKind : int { kExchanges, kFetches, kBacks, kNumMoveKinds };
-
-struct SwapListParams : SwapParams {
-  Regions regions;
-  u32* ranks;    // [num_triples, 2]: ranks of both host rows in their regions, or kNotListed; an
-                 // exchange has kExchanged as the second
-  void* moves;   // [num_triples, 3]: row to fetch, slot, row to write back to; initially -1
-  void* places;  // [num_triples, 2]: row of staging, slot to copy it to; initially -1
-};
-constexpr u32 kExchanged = 0xfffffffeu;
-
-// A row in flight takes 8 registers beside its vectors. If a lane has one vector of each row,
-// four rows in flight spill; with 16-byte vectors three do.
-JITKERN_HOST_DEVICE constexpr int swap_in_flight(i64 window_bytes, i64 vec_bytes, int in_flight) {
-  const int most = vec_bytes == 16 ? 2 : 3;
-  return window_bytes <= 32 * vec_bytes && in_flight > most ? most : in_flight;
-}
 
 }  // namespace jitkern

@@ -1,4 +1,4 @@
-// What the ops between host and device memory share: sorting by host address, checks, the CPU
+// Shared by the ops between host and device memory: sorting by host address, checks, the CPU
 // implementation, launches.
 #pragma once
 
@@ -13,30 +13,29 @@ namespace jitkern {
 
 // -- sorting by host address ---------------------------------------------------------------------
 
-// What a call moves over the link.
+// The rows that a call moves over the link.
 struct HostTraffic {
-  int ordinal;  // of the GPU, -1: none
   i64 num_rows;
   i64 row_bytes;
-  i64 span_bytes;  // of all host rows; 0 (no rows, or expanded ones): not sorted
+  i64 span_bytes;  // from the first host row to the last; 0 (no rows, or expanded): not sorted
 };
 
-// Whether sorting pays: for many short rows, if the link's address translation misses.
+// Whether sorting pays: there are many short rows, and they miss in the link's address translation.
 bool is_worth_ordering(const HostTraffic& traffic);
 
-// Whether a call sorts its rows: "host" yes, "given" no, "auto" or None if it pays. Never if
+// Whether a call sorts its rows. "host": yes; "given": no; "auto" or None: if it pays. Never if
 // span_bytes is 0.
 bool order_arg(const char* op, AnyView order, const HostTraffic& traffic);
 
-// Bytes in flight of a sorted call by default; `unsorted`, the minimum, are those of other calls.
+// The default of bytes in flight of a sorted call; at least `unsorted`, those of other calls.
 i64 ordered_bytes_in_flight(const HostTraffic& traffic, i64 unsorted);
 
 // Entry points of a sort module: see load_sort() in ops/pairs.py.
 enum SortEntry : int { kListEntry, kScanEntry, kPlaceEntry };
 KernelTable sort_kernels(const char* name, std::vector<const char*> names);
 
-// The regions of a span of host memory. Pointers are null.
-Regions cut_regions(i64 span_bytes, u32 num_kinds = 1);
+// The regions of a span of host memory. Its pointers are null.
+Regions cut_regions(i64 span_bytes);
 
 // The entries of a hash table of source rows: a power of two, at least 2 * num_pairs.
 i64 table_size_for(i64 num_pairs);
@@ -48,7 +47,7 @@ void launch_list(const LaunchScope& scope, const Kernel& kernel, i64 num_rows,
   scope.launch(kernel, ceil_div(num_rows, kernel.num_threads), params);
 }
 
-// Sorts as described at Regions.
+// Launches the sort described at Regions.
 template <class Params>
 void launch_sort(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                  const Params& params) {
@@ -57,17 +56,17 @@ void launch_sort(const LaunchScope& scope, const LoadedKernels& kernels, i64 num
   launch_list(scope, kernels.entries[kPlaceEntry], num_rows, params);
 }
 
-// Scratch memory of a call, in 16-byte aligned pieces.
+// A call's scratch memory: 16-byte aligned pieces of one allocation.
 class Scratch {
  public:
-  // allocate_on() will set `pointer`, unless `bytes` is 0.
+  // allocate_on() sets `pointer`, unless `bytes` is 0.
   template <class T>
   void add(T*& pointer, i64 bytes) {
     if (bytes > 0) pieces_.emplace_back(reinterpret_cast<void**>(&pointer), bytes_);
     bytes_ += ceil_div(bytes, 16) * 16;
   }
   i64 bytes() const { return bytes_; }
-  // From torch's caching allocator.
+  // Allocates from torch's caching allocator.
   tvm::ffi::Tensor allocate_on(DLDevice device) const {
     const auto memory = allocate_bytes(bytes_, device);
     for (const auto& [pointer, at] : pieces_) *pointer = static_cast<char*>(memory.data_ptr()) + at;
@@ -84,7 +83,7 @@ class Scratch {
 constexpr const char* kSrcArg = "pairs[..., 0]";
 constexpr const char* kDstArg = "pairs[..., 1]";
 
-// A copy of a pair, as another thread may write the list.
+// A copy of a pair: another thread may write the list.
 struct Pair {
   i64 src_row;
   i64 dst_row;
@@ -126,10 +125,10 @@ struct PairList {
   }
 };
 
-// The most SMs of a large call by default. Narrow vectors need them all to fill the link.
+// The default limit of SMs of a large call. Narrow vectors need all 8 to fill the link.
 constexpr i64 kMaxSms = 8;
-// The same if a model may run beside the call (method "auto", swap_rows). With 656-byte rows 2 SMs
-// move 20 GB/s while a decode step takes 1.06 of its time, 4 SMs 28 at 1.10 (H200, batch 1).
+// The limit with method "auto", so that a concurrent model is slowed little. 2 SMs move 20 GB/s of
+// 656-byte rows and a decode step takes 1.06 times as long; 4 SMs 28 and 1.10 (H200, batch 1).
 constexpr i64 kMaxSmsBeside = 2;
 
 // The fault sites of `pairs`.
@@ -139,10 +138,10 @@ struct PairSites {
   const FaultSite src, dst;
 };
 
-// How the pairs of a call are sorted before the copy: see ListParams.
+// How a call lists its pairs before the copy: see ListParams.
 struct Lists {
   bool search = false;  // each source row crosses the link once, repeats are copied on the GPU
-  bool reuse_resident = false;  // rows that slot_map has are copied on the GPU too; needs `search`
+  bool reuse_resident = false;  // rows in slot_map are copied on the GPU too; needs `search`
   bool ordered = false;         // rows are sorted by host address
   FaultSite slot_map_site{};
 };
@@ -156,13 +155,13 @@ struct PairCall {
   int index_bytes = 8;
   DLDevice device{};
   std::optional<i64> num_sms;  // the caller's choice
-  i64 max_sms = kMaxSms;       // of a large call without `num_sms`
+  i64 max_sms = kMaxSms;       // limit without `num_sms`
   Lists lists{};
   KernelTable* table = nullptr;
 
   i64 bytes() const { return row_bytes * params.num_pairs; }
   int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
-  HostTraffic traffic() const { return {ordinal(), params.num_pairs, row_bytes, span_bytes}; }
+  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
   void set_source(const char* rows, i64 stride_bytes, i64 count) {
     params.src = rows;
     params.src_stride_bytes = stride_bytes;
@@ -175,10 +174,6 @@ struct PairCall {
   }
 };
 
-// How rows cross the link: read or written by SMs, gathered by CPU threads into pinned chunks, or
-// both at once for a part each. kAuto: the fastest, with at most kMaxSmsBeside SMs.
-enum class Method : int { kAuto, kSms, kCpu, kBoth };
-
 // The checked arguments of an op on pairs.
 struct PairArgs : PairCall {
   // TypeError or ValueError if an argument is wrong. Does not read the pairs.
@@ -188,8 +183,8 @@ struct PairArgs : PairCall {
   // Checks `slot_map`, None or [num_src_rows], and adds it to `params`.
   void take_slot_map(AnyView slot_map);
 
-  // Checks and sets the method, which has to fit the call and its `lists`.
-  void take_method(AnyView method, AnyView num_threads);
+  // Checks `method` and sets max_sms: kMaxSmsBeside for "auto", kMaxSms for "sm".
+  void take_method(AnyView method);
 
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
@@ -198,11 +193,10 @@ struct PairArgs : PairCall {
   // IndexError for the first pair that is out of range. `pairs` must be on the CPU.
   void check_pairs() const;
 
-  // These take CPU tensors. run_on_cpu() raises IndexError before anything is written.
+  // For CPU tensors. run_on_cpu() raises IndexError before anything is written. copy_on_cpu()
+  // copies pairs [begin, end). update_slot_map() does nothing without a slot map.
   void run_on_cpu() const;
-  // Copies pairs [begin, end).
   void copy_on_cpu(i64 begin, i64 end) const;
-  // Does nothing without a slot map.
   void update_slot_map() const;
 
   // Replaces the host rows' address by the GPU's. ValueError if they are not pinned.
@@ -212,63 +206,47 @@ struct PairArgs : PairCall {
   Rows dst;
   Indices pairs;
   std::optional<Indices> slot_map;
-  Method method = Method::kAuto;
-  i64 num_threads = 0;  // of the CPU, the caller's included; 0: the default
 };
 
 // The kernels of `op`; the first entry is a PairCopy.
 KernelTable pair_kernels(const char* op);
 
-// Whether a call is so short (40 us) that it may use the whole GPU; never with num_sms.
+// Whether a call is so short (40 us) that it uses the whole GPU. False with num_sms.
 bool is_small_call(const PairCall& call);
 
 // Whether every host row starts on a line or lies inside one. `host_bits`: address | stride.
 bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
-// The template arguments of the copy. `more_bits`: further destination addresses, or-ed.
+// The template arguments of the copy. `more_bits`: the addresses of further destinations, or-ed.
 Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
 
-// In flight in an unsorted large call, unless max_sms is lower. An SM has 128 KiB of 656-byte rows
-// in flight. 2 SMs saturate an idle link, but beside a GEMM they move 33 GB/s, and 3 SMs 47.
+// Bytes in flight in an unsorted large call, unless max_sms is lower. One SM has 128 KiB of
+// 656-byte rows in flight. 2 SMs saturate an idle link, but beside a GEMM they move 33 GB/s, and 3
+// SMs 47.
 constexpr i64 kBytesInFlight = 320 << 10;
 
-// The number of SMs for so many bytes in flight, at most kMaxSms.
+// The number of SMs that have `bytes_in_flight`, at most kMaxSms.
 i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight);
 
 // The number of blocks of a copy. `num_sms` limits large calls only.
 i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 num_rows,
                     i64 num_sms);
 
-// Launches the copy: a small one on the whole GPU, a large one on num_sms blocks, by default enough
-// for `bytes_in_flight` and at most max_sms. `params`: the call's, perhaps with another list.
+// Launches the copy: a small one on the whole GPU; a large one on num_sms blocks, by default enough
+// for `bytes_in_flight`, at most max_sms. `params`: those of the call, or with another list of
+// pairs.
 void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
-// Loads the kernels of a call, if `in_parts` also those for parts of it. Call it before any launch,
-// as it may compile.
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       bool in_parts = false);
+// Loads the kernels of a call. Call it before any launch, as it may compile.
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call);
 
 // Launches a call: one copy, or a sort and the copies of its lists.
 void launch_pairs(const LaunchScope& scope, const PairCall& call);
 
-// Runs a call on a GPU by its method.
+// Runs a checked call on a GPU; pairs may be on the CPU.
 void run_pairs(const LaunchScope& scope, PairArgs& args);
-
-// -- pairs in host memory ------------------------------------------------------------------------
-
-// Bytes of the narrowest index that holds the call's row numbers.
-int narrow_index_bytes(const PairArgs& args);
-
-// Copies pairs [begin, end) to `list`, which begins with pair `list_begin`, if it has memory. Pairs
-// out of range become padding there. Returns whether there are any.
-bool copy_pairs(const PairArgs& args, const PairList& list, i64 list_begin, i64 begin, i64 end);
-
-// Runs a gather through chunks, and `with_sms` by SMs too, which needs mapped host rows. IndexError
-// before anything is queued; pairs that go out of range later are skipped. Returns once the CPU has
-// read its host rows and the rest is queued on the scope's stream.
-void gather_by_cpu(const LaunchScope& scope, const PairArgs& args, bool with_sms, i64 num_threads);
 
 }  // namespace jitkern

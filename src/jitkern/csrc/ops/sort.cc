@@ -1,28 +1,29 @@
-// When sorting by host address pays, and the launches of a large call on pairs: lists, then copies.
+// Whether sorting by host address pays; the launches of a large call on pairs: lists, then copies.
 #include <algorithm>
 
-#include "host/tuning.h"
 #include "pairs_host.h"
 
 namespace jitkern {
 
 namespace {
 
+// The span of host memory whose random rows still hit the link's address translation cache. Rows of
+// 656 bytes from 0.75 / 1 / 1.5 / 2 / 4 / 16 GiB: 48 / 44 / 34 / 29 / 23 / 19 GB/s; in order 48 up
+// to 8 GiB, 43 at 16.
+constexpr i64 kReachBytes = i64(768) << 20;
 // A translation miss costs the time of 1.7 KB: rows of 2 KB out of 16 GiB reach 45 GB/s unsorted
 // and 51 sorted, rows of 3 KB 51 either way.
 constexpr i64 kMaxRowBytesToOrder = 2048;
-// The sort takes 10 us. Calls of 2,048 rows are faster without it; calls of 4,096 as fast (64 GiB)
-// or slower (16 and 2 GiB), except from 1 GiB, where one row in four misses. swap_rows, unsorted
-// and sorted: 2,048 triples take 92 and 92 us from 1.5 GiB, 156 and 164 from 16 GiB; 4,096 take 203
-// and 156, 311 and 273.
+// The sort takes 10 us. Calls of 2,048 rows are faster without it. Calls of 4,096 are as fast (64
+// GiB) or slower (16 and 2 GiB) without it, except from 1 GiB, where one row in four misses.
 constexpr i64 kMinRowsToOrder = 4096;
 constexpr double kMinMissesToOrder = 2560;
 
-// In flight in a sorted call: 4 SMs with rows of 656 bytes (3 lose 5 % at 8 GiB). Above that 8 SMs:
-// at 16 GiB they move 43.2 GB/s, 4 move 41.1 ...
+// Bytes in flight in a sorted call: 4 SMs with rows of 656 bytes (3 SMs lose 5 % at 8 GiB). Twice
+// as many above kLargeSpanBytes: at 16 GiB 8 SMs move 43.2 GB/s, 4 move 41.1.
 constexpr i64 kOrderedBytesInFlight = 512 << 10;
 constexpr i64 kLargeSpanBytes = i64(8) << 30;
-// ... but no more rows than lie within 1 GiB: 32,768 rows from 64 GiB reach 23.7 GB/s on 4
+// Rows in flight should lie within this span: 32,768 rows from 64 GiB reach 23.7 GB/s on 4
 // SMs, 20.7 on 8.
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
@@ -35,7 +36,7 @@ const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
-// Sorts the pairs of the call into lists, and copies these.
+// Lists the pairs of the call, then copies the rows of the lists.
 void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels) {
   const Lists& lists = call.lists;
   const PairCopyParams& p = call.params;
@@ -89,8 +90,7 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
 bool is_worth_ordering(const HostTraffic& traffic) {
   if (traffic.span_bytes < 1) return false;
   if (traffic.num_rows < kMinRowsToOrder || traffic.row_bytes > kMaxRowBytesToOrder) return false;
-  const double reach_bytes = double(figure(traffic.ordinal, kReachBytes));
-  const double hits = reach_bytes / double(traffic.span_bytes);
+  const double hits = double(kReachBytes) / double(traffic.span_bytes);
   return double(traffic.num_rows) * (1.0 - hits) >= kMinMissesToOrder;
 }
 
@@ -112,9 +112,8 @@ KernelTable sort_kernels(const char* name, std::vector<const char*> names) {
                      [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
 }
 
-Regions cut_regions(i64 span_bytes, u32 num_kinds) {
+Regions cut_regions(i64 span_bytes) {
   Regions regions{};
-  regions.num_kinds = num_kinds;
   while (((span_bytes - 1) >> regions.shift) >= i64(kNumRegions)) ++regions.shift;
   return regions;
 }
@@ -125,12 +124,10 @@ i64 table_size_for(i64 num_pairs) {
   return size;
 }
 
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call,
-                                       bool in_parts) {
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call) {
   const bool listed = goes_by_lists(call);
   const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
-  if (in_parts && !listed) call.table->find(scope.device, pair_spec(call, !large));
   return call.table->find(scope.device, pair_spec(call, large));
 }
 

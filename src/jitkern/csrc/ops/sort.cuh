@@ -1,9 +1,9 @@
-// Sorts the rows of a large call by regions of host memory, before they are moved.
+// Sorts the rows of a large call by regions of host memory before the copy.
 //
-// If a pool is larger than the reach of the link's address translation, unsorted rows miss in it
-// nearly always (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). Sorted
-// by region they hit. The order within a region does not matter, so this is a counting sort of one
-// pass. Its kernels do not depend on the row size: one module serves all.
+// In a pool larger than the reach of the link's address translation, unsorted rows nearly always
+// miss (48.7 GB/s of 656-byte rows fall to 25 at 4 GiB, 18 at 64 GiB on an H200). Sorted by region
+// they hit. The order within a region does not matter, so this is a counting sort of one pass. Its
+// kernels do not depend on the row size: one module serves all.
 #pragma once
 
 #include <jitkern/copy.cuh>
@@ -12,61 +12,53 @@
 
 namespace jitkern {
 
-// The region of an offset in host memory. Past the end it is kNumRegions or more.
+// The region of an offset in host memory. Past the end: kNumRegions or more.
 __device__ inline u64 region_of(const Regions& regions, i64 offset) {
   return u64(offset) >> regions.shift;
 }
 
-// The row's number in its region.
-__device__ inline u32 take_rank(const Regions& regions, i64 offset, u32 kind = 0) {
-  const u64 region = region_of(regions, offset);
-  return atomicAdd(&regions.last_ranks[kind * kNumRegions + region], 1u) + 1u;
+// Counts a row in its region. Returns its rank there.
+__device__ inline u32 take_rank(const Regions& regions, i64 offset) {
+  return atomicAdd(&regions.last_ranks[region_of(regions, offset)], 1u) + 1u;
 }
 
-// The place, below `num`, of the row with that rank; -1 if the row has changed since it was ranked.
-__device__ inline i64 place_of(const Regions& regions, i64 offset, u32 rank, i64 num, u32 kind = 0,
-                               u32 kind_start = 0) {
+// The place, below `num`, of the row with this rank; -1 if the row has changed since it was ranked.
+__device__ inline i64 place_of(const Regions& regions, i64 offset, u32 rank, i64 num) {
   const u64 region = region_of(regions, offset);
   if (region >= kNumRegions) return -1;
-  const i64 place = i64(regions.starts[kind * kNumRegions + region]) + rank - kind_start;
+  const i64 place = i64(regions.starts[region]) + rank;
   return place < num ? place : -1;
 }
 
-// Computes where the rows of each region start: one block, four regions a thread, kind after kind.
+// Computes where the rows of each region start, a prefix sum: one block, four regions a thread.
 template <int kThreads, int kMaxOccupancy>
 struct ScanRegions {
   using Params = Regions;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    static_assert(kThreads * 4 == kNumRegions, "a uint4 is what a thread reads and writes");
+    static_assert(kThreads * 4 == kNumRegions, "a thread reads and writes one uint4");
     __shared__ u32 warp_sums[kThreads / 32];
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int warp = static_cast<int>(threadIdx.x / 32);
-    u32 start = 0;  // of the kind, then of the thread's regions
-    for (u32 kind = 0; kind < p.num_kinds; ++kind) {
-      const u32 four = kind * kThreads + threadIdx.x;
-      const uint4 last = reinterpret_cast<const uint4*>(p.last_ranks)[four];
-      const u32 count = last.x + last.y + last.z + last.w + 4u;  // of no rows the last rank is -1
-      u32 sum = count;                                           // of the lanes up to this one
+    const uint4 last = reinterpret_cast<const uint4*>(p.last_ranks)[threadIdx.x];
+    const u32 count = last.x + last.y + last.z + last.w + 4u;  // a last rank is the count - 1
+    u32 sum = count;  // inclusive prefix sum over the lanes of the warp
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
-      if (lane == 31) warp_sums[warp] = sum;
-      __syncthreads();
-      const u32 kind_start = start;
-      start += sum - count;
-      for (int w = 0; w < warp; ++w) start += warp_sums[w];
-      const u32 second = start + last.x + 1u;
-      const u32 third = second + last.y + 1u;
-      reinterpret_cast<uint4*>(p.starts)[four] = {start, second, third, third + last.z + 1u};
-      start = kind_start;
-      for (const u32 warp_sum : warp_sums) start += warp_sum;
-      __syncthreads();  // before the sums are those of the next kind
+    for (int step = 1; step < 32; step *= 2) {
+      const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
     }
-    if (threadIdx.x == 0) *p.last_entry = start - 1u;
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    u32 start = sum - count;
+    for (int w = 0; w < warp; ++w) start += warp_sums[w];
+    const u32 second = start + last.x + 1u;
+    const u32 third = second + last.y + 1u;
+    const u32 fourth = third + last.z + 1u;
+    reinterpret_cast<uint4*>(p.starts)[threadIdx.x] = {start, second, third, fourth};
+    // The last thread's regions end at the number of all rows.
+    if (threadIdx.x == kThreads - 1) *p.last_entry = start + count - 1u;
   }
 };
 
@@ -81,7 +73,8 @@ __device__ inline u32 hash_of_row(i64 row) {
   return static_cast<u32>((u64(row) * 0x9e3779b97f4a7c15ull) >> 32);
 }
 
-// Whether both rows are inside; records the fault of one past the end. Negative rows are padding.
+// Whether both rows are inside. Negative rows are padding; a row past the end is reported as a
+// fault.
 template <class Params>
 __device__ inline bool is_inside_or_fault(const Params& p, i64 number, i64 src_row, i64 dst_row) {
   if (src_row < 0 || dst_row < 0) return false;
@@ -92,8 +85,8 @@ __device__ inline bool is_inside_or_fault(const Params& p, i64 number, i64 src_r
   return false;
 }
 
-// The pair that owns `src_row`, and its place in the table: pair `number` if no other pair was
-// first. The table has at least twice as many places as there are pairs, so a free place is near.
+// The pair that owns `src_row` (`number`, if no other pair was first), and its place in the table.
+// The table has at least twice as many places as there are pairs, so a free place is near.
 template <class Int, class Params>
 __device__ inline u32 claim_row(const Params& p, u32 number, i64 src_row, u32& place) {
   place = hash_of_row(src_row) & p.table_mask;
@@ -118,46 +111,46 @@ struct ListPairs {
     if (threadIdx.x < 2) block_counts[threadIdx.x] = 0;
     __syncthreads();
     const i64 number = thread_number();
-    Found found = number < p.num_pairs ? look_up(p, number) : Found{kSkip, 0, 0, 0};
+    Entry entry = number < p.num_pairs ? look_up(p, number) : Entry{kSkip, 0, 0, 0};
     if (p.ranks != nullptr && number < p.num_pairs) {
-      p.ranks[number] = rank_of(p, found);
-      if (found.list == kFetch) found.list = kSkip;  // PlacePairs lists it
+      p.ranks[number] = rank_of(p, entry);
+      if (entry.list == kFetch) entry.list = kSkip;  // PlacePairs lists it
     }
     u32 place = 0;
-    if (found.list != kSkip) place = atomicAdd(&block_counts[found.list], 1u);
+    if (entry.list != kSkip) place = atomicAdd(&block_counts[entry.list], 1u);
     __syncthreads();
-    // One atomic for each list and block on the global counters.
+    // One atomic per block and list on the global counters.
     if (threadIdx.x < 2) {
       block_starts[threadIdx.x] =
           atomicAdd(&p.last_entries[threadIdx.x], block_counts[threadIdx.x]) + 1u;
     }
     __syncthreads();
-    if (found.list == kSkip) return;
-    place += block_starts[found.list];
-    Int* pair = static_cast<Int*>(found.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
-    pair[0] = static_cast<Int>(found.from_row);
-    pair[1] = static_cast<Int>(found.dst_row);
-    if (found.list == kCopy) {
-      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(found.slot_row);
+    if (entry.list == kSkip) return;
+    place += block_starts[entry.list];
+    Int* pair = static_cast<Int*>(entry.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
+    pair[0] = static_cast<Int>(entry.from_row);
+    pair[1] = static_cast<Int>(entry.dst_row);
+    if (entry.list == kCopy) {
+      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(entry.slot_row);
     }
   }
 
  private:
   enum List : i32 { kSkip = -1, kFetch = 0, kCopy = 1 };
 
-  struct Found {
+  struct Entry {
     List list;
     i64 from_row;
     i64 dst_row;
-    i64 slot_row;  // of kCopy: see ListParams::copied_rows
+    i64 slot_row;  // if kCopy: see ListParams::copied_rows
   };
 
-  static __device__ u32 rank_of(const Params& p, const Found& found) {
-    if (found.list != kFetch) return kNotListed;
-    return take_rank(p.regions, host_offset<kHostSide>(p, found.from_row, found.dst_row));
+  static __device__ u32 rank_of(const Params& p, const Entry& entry) {
+    if (entry.list != kFetch) return kNotListed;
+    return take_rank(p.regions, host_offset<kHostSide>(p, entry.from_row, entry.dst_row));
   }
 
-  static __device__ Found look_up(const Params& p, i64 number) {
+  static __device__ Entry look_up(const Params& p, i64 number) {
     const Int* pairs = static_cast<const Int*>(p.pairs);
     const i64 src_row = pairs[2 * number];
     const i64 dst_row = pairs[2 * number + 1];
@@ -200,120 +193,6 @@ struct PlacePairs {
     Int* fetch = static_cast<Int*>(p.fetches) + 2 * place;
     fetch[0] = src_row;
     fetch[1] = dst_row;
-  }
-};
-
-// -- triples of swap_rows ------------------------------------------------------------------------
-
-struct SwapTriple {
-  i64 fetch;
-  i64 slot;
-  i64 back;
-
-  __device__ bool is_padding() const { return slot < 0; }
-  __device__ bool is_inside(const SwapParams& p) const {
-    return slot >= 0 && slot < p.num_slots && fetch < p.num_host_rows && back < p.num_host_rows;
-  }
-};
-
-template <int kIndexBytes>
-__device__ inline SwapTriple read_triple(const SwapParams& p, i64 number) {
-  if (number >= p.num_triples) return {-1, -1, -1};
-  const auto* triple = static_cast<const Index<kIndexBytes>*>(p.triples) + 3 * number;
-  return {triple[0], triple[1], triple[2]};
-}
-
-// Records the fault of a triple that is out of range.
-__device__ inline void report_triple(const SwapParams& p, const SwapTriple& triple, i64 number) {
-  if (triple.is_padding() || triple.is_inside(p)) return;
-  const i64 position = p.first_position + number;
-  if (triple.fetch >= p.num_host_rows) {
-    report_fault(p.fault, p.fetch_site, position, triple.fetch, p.num_host_rows);
-  } else if (triple.slot >= p.num_slots) {
-    report_fault(p.fault, p.slot_site, position, triple.slot, p.num_slots);
-  } else {
-    report_fault(p.fault, p.back_site, position, triple.back, p.num_host_rows);
-  }
-}
-
-// Ranks each triple's rows in their regions.
-template <int kIndexBytes, int kThreads, int kMaxOccupancy>
-struct ListTriples {
-  using Params = SwapListParams;
-  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
-
-  static __device__ void run(const Params& p) {
-    const i64 number = thread_number();
-    if (number >= p.num_triples) return;
-    const SwapTriple triple = read_triple<kIndexBytes>(p, number);
-    report_triple(p, triple, number);
-    const bool inside = triple.is_inside(p);
-    const bool exchanges = inside && triple.fetch >= 0 && triple.fetch == triple.back;
-    u32 fetch_rank = kNotListed;
-    u32 back_rank = exchanges ? kExchanged : kNotListed;
-    if (inside && triple.fetch >= 0) {
-      fetch_rank = rank_of(p, exchanges ? kExchanges : kFetches, triple.fetch);
-    }
-    if (inside && triple.back >= 0 && !exchanges) back_rank = rank_of(p, kBacks, triple.back);
-    p.ranks[2 * number] = fetch_rank;
-    p.ranks[2 * number + 1] = back_rank;
-  }
-
- private:
-  static __device__ u32 rank_of(const Params& p, MoveKind kind, i64 row) {
-    return take_rank(p.regions, row * p.host_stride_bytes, kind);
-  }
-};
-
-// Writes each row to its move. Exchanges come first; then each move pairs a row to fetch with a row
-// to write back.
-template <int kIndexBytes, int kThreads, int kMaxOccupancy>
-struct PlaceTriples {
-  using Params = SwapListParams;
-  using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
-
-  static __device__ void run(const Params& p) {
-    const i64 number = thread_number();
-    if (number >= p.num_triples) return;
-    const u32 fetch_rank = p.ranks[2 * number];
-    const u32 back_rank = p.ranks[2 * number + 1];
-    const SwapTriple triple = read_triple<kIndexBytes>(p, number);
-    if (!triple.is_inside(p)) return;  // it may have changed since ListTriples read it
-    Int* const moves = static_cast<Int*>(p.moves);
-    Int* const places = static_cast<Int*>(p.places);
-    const Int slot = static_cast<Int>(triple.slot);
-    if (fetch_rank != kNotListed) {
-      const bool exchanges = back_rank == kExchanged;
-      const i64 move = move_of(p, exchanges ? kExchanges : kFetches, triple.fetch, fetch_rank);
-      if (move >= 0) {
-        moves[3 * move] = static_cast<Int>(triple.fetch);
-        if (exchanges) {
-          moves[3 * move + 1] = slot;
-          moves[3 * move + 2] = static_cast<Int>(triple.fetch);
-        }
-        places[2 * move] = static_cast<Int>(move);
-        places[2 * move + 1] = slot;
-      }
-    }
-    if (back_rank >= kExchanged) return;
-    const i64 move = move_of(p, kBacks, triple.back, back_rank);
-    if (move < 0) return;
-    moves[3 * move + 1] = slot;
-    moves[3 * move + 2] = static_cast<Int>(triple.back);
-  }
-
- private:
-  // The number of the row's move, or -1. Rows to write back start at the same move as rows to
-  // fetch.
-  static __device__ i64 move_of(const Params& p, MoveKind kind, i64 row, u32 rank) {
-    const u32* const starts = p.regions.starts;
-    u32 kind_start = 0;
-    if (kind == kBacks) {
-      kind_start = starts[kBacks * kNumRegions] - starts[kFetches * kNumRegions];
-    }
-    const i64 offset = row * p.host_stride_bytes;
-    return place_of(p.regions, offset, rank, p.num_triples, kind, kind_start);
   }
 };
 
