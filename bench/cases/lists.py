@@ -105,7 +105,7 @@ def _case(
         ours(partial(_ours, method="sm")),
         ours(_ours, 'jitkern, method="auto"'),
         ours(partial(_ours, method="sm", on_cpu=True), "jitkern, pairs on the CPU", graph=False),
-        ours(partial(_ours, method="sm", signalled=True), "jitkern, with signals"),
+        ours(partial(_ours, method="sm", signalled=True), "jitkern, with signals", graph=False),
         ours(_call_a_buffer, "jitkern, a call per buffer"),
     ]
     if blocks * count <= MOST_COPIES:
