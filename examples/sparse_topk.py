@@ -3,12 +3,11 @@
 As in DSA, a small indexer scores all tokens at each decode step, and attention reads the top k of
 them: rows of 656 bytes of a latent (MLA) cache, which lies in host memory. Steps that follow each
 other pick mostly the same rows. So the GPU keeps the rows of the last few steps, a part of its
-slots for each, and a map from token to slot. One call of `h2d_gather` puts the rows of a step side
-by side: with `reuse_resident` rows that the map knows are copied on the GPU, and only the others
-come over the link; it writes the map as well.
+slots for each, and a map from token to slot. A step puts its rows side by side: rows in the map are
+copied on the GPU, and one call of `h2d_gather` fetches the others over the link.
 
-Of the part that a step is about to write, the map must know nothing: a slot is not to be read and
-written by one call. Nothing in a step waits for the GPU but the count that is printed.
+The slots that a step is about to write are first removed from the map. Nothing in a step waits for
+the GPU but the count that is printed.
 
     python examples/sparse_topk.py
     python examples/sparse_topk.py --tokens 65536 --top 2048 --parts 8
@@ -45,10 +44,13 @@ class SparseCache:
         begin = self.steps % self.parts * self.top
         end = begin + self.top
         self.forget(begin, end)
-        is_resident = self.slot_of[tokens] >= 0
+        old_slots = self.slot_of[tokens]
+        is_resident = old_slots >= 0
         slots = torch.arange(begin, end, device=tokens.device)
-        pairs = torch.stack([tokens, slots], 1)
-        h2d_gather(self.pool, self.rows, pairs, slot_map=self.slot_of, reuse_resident=True)
+        self.rows[begin:end] = self.rows[old_slots.clamp(min=0).long()]
+        missing = torch.where(is_resident, -1, tokens)  # a pair with -1 is skipped
+        h2d_gather(self.pool, self.rows, torch.stack([missing, slots], 1))
+        self.slot_of[tokens] = slots.int()
         self.token_in[begin:end] = tokens
         self.steps += 1
         return self.rows[begin:end], is_resident.sum()

@@ -117,7 +117,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("block_counts[threadIdx.x]) + 1u;", "block_counts[threadIdx.x]);"),
         ("[2 * i64(owner)] == src_row) return owner;", "[0] < 0) return owner;"),
         ("pairs[2 * i64(owner) + 1]", "pairs[2 * i64(owner)]"),
-        ("slot >= p.num_dst_rows", "slot > p.num_dst_rows"),
         ("(place + 1) & p.table_mask", "place + 1"),
         ("kHostSide == kHostSource ?", "kHostSide != kHostSource ?"),
         ("if (rank == kNotListed) return;", ""),

@@ -74,16 +74,8 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   const bool counted = random.below(2) == 0;
   IntBuffer count("last_pair", {num_pairs - 1}, 4);
   IntBuffer next_batch("last_batch", {-1}, 4);
-  // The slot map is told of the source rows of the pairs, or of others, -1 being none.
   const int map_bytes = random.pick({0, 4, 8});
-  const bool other_rows = random.below(3) == 0;
-  std::vector<i64> rows = random.distinct(num_pairs, 2 * num_pairs);
-  for (i64& row : rows) {
-    if (random.below(4) == 0) row = -1;
-  }
-  IntBuffer slot_rows("slot_rows", rows, kernel.index_bytes);
-  IntBuffer slot_map("slot_map", std::vector<i64>(other_rows ? 2 * num_pairs : src_rows, -7),
-                     map_bytes == 4 ? 4 : 8);
+  IntBuffer slot_map("slot_map", std::vector<i64>(src_rows, -7), map_bytes == 4 ? 4 : 8);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_pairs; ++i) {
@@ -91,20 +83,18 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
     const i64 target = pairs.at(2 * i + 1);
     if (!expect_pair(fault, i, source, target, src_rows, dst_rows)) continue;
     std::memcpy(dst.expected(target), src.row(source), row_bytes);
-    const i64 slot_row = other_rows ? slot_rows.at(i) : source;
-    if (map_bytes != 0 && slot_row >= 0) slot_map.expect(slot_row, target);
+    if (map_bytes != 0) slot_map.expect(source, target);
   }
   PairCopyParams params = pair_params(dst, src, pairs, fault);
   params.last_pair = counted ? count.words() : nullptr;
   params.last_batch = shares ? next_batch.words() : nullptr;
   params.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
-  params.slot_rows = other_rows ? slot_rows.data() : nullptr;
   if (counted) params.num_pairs *= 3;
   params.slot_map_bytes = map_bytes;
   const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
              random, params);
-  check_all(dst, src, pairs, slot_rows, slot_map, fault);
+  check_all(dst, src, pairs, slot_map, fault);
 }
 
 }  // namespace emulate

@@ -10,44 +10,30 @@
 namespace emulate {
 
 constexpr i64 kRowBytes = 24;
-constexpr FaultSite kSlotMapSite{7};
 
 struct Call {
   std::vector<i64> flat;  // pairs
   i64 num_pairs, src_rows, dst_rows;
-  std::map<i64, i64> slot_of;  // source rows that are in device memory already
 
   bool valid(const IntBuffer& pairs, i64 i) const {
     const i64 source = pairs.at(2 * i);
     const i64 target = pairs.at(2 * i + 1);
-    const auto slot = slot_of.find(source);
-    return source >= 0 && target >= 0 && source < src_rows && target < dst_rows &&
-           (slot == slot_of.end() || slot->second < dst_rows);
+    return source >= 0 && target >= 0 && source < src_rows && target < dst_rows;
   }
 };
 
-Call any_call(int index_bytes, bool repeats, bool known, Random& random) {
+Call any_call(int index_bytes, bool repeats, Random& random) {
   Call call;
   call.num_pairs = random.pick({i64(1), i64(2), i64(255), i64(256), i64(257), i64(700)});
   call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, 100 * call.num_pairs});
-  const i64 num_slots = 40;  // rows of dst that hold something already
-  call.dst_rows = num_slots + call.num_pairs + random.below(call.num_pairs);
+  call.dst_rows = call.num_pairs + random.below(call.num_pairs);
   std::vector<i64> sources(call.num_pairs);
   for (i64& source : sources) source = random.below(call.src_rows);
   if (!repeats) {
     call.src_rows += call.num_pairs;
     sources = random.distinct(call.num_pairs, call.src_rows);
   }
-  std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows - num_slots);
-  for (i64& target : targets) target += num_slots;
-  if (known) {
-    // Slots that are past the end are faults, too.
-    const std::vector<i64> slots = random.distinct(num_slots, num_slots);
-    for (const i64 slot : slots) {
-      const bool bad = random.below(20) == 0;
-      call.slot_of[random.below(call.src_rows)] = bad ? call.dst_rows + random.below(2) : slot;
-    }
-  }
+  std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows);
   if (random.below(2) == 0) spoil(sources, call.src_rows, index_bytes, random);
   if (random.below(2) == 0) spoil(targets, call.dst_rows, index_bytes, random);
   for (i64 i = 0; i < call.num_pairs; ++i) {
@@ -58,20 +44,18 @@ Call any_call(int index_bytes, bool repeats, bool known, Random& random) {
 
 // The lists must hold each valid pair once, and each source row at most once among the fetches.
 void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetches,
-                 i64 num_fetches, const IntBuffer& copies, const IntBuffer& copied_rows,
-                 i64 num_copies) {
+                 i64 num_fetches, const IntBuffer& copies, i64 num_copies) {
   std::multiset<std::pair<i64, i64>> asked, answered;
   for (i64 i = 0; i < call.num_pairs; ++i) {
     if (call.valid(pairs, i)) asked.insert({pairs.at(2 * i + 1), pairs.at(2 * i)});
   }
-  std::map<i64, i64> source_at;  // by row of dst, once the fetches are through
-  for (const auto& [source, slot] : call.slot_of) source_at[slot] = source;
+  std::map<i64, i64> source_at;  // by row of dst, after the fetches
   std::set<i64> fetched;
   for (i64 i = 0; i < num_fetches; ++i) {
     const i64 source = fetches.at(2 * i);
     const i64 target = fetches.at(2 * i + 1);
-    if (!fetched.insert(source).second || call.slot_of.count(source) != 0) {
-      fail("source row " + std::to_string(source) + " is fetched although there is a copy");
+    if (!fetched.insert(source).second) {
+      fail("source row " + std::to_string(source) + " is fetched twice");
     }
     source_at[target] = source;
     answered.insert({target, source});
@@ -80,17 +64,13 @@ void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetc
     const auto at = source_at.find(copies.at(2 * i));
     if (at == source_at.end()) fail("a copy from a row that holds nothing");
     answered.insert({copies.at(2 * i + 1), at->second});
-    const bool was_there = call.slot_of.count(at->second) != 0;
-    if (copied_rows.at(i) != (was_there ? at->second : -1)) fail("copied_rows is wrong");
   }
   if (asked != answered) fail("the lists do not hold the pairs that were asked for");
   for (i64 i = num_fetches; i < call.num_pairs; ++i) {
     if (fetches.at(2 * i) != kUntouched) fail("written behind the fetches");
   }
   for (i64 i = num_copies; i < call.num_pairs; ++i) {
-    if (copies.at(2 * i) != kUntouched || copied_rows.at(i) != kUntouched) {
-      fail("written behind the copies");
-    }
+    if (copies.at(2 * i) != kUntouched) fail("written behind the copies");
   }
 }
 
@@ -107,9 +87,8 @@ template <class Int, HostSide kSide>
 void one_run(Random& random) {
   constexpr int kIndexBytes = sizeof(Int);
   const bool searched = kSide == kHostSource && random.below(4) != 0;
-  const int map_bytes = searched ? random.pick({0, 4, 8}) : 0;
   const bool ordered = !searched || random.below(2) == 0;
-  const Call call = any_call(kIndexBytes, searched, map_bytes != 0, random);
+  const Call call = any_call(kIndexBytes, searched, random);
   IntBuffer pairs("pairs", call.flat, kIndexBytes);
   const i64 table_size = table_size_for(call.num_pairs);
   IntBuffer table("table", table_size, -1, 4);
@@ -117,10 +96,6 @@ void one_run(Random& random) {
   const std::vector<i64> untouched(2 * call.num_pairs, kUntouched);
   IntBuffer fetches("fetches", untouched, kIndexBytes);
   IntBuffer copies("copies", untouched, kIndexBytes);
-  IntBuffer copied_rows("copied_rows", call.num_pairs, kUntouched, kIndexBytes);
-  std::vector<i64> slots(call.src_rows, -1);
-  for (const auto& [source, slot] : call.slot_of) slots[source] = slot;
-  IntBuffer slot_map("slot_map", slots, map_bytes == 4 ? 4 : 8);
   const i64 host_rows = kSide == kHostSource ? call.src_rows : call.dst_rows;
   RegionBuffers region_buffers(host_rows * kRowBytes, random);
   IntBuffer ranks("ranks", call.num_pairs, kUntouched, 4);
@@ -129,10 +104,7 @@ void one_run(Random& random) {
   for (i64 i = 0; i < call.num_pairs; ++i) {
     const i64 source = pairs.at(2 * i);
     const i64 target = pairs.at(2 * i + 1);
-    if (!expect_pair(fault, i, source, target, call.src_rows, call.dst_rows)) continue;
-    if (!call.valid(pairs, i)) {
-      fault.expect(kSlotMapSite, source, call.slot_of.at(source), call.dst_rows);
-    }
+    expect_pair(fault, i, source, target, call.src_rows, call.dst_rows);
   }
   RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
   RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
@@ -142,10 +114,6 @@ void one_run(Random& random) {
   list.last_entries = last_entries.words();
   list.fetches = fetches.data();
   list.copies = copies.data();
-  list.copied_rows = copied_rows.data();
-  list.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
-  list.slot_map_bytes = map_bytes;
-  list.slot_map_site = kSlotMapSite;
   list.regions = region_buffers.regions(list.last_entries);
   if (ordered) list.ranks = ranks.words();
   using List = ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
@@ -157,10 +125,9 @@ void one_run(Random& random) {
   if (ordered) run_list<Place>(call.num_pairs, list, random);
   if (changes) return;
   fault.check();
-  slot_map.check();
   const i64 num_fetches = last_entries.at(0) + 1;
   const i64 num_copies = last_entries.at(1) + 1;
-  check_lists(call, pairs, fetches, num_fetches, copies, copied_rows, num_copies);
+  check_lists(call, pairs, fetches, num_fetches, copies, num_copies);
   if (ordered) check_order(fetches, num_fetches, kSide, region_buffers.shift);
 }
 

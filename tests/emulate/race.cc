@@ -91,9 +91,9 @@ void store_and_index(IntBuffer& indices, Random& random) {
   for (Table* table : {&a, &b, &c, &d}) table->check_padding();
 }
 
-// A small call, which also writes the slot map; then the lists of a large one that reads it.
+// A small call, which also writes the slot map; then the lists of a large one.
 template <class Int>
-void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
+void gather(IntBuffer& pairs, Random& random) {
   using Small = H2DGather<kRowBytes, kSmallConfig.num_threads, 1, kVecBytes, sizeof(Int), false,
                           false, PAIRS_SMALL_IN_FLIGHT>;
   using List = ListPairs<sizeof(Int), kListConfig.num_threads, 1, kHostSource>;
@@ -111,15 +111,12 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
   const std::vector<i64> none(2 * kRows, -1);
   IntBuffer table("table", none, 4), last_entries("last_entries", {-1, -1, -1}, 4);
   IntBuffer fetches("fetches", none, sizeof(Int)), copies("copies", none, sizeof(Int));
-  IntBuffer copied_rows("copied_rows", kRows, -1, sizeof(Int));
   ListParams list{params};
-  list.slot_map = slot_map.data();
   list.table = table.words();
   list.table_mask = static_cast<u32>(table.size() - 1);
   list.last_entries = last_entries.words();
   list.fetches = fetches.data();
   list.copies = copies.data();
-  list.copied_rows = copied_rows.data();
   IntBuffer ranks("ranks", kRows, -1, 4);
   RegionBuffers regions(kRows * kStrideBytes, random);
   list.regions = regions.regions(list.last_entries);
@@ -129,10 +126,6 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
     scan(list.regions, random);
     launch_fibers({1}, {Place::kNumThreads}, any_order(random), [&] { Place::run(list); });
   }
-  // The copies look at the other lists as at pairs, and write the slot map at these rows.
-  for (i64 i = 0; i < kRows; ++i) {
-    if (copied_rows.at(i) >= kRows) fail("copied_rows holds a row that is outside");
-  }
   src.check_padding();
   dst.check_padding();
 }
@@ -140,11 +133,10 @@ void gather(IntBuffer& pairs, IntBuffer& slot_map, Random& random) {
 template <class Int>
 void all_runs() {
   IntBuffer indices("indices", std::vector<i64>(2 * kRows), sizeof(Int));
-  IntBuffer slot_map("slot_map", std::vector<i64>(kRows), sizeof(Int));
-  const Rewriter<Int> rewriter({&indices, &slot_map});
+  const Rewriter<Int> rewriter({&indices});
   rounds("race: indices of " + std::to_string(sizeof(Int)), kRuns, [&](Random& random, int) {
     store_and_index<Int>(indices, random);
-    gather<Int>(indices, slot_map, random);
+    gather<Int>(indices, random);
   });
 }
 

@@ -154,30 +154,6 @@ def check_auto_takes_the_engine_for_long_pieces() -> None:
         assert "jitkern_copy_blocks_v16_inline" in log()
 
 
-def check_pages_of_the_host_go_by_staging() -> None:
-    """All layers of a block together there: the engine moves pages, SMs deal their pieces."""
-    gpu, pool = on_gpu(view(DEVICE, 8, 4, 16384)), foreign(view(PINNED, 4, 8, 16384))
-    pairs = foreign(torch.tensor([[0, 1], [-1, 2], [3, 2], [2, 3]]))
-    with on_a_stream():
-        copy_blocks(pool, gpu, pairs, src_block_dim=0)
-        staging, batch, launch = lines()
-        assert staging == "allocate 393216" and batch == "batch 131072 131072 131072 on 4711"
-        assert "v16_inline_write of" in launch and "grid 3,1,1" in launch, launch
-        names = "dst_base dst_layer_bytes dst_block_bytes src_layer_bytes src_block_bytes"
-        wanted = [DEVICE.data_ptr(), 65536, 16384, 16384, 131072]
-        assert told(launch, names) == wanted
-        names = "num_pairs src_num_blocks dst_num_blocks num_layers row_bytes num_segments pace_ns"
-        assert told(launch, names) == [3, 3, 4, 8, 16384, 32, 0]
-        copy_blocks(gpu, pool, pairs, dst_block_dim=0)
-        staging, launch, batch = lines()
-        assert staging == "allocate 393216" and "v16_inline_write of" in launch
-        assert batch == "batch 393216 on 4711"  # to pages that are neighbours
-        copy_blocks(gpu, pool, pairs, dst_block_dim=0, method="sm")
-        assert "inline_write" in log()
-    copy_blocks(gpu, pool, pairs, dst_block_dim=0)
-    assert "allocate" not in log()
-
-
 def check_capture() -> None:
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 80)), view(PINNED, 3, 20, 80)
     pairs = torch.tensor([[7, 0]])

@@ -9,7 +9,7 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, host_buffer, make_buffer, out_of_range
+from buffers import INT_DTYPES, host_buffer, make_buffer
 from contract import Case
 from mistakes import Mistake
 from ref import ref_h2d_gather
@@ -23,20 +23,6 @@ DST_ROWS = 29
 METHODS = ("auto", "sm")
 # With a method the pairs are on the CPU.
 WAYS = ({}, {"order": "host"}, *({"method": method} for method in METHODS))
-
-
-def test_a_slot_map_that_points_outside_of_the_destination(device: torch.device) -> None:
-    src, dst = CASES[0].buffers(device, (656,))
-    twin = dst.twin()
-    slot_map = torch.full((SRC_ROWS,), -1, device=device)
-    slot_map[9] = DST_ROWS
-    pairs = torch.tensor([[3, 4], [9, 5]], device=device)
-    text = f"h2d_gather: slot_map: index {DST_ROWS} at position 9, expected below {DST_ROWS}"
-    with out_of_range(device, text):
-        h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, reuse_resident=True)
-    if device.type == "cuda":
-        ref_h2d_gather(src.view, twin.view, pairs[:1])
-    assert dst.same(twin)
 
 
 @pytest.mark.cuda
@@ -112,52 +98,6 @@ def test_large_calls_with_repeated_sources(
     assert torch.equal(dst.view[slot_map[resident].long()].cpu(), src.view[resident.cpu()])
 
 
-@pytest.mark.parametrize("how", [{}, {"order": "host"}, {"method": "sm"}], ids=str)
-@pytest.mark.parametrize("map_dtype", INT_DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 50, 40_000])
-@pytest.mark.parametrize("row_bytes", [5, 656])
-def test_resident_rows_come_from_the_destination(
-    device: torch.device, row_bytes: int, count: int, map_dtype: torch.dtype, how: dict[str, Any]
-) -> None:
-    """Their copies in `src` are overwritten, so that a fetch of one would show."""
-    num_src, generator = 2 * count + 3, torch.Generator().manual_seed(count)
-    src = host_buffer((num_src, row_bytes), torch.uint8, device)
-    dst = make_buffer((2 * num_src + count, row_bytes), device=device, seed=1)
-    original = src.view.clone()
-    resident = torch.randperm(num_src, generator=generator)[: num_src // 2]
-    slot_map = torch.full((num_src,), -1, dtype=map_dtype)
-    slot_map[resident] = torch.arange(len(resident), dtype=map_dtype)
-    dst.view[: len(resident)] = original[resident].to(device)
-    src.view[resident] = 255 - original[resident]
-    sources = torch.randint(0, num_src, (count,), generator=generator)
-    targets = num_src + torch.randperm(num_src + count, generator=generator)[:count]
-    pairs = torch.stack([sources, targets], dim=1)
-    pairs = pairs if "method" in how else pairs.to(device)
-    twin = dst.twin()
-    slot_map = slot_map.to(device)
-    before = slot_map.clone()
-    h2d_gather(src.view, dst.view, pairs, slot_map=slot_map, reuse_resident=True, **how)
-    twin.view[targets.to(device)] = original[sources].to(device)
-    assert dst.same(twin)
-    asked = torch.zeros(num_src, dtype=torch.bool)
-    asked[sources] = True
-    assert torch.equal(slot_map[~asked.to(device)], before[~asked.to(device)])
-    now = slot_map.cpu().long()[asked]
-    assert torch.equal(dst.view.cpu()[now], original[asked])
-    assert all(int(slot) >= num_src for slot in now)
-
-
-@pytest.mark.parametrize("slot_dtype", INT_DTYPES)
-def test_resident_rows_past_int32_need_int64_pairs(slot_dtype: torch.dtype) -> None:
-    src = torch.zeros(3, 1, dtype=torch.uint8)
-    dst = torch.empty(2**31 + 1, 1, dtype=torch.uint8)  # never touched, so it takes no memory
-    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
-    slot_map = torch.full((3,), -1, dtype=slot_dtype)
-    arg = "slot_map" if slot_dtype == torch.int32 else "pairs"
-    with pytest.raises(TypeError, match=f"^h2d_gather: {arg}: dtype int32, expected int64 for "):
-        h2d_gather(src, dst, pairs, slot_map=slot_map, reuse_resident=True)
-
-
 class Gather(Case):
     function, argument = staticmethod(h2d_gather), "pairs"
     rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
@@ -182,8 +122,7 @@ CASES = [Gather(), GatherOfHostPairs()]
 
 
 def good_arguments() -> dict[str, Any]:
-    flags = {"dedup": True, "reuse_resident": False}
-    return {**common.good_pair_arguments(), "slot_map": torch.arange(3), **flags}
+    return {**common.good_pair_arguments(), "slot_map": torch.arange(3), "dedup": True}
 
 
 # 1024 threads leave 64 registers each: two 8-byte values do not fit, and the bound is the bus.
@@ -193,7 +132,6 @@ ALLOWED_SPILL_BYTES = 16
 def mistakes() -> list[Mistake]:
     good = good_arguments()
     of_map = "expected shape [3], one entry for each row of src"
-    without = "expected a slot_map that says which rows are resident, or False"
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *common.pair_mistakes(good, "src"),
@@ -209,12 +147,7 @@ def mistakes() -> list[Mistake]:
          common.overlap_text("pairs", "slot_map")),
         ({"src": memory.view(torch.float32)[:3], "slot_map": memory[1, :3]}, ValueError,
          common.overlap_text("slot_map", "src")),
-        ({"reuse_resident": True, "slot_map": None}, ValueError,
-         f"reuse_resident: True without a slot_map, {without}"),
-        ({"reuse_resident": True, "slot_map": torch.tensor([-1, -1, 50])}, IndexError,
-         common.index_text("slot_map", 50, 2, 50)),
-        *(({name: value}, TypeError, f"{name}: {came}, expected a bool")
-          for name in ("dedup", "reuse_resident")
+        *(({"dedup": value}, TypeError, f"dedup: {came}, expected a bool")
           for value, came in (
               ("yes", "str"), (None, "None"), (1, "int"),
               (torch.ones(2).numpy(), "Tensor"), (torch.ones(2).to_sparse(), "Tensor"),

@@ -185,9 +185,7 @@ void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
     fake::require_memory(dst, f.row_bytes, "destination rows");
     std::memcpy(dst, src, static_cast<size_t>(f.row_bytes));
     if (p.slot_map == nullptr) continue;
-    const i64 row = p.slot_rows == nullptr ? src_row : item(p.slot_rows, f.index_bytes, i);
-    if (row < 0) continue;
-    char* const entry = static_cast<char*>(p.slot_map) + row * p.slot_map_bytes;
+    char* const entry = static_cast<char*>(p.slot_map) + src_row * p.slot_map_bytes;
     fake::require_memory(entry, p.slot_map_bytes, "slot map");
     const auto narrow = static_cast<int32_t>(dst_row);
     std::memcpy(entry, p.slot_map_bytes == 4 ? static_cast<const void*>(&narrow) : &dst_row,

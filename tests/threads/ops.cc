@@ -101,10 +101,7 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
     call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
     call(indexing(), &a.dl, &slots.dl, &b.dl, range, nullptr);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, false, nullptr, nullptr,
-         nullptr, nullptr);
-    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, true, nullptr, nullptr, nullptr,
-         nullptr);
+    call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, nullptr, nullptr, nullptr);
     call(d2h_scatter(), &b.dl, &c.dl, &pairs.dl, nullptr, nullptr, nullptr);
     call(copy_blocks(), &d.dl, &c.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr, nullptr);
     call(unpack(), &b.dl, &a.dl, &descriptors.dl, nullptr);

@@ -240,8 +240,7 @@ class Tables {
     use_stream(stream);
     const tvm::ffi::AnyView slot_map =
         shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
-    h2d_gather()(&src, &dst, &pairs, slot_map, false, false, nullptr, String("given"),
-                 String("auto"));
+    h2d_gather()(&src, &dst, &pairs, slot_map, false, nullptr, String("given"), String("auto"));
   }
   // The same; the kind of the error and its text, "": none.
   std::string try_run() {

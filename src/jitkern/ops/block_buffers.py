@@ -136,7 +136,7 @@ class LayerSignals:
     """Tells streams and the host which layers of a ``copy_blocks`` have arrived.
 
     Attention of layer 0 can start while later layers are still on the link. One copy at a time;
-    the next one re-arms the signals. A captured graph re-arms them at each replay.
+    the next one re-arms the signals. CUDA graphs cannot capture them.
 
     Every wait ends: it can only be queued after the copy, whose kernel sets every flag, even if it
     skips blocks that are out of range. The next call on the device, or ``jitkern.check``, raises
@@ -175,7 +175,7 @@ class LayerSignals:
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         on_gpu = place.type == "cuda"
         with torch.inference_mode(False):
-            flags = torch.zeros(2, num_layers, dtype=torch.int32, pin_memory=on_gpu)
+            flags = torch.zeros(num_layers, dtype=torch.int32, pin_memory=on_gpu)
             num_past = torch.zeros(num_layers, dtype=torch.int32, device=place)
         self.device: torch.device = num_past.device
         if on_gpu:
@@ -187,14 +187,14 @@ class LayerSignals:
     def wait(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         """Make ``stream``, by default torch's current one, wait until this layer has arrived.
 
-        A stream memory operation: no kernel, no host. Capturable if the copy is in the same graph.
+        A stream memory operation: no kernel, and the host does not wait.
 
         Raises
         ------
         IndexError
             No such layer.
         RuntimeError
-            No copy was queued with these signals, or only one of the two is in a graph.
+            No copy was queued with these signals, or a graph is being captured.
         """
         import torch
 

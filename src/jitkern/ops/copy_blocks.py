@@ -84,12 +84,11 @@ def copy_blocks(
         The dimension that counts blocks, 0 or 1; the other one counts layers.
     method : {"auto", "sm", "engine"}
         "auto" uses 2 SMs, so that a concurrent model is slowed little, and writes to the host at
-        32 GB/s (PCIe 5.0 x16; scaled to the link). Exceptions, with ``pairs`` on the CPU and a
+        32 GB/s (PCIe 5.0 x16; scaled to the link). Exception, with ``pairs`` on the CPU and a
         current stream that is not the default stream: the copy engine copies pieces of 64 KiB or
-        more; blocks of 64 KiB to 64 MiB that are contiguous on the host only go through a staging
-        buffer of up to 64 MiB. "sm": a kernel on 4 SMs, at the speed of the link. "engine", with
-        ``pairs`` on the CPU: one copy per run of blocks that are consecutive on both sides; no SM.
-        A captured graph copies the same blocks at each replay.
+        more. "sm": a kernel on 4 SMs, at the speed of the link. "engine", with ``pairs`` on the
+        CPU: one copy per run of blocks that are consecutive on both sides; no SM. A captured graph
+        copies the same blocks at each replay.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
         Clamped to 0 and their number.

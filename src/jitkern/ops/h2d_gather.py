@@ -25,7 +25,6 @@ def h2d_gather(
     *,
     slot_map: Tensor | None = None,
     dedup: bool = True,
-    reuse_resident: bool = False,
     num_sms: int | None = None,
     order: Literal["auto", "given", "host"] = "auto",
     method: Literal["auto", "sm"] = "auto",
@@ -56,9 +55,6 @@ def h2d_gather(
     dedup : bool
         Large calls fetch a repeated source row once and copy the repeats in device memory. Costs
         less than 2 % on distinct rows.
-    reuse_resident : bool
-        Copy rows with ``slot_map[source] >= 0`` from that row of ``dst`` instead of fetching them.
-        The map is trusted: a slot must still hold its row and not be a destination of this call.
     num_sms : int, optional
         SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto"; 3
         to 8 with "sm". Small calls use the whole GPU for a few microseconds.

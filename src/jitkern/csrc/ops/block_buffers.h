@@ -82,8 +82,7 @@ class BlockBuffers : public tvm::ffi::Object {
 // Flags in pinned host memory, which a copy sets layer by layer. One copy at a time.
 class LayerSignals : public tvm::ffi::Object {
  public:
-  // `flags`: [2, num_layers], int32, 0; the first row for eager calls, the second for graphs.
-  // `num_past`: [num_layers], int32, 0; on the GPU, or on the CPU for copies on the CPU.
+  // Both [num_layers], int32, 0; `num_past` on the GPU, or on the CPU for copies on the CPU.
   LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past);
   ~LayerSignals();
 
@@ -104,17 +103,14 @@ class LayerSignals : public tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.LayerSignals", LayerSignals, tvm::ffi::Object);
 
  private:
-  u32* flags() const;  // the last copy's, at the host's address
+  u32* flags() const;  // the host's address
   bool are_all_done() const;
 
   tvm::ffi::Tensor flags_, num_past_;
   int ordinal_;  // the GPU's; -1: the CPU
   u32* on_gpu_ = nullptr;
-  u32 generation_ = 0;  // the number of eager copies
+  u32 generation_ = 0;  // the number of copies, which a copy writes to its flags
   CUstream stream_ = nullptr;
-  CUevent armed_ = nullptr;    // the flags of the graph have been reset to 0
-  bool is_captured_ = false;   // whether the last copy was captured
-  bool was_captured_ = false;  // whether any copy was
 };
 
 }  // namespace jitkern

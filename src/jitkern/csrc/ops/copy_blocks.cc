@@ -50,7 +50,6 @@ void copy_blocks(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim,
   if (call.method == BlockMethod::kEngine || is_for_engine(scope, call)) {
     return copy_blocks_by_engine(scope, call, listed);
   }
-  if (is_for_staging(scope, call)) return copy_blocks_by_staging(scope, call, listed);
   copy_blocks_by_sms(scope, call, &listed);
 }
 

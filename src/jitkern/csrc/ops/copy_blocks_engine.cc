@@ -1,16 +1,10 @@
-// copy_blocks by the copy engine, directly or through a staging buffer on the GPU.
-#include <algorithm>
-
+// copy_blocks by the copy engine.
 #include "copy_blocks_host.h"
 #include "host/copy_2d.h"
 
 namespace jitkern {
 
 namespace {
-
-// The size of the staging buffer: 1.2 ms of the link.
-constexpr i64 kStagingBytes = i64(64) << 20;
-constexpr i64 kStagingSms = 4;
 
 // Whether one copy may cover any part of a layer on this side.
 bool is_one_copy(const Side& side, i64 layer) {
@@ -78,48 +72,6 @@ void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call) {
   return call.over_link() && call.beside_compute() && call.signals == nullptr &&
          call.max_row_bytes >= kMinBatchBytes && CopyBatch::can_batch(scope);
-}
-
-bool is_for_staging(const LaunchScope& scope, const BlockCall& call) {
-  const Side& host = call.to_host() ? call.dst : call.src;
-  return call.over_link() && call.of_tensors() && call.beside_compute() &&
-         call.signals == nullptr && host.grid->outer_stride == call.max_row_bytes &&
-         call.block_bytes >= kMinBatchBytes && call.block_bytes <= kStagingBytes &&
-         CopyBatch::can_batch(scope);
-}
-
-void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
-                            const std::vector<Pair>& pairs) {
-  const i64 block_bytes = call.block_bytes;
-  const auto count = static_cast<i64>(pairs.size());
-  const i64 at_once = std::min(count, kStagingBytes / block_bytes);
-  const auto memory = allocate_bytes(at_once * block_bytes, call.on_gpu().device());
-  BlockCall pieces = call;
-  pieces.num_sms = kStagingSms;
-  Side& staged = call.to_host() ? pieces.dst : pieces.src;
-  staged.grid = *call.on_gpu().grid;
-  staged.grid->data = static_cast<char*>(memory.data_ptr());
-  staged.grid->inner = at_once;
-  staged.grid->outer_stride = call.max_row_bytes;
-  staged.grid->inner_stride = block_bytes;
-  BlockCall pages = call;
-  (call.to_host() ? pages.src : pages.dst).grid = staged.grid;
-  pages.dst.grid->row_bytes = block_bytes;
-  pages.num_layers = 1;
-  for (i64 begin = 0; begin < count; begin += at_once) {
-    std::vector<Pair> to_staging, from_staging;
-    for (i64 i = begin; i < std::min(count, begin + at_once); ++i) {
-      to_staging.push_back({pairs[i].src_row, i - begin});
-      from_staging.push_back({i - begin, pairs[i].dst_row});
-    }
-    if (call.to_host()) {
-      copy_blocks_by_sms(scope, pieces, &to_staging);
-      copy_blocks_by_engine(scope, pages, from_staging);
-    } else {
-      copy_blocks_by_engine(scope, pages, to_staging);
-      copy_blocks_by_sms(scope, pieces, &from_staging);
-    }
-  }
 }
 
 }  // namespace jitkern

@@ -108,12 +108,4 @@ void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
 bool is_for_engine(const LaunchScope& scope, const BlockCall& call);
 void copy_blocks_by_engine(const LaunchScope& scope, const BlockCall& call,
                            const std::vector<Pair>& pairs);
-// Whether blocks are pages on the host: all layers of a block are contiguous.
-bool is_for_staging(const LaunchScope& scope, const BlockCall& call);
-// The engine copies pages between the host and a staging buffer on the GPU; SMs copy pieces between
-// that buffer and the cache, at ten times the speed of the link. To the host: 33 GB/s beside a
-// decode step (1.04 times as long) and 41 alone; by SMs 30 and 32.
-void copy_blocks_by_staging(const LaunchScope& scope, const BlockCall& call,
-                            const std::vector<Pair>& pairs);
-
 }  // namespace jitkern

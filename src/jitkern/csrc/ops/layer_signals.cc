@@ -11,29 +11,23 @@ LayerSignals::LayerSignals(tvm::ffi::Tensor flags, tvm::ffi::Tensor num_past)
   ordinal_ = device.device_type == kDLCUDA ? device.device_id : -1;
   if (ordinal_ < 0) return;
   const LaunchScope scope(ordinal_);
-  const i64 bytes = 2 * num_layers() * 4;
+  const i64 bytes = num_layers() * 4;
   const Rows rows(Tensor("LayerSignals", "flags", flags_), 1, bytes, bytes);
   on_gpu_ = reinterpret_cast<u32*>(mapped_rows(rows));
-  const RelaxedCapture relaxed;
-  armed_ = make_event();
 }
 
-// The flags are kept if a queued copy, or a graph, may still write them.
+// The flags are kept if a queued copy may still write them.
 LayerSignals::~LayerSignals() {
-  if (ordinal_ < 0) return;
-  if (!was_captured_ && (generation_ == 0 || are_all_done())) return;
+  if (ordinal_ < 0 || generation_ == 0 || are_all_done()) return;
   new tvm::ffi::Tensor(flags_);
   new tvm::ffi::Tensor(num_past_);
 }
 
-u32* LayerSignals::flags() const {
-  return static_cast<u32*>(flags_.data_ptr()) + (is_captured_ ? num_layers() : 0);
-}
+u32* LayerSignals::flags() const { return static_cast<u32*>(flags_.data_ptr()); }
 
 bool LayerSignals::is_done(i64 layer) const {
-  const u32 wanted = is_captured_ ? 1 : generation_;
-  const u32 seen = __atomic_load_n(flags() + layer, __ATOMIC_ACQUIRE);
-  return (generation_ > 0 || is_captured_) && static_cast<i32>(seen - wanted) >= 0;
+  const u32 flag = __atomic_load_n(flags() + layer, __ATOMIC_ACQUIRE);
+  return generation_ > 0 && static_cast<i32>(flag - generation_) >= 0;
 }
 
 bool LayerSignals::are_all_done() const {
@@ -44,21 +38,16 @@ bool LayerSignals::are_all_done() const {
 }
 
 LayerFlags LayerSignals::begin(const LaunchScope& scope) {
-  const bool in_use = generation_ > 0 && !is_captured_ && scope.stream() != stream_;
-  if (in_use && !are_all_done()) {
+  if (is_capturing(scope.stream())) {
+    raise_value_error("copy_blocks", "signals", "LayerSignals while a graph is captured", "None");
+  }
+  if (generation_ > 0 && scope.stream() != stream_ && !are_all_done()) {
     raise_value_error("copy_blocks", "signals", "of a copy on another stream that has not ended",
                       "one copy at a time");
   }
-  const auto count = static_cast<u32>(num_layers());
-  is_captured_ = is_capturing(scope.stream());
   stream_ = scope.stream();
-  u32* const num_past = static_cast<u32*>(num_past_.data_ptr());
-  if (!is_captured_) return {on_gpu_, num_past, ++generation_, count};
-  // Every replay writes the same value, so it first resets its flags to 0.
-  was_captured_ = true;
-  scope.fill_bytes(on_gpu_ + count, 0, 4 * i64(count));
-  record(armed_, stream_);
-  return {on_gpu_ + count, num_past, 1, count};
+  return {on_gpu_, static_cast<u32*>(num_past_.data_ptr()), ++generation_,
+          static_cast<u32>(num_layers())};
 }
 
 void LayerSignals::set_all() {
@@ -69,26 +58,19 @@ void LayerSignals::set_all() {
 }
 
 void LayerSignals::wait(i64 layer, CUstream stream) {
-  if (generation_ == 0 && !was_captured_) {
+  if (generation_ == 0) {
     raise_error("RuntimeError", "LayerSignals.wait: no copy was queued with these signals");
   }
   if (ordinal_ < 0) return;
   const ContextScope scope(Device::get(ordinal_));
-  const bool captured = is_capturing(stream);
-  if (captured != is_captured_) {
-    raise_error("RuntimeError",
-                captured ? "LayerSignals.wait: a graph is captured, and the copy was queued before"
-                         : "LayerSignals.wait: the copy is in a graph, whose replays only waits "
-                           "in the graph can follow");
+  if (is_capturing(stream)) {
+    raise_error("RuntimeError", "LayerSignals.wait: a graph is captured; wait outside of it");
   }
-  if (captured && stream != stream_) wait_for(stream, armed_);
   const Driver& driver = Driver::get();
   if (driver.cuStreamWaitValue32_v2 == nullptr) {
     raise_error("RuntimeError", "LayerSignals.wait: the driver is older than CUDA 11.7");
   }
-  const u32* const flag = on_gpu_ + (captured ? num_layers() : 0) + layer;
-  JITKERN_CU(cuStreamWaitValue32_v2, stream, address(flag), captured ? 1 : generation_,
-             kWaitAtLeast);
+  JITKERN_CU(cuStreamWaitValue32_v2, stream, address(on_gpu_ + layer), generation_, kWaitAtLeast);
 }
 
 // -- for Python ----------------------------------------------------------------------------------

@@ -165,13 +165,10 @@ struct PairCopy {
       return;
     }
     if (p.slot_map == nullptr) return;
-    const i64 row =
-        p.slot_rows == nullptr ? pair.src_row : i64(static_cast<const Int*>(p.slot_rows)[number]);
-    if (row < 0) return;
     if (p.slot_map_bytes == 4) {
-      static_cast<i32*>(p.slot_map)[row] = static_cast<i32>(pair.dst_row);
+      static_cast<i32*>(p.slot_map)[pair.src_row] = static_cast<i32>(pair.dst_row);
     } else {
-      static_cast<i64*>(p.slot_map)[row] = pair.dst_row;
+      static_cast<i64*>(p.slot_map)[pair.src_row] = pair.dst_row;
     }
   }
 };

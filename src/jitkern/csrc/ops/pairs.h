@@ -15,11 +15,10 @@ struct PairCopyParams {
   const char* src;
   i64 dst_stride_bytes;
   i64 src_stride_bytes;
-  const void* pairs;      // [num_pairs, 2]: source row, destination row
-  const u32* last_pair;   // number of the last pair, on the GPU; -1: no pairs; null: num_pairs - 1
-  u32* last_batch;        // see for_batches(); may be null
-  void* slot_map;         // slot_map[source row] becomes the destination row; may be null
-  const void* slot_rows;  // the rows of slot_map to set, -1: none; null: the pairs' source rows
+  const void* pairs;     // [num_pairs, 2]: source row, destination row
+  const u32* last_pair;  // number of the last pair, on the GPU; -1: no pairs; null: num_pairs - 1
+  u32* last_batch;       // see for_batches(); may be null
+  void* slot_map;        // slot_map[source row] becomes the destination row; may be null
   i64 num_pairs;
   i64 num_src_rows;
   i64 num_dst_rows;
@@ -55,8 +54,7 @@ struct Regions {
 };
 
 // Splits a large call's pairs into two lists. `fetches` cross PCIe, in either direction. `copies`
-// are within device memory: repeated source rows, and rows whose entry in `slot_map` (may be null)
-// is not negative.
+// are within device memory: repeated source rows.
 struct ListParams : PairCopyParams {
   u32* table;         // hash table: source row to the pair that fetches it; initially -1; null:
                       // repeats are fetched too
@@ -64,10 +62,8 @@ struct ListParams : PairCopyParams {
   u32* last_entries;  // [2]: the number of each list's last entry; initially -1
   void* fetches;      // [num_pairs, 2]: source row, destination row
   void* copies;       // [num_pairs, 2]: destination row to copy from, destination row
-  void* copied_rows;  // [num_pairs]: slot_map's row to set for a copy, -1 for a repeat
   u32* ranks;         // [num_pairs]: rank of a fetch in its region, or kNotListed; null: not sorted
   Regions regions;
-  FaultSite slot_map_site;
 };
 
 }  // namespace jitkern

@@ -140,10 +140,8 @@ struct PairSites {
 
 // How a call lists its pairs before the copy: see ListParams.
 struct Lists {
-  bool search = false;  // each source row crosses the link once, repeats are copied on the GPU
-  bool reuse_resident = false;  // rows in slot_map are copied on the GPU too; needs `search`
-  bool ordered = false;         // rows are sorted by host address
-  FaultSite slot_map_site{};
+  bool search = false;   // each source row crosses the link once, repeats are copied on the GPU
+  bool ordered = false;  // rows are sorted by host address
 };
 
 // A copy by pairs.

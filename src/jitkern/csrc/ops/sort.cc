@@ -41,8 +41,6 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   const Lists& lists = call.lists;
   const PairCopyParams& p = call.params;
   ListParams list{p};
-  list.slot_map_site = lists.slot_map_site;
-  if (!lists.reuse_resident) list.slot_map = nullptr;
   if (lists.ordered) list.regions = cut_regions(call.span_bytes);
   const i64 table_size = lists.search ? table_size_for(list.num_pairs) : 0;
   list.table_mask = static_cast<u32>(table_size - 1);
@@ -57,7 +55,6 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   scratch.add(list.ranks, lists.ordered ? 4 * list.num_pairs : 0);
   scratch.add(list.fetches, list_bytes);
   scratch.add(list.copies, lists.search ? list_bytes : 0);
-  scratch.add(list.copied_rows, lists.search ? list_bytes / 2 : 0);
   const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
   list.regions.last_entry = list.last_entries;
   scope.fill_bytes(memory.data_ptr(), 0xff, ones_bytes);
@@ -81,7 +78,7 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   copy.set_source(p.dst, p.dst_stride_bytes, p.num_dst_rows);
   copy.params.pairs = list.copies;
   copy.params.last_pair = list.last_entries + 1;
-  copy.params.slot_rows = list.copied_rows;
+  copy.params.slot_map = nullptr;  // the fetches have set it
   scope.launch(kernels.entries[0], scope.device.num_sms, copy.params);
 }
 

@@ -111,7 +111,7 @@ struct ListPairs {
     if (threadIdx.x < 2) block_counts[threadIdx.x] = 0;
     __syncthreads();
     const i64 number = thread_number();
-    Entry entry = number < p.num_pairs ? look_up(p, number) : Entry{kSkip, 0, 0, 0};
+    Entry entry = number < p.num_pairs ? look_up(p, number) : Entry{kSkip, 0, 0};
     if (p.ranks != nullptr && number < p.num_pairs) {
       p.ranks[number] = rank_of(p, entry);
       if (entry.list == kFetch) entry.list = kSkip;  // PlacePairs lists it
@@ -130,9 +130,6 @@ struct ListPairs {
     Int* pair = static_cast<Int*>(entry.list == kFetch ? p.fetches : p.copies) + 2 * i64(place);
     pair[0] = static_cast<Int>(entry.from_row);
     pair[1] = static_cast<Int>(entry.dst_row);
-    if (entry.list == kCopy) {
-      static_cast<Int*>(p.copied_rows)[place] = static_cast<Int>(entry.slot_row);
-    }
   }
 
  private:
@@ -142,7 +139,6 @@ struct ListPairs {
     List list;
     i64 from_row;
     i64 dst_row;
-    i64 slot_row;  // if kCopy: see ListParams::copied_rows
   };
 
   static __device__ u32 rank_of(const Params& p, const Entry& entry) {
@@ -154,21 +150,12 @@ struct ListPairs {
     const Int* pairs = static_cast<const Int*>(p.pairs);
     const i64 src_row = pairs[2 * number];
     const i64 dst_row = pairs[2 * number + 1];
-    if (!is_inside_or_fault(p, number, src_row, dst_row)) return {kSkip, 0, 0, 0};
-    if (p.slot_map != nullptr) {
-      const i64 slot = p.slot_map_bytes == 4 ? i64(static_cast<const i32*>(p.slot_map)[src_row])
-                                             : static_cast<const i64*>(p.slot_map)[src_row];
-      if (slot >= p.num_dst_rows) {
-        report_fault(p.fault, p.slot_map_site, src_row, slot, p.num_dst_rows);
-        return {kSkip, 0, 0, 0};
-      }
-      if (slot >= 0) return {kCopy, slot, dst_row, src_row};
-    }
-    if (p.table == nullptr) return {kFetch, src_row, dst_row, 0};
+    if (!is_inside_or_fault(p, number, src_row, dst_row)) return {kSkip, 0, 0};
+    if (p.table == nullptr) return {kFetch, src_row, dst_row};
     u32 place = 0;
     const u32 owner = claim_row<Int>(p, static_cast<u32>(number), src_row, place);
-    if (owner == number) return {kFetch, src_row, dst_row, 0};
-    return {kCopy, i64(pairs[2 * i64(owner) + 1]), dst_row, -1};
+    if (owner == number) return {kFetch, src_row, dst_row};
+    return {kCopy, i64(pairs[2 * i64(owner) + 1]), dst_row};
   }
 };
 
