@@ -69,7 +69,7 @@ class UnfitError(Exception):
 
 def version_of(root: Path) -> str:
     """Return the version, from the one place that defines it."""
-    text = (root / "src" / "jitkern" / "__init__.py").read_text()
+    text = (root / "src" / "jitkern" / "version.py").read_text()
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
 
