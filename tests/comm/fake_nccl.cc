@@ -78,7 +78,6 @@ struct Call {
   int op;
   int peer;  // or root
 };
-using Calls = std::vector<Call>;
 
 // How an item of a dtype is read and written; null for what is not reduced.
 struct Item {
@@ -196,19 +195,12 @@ struct State {
   }
 
   // On the GPU.
-  void execute(const Calls& calls) {
+  void execute(const Call& call) {
     if (is_running.exchange(true) && !stop) {
       fail_program("does two operations of one communicator at once");
     }
-    for (const auto kind : {Call::kSend, Call::kRecv}) {  // sends of a group come first
-      for (const Call& call : calls) {
-        if (call.kind == kind && !transfer(call)) return;
-      }
-    }
-    for (const Call& call : calls) {
-      if (call.kind < Call::kSend && !collective(call)) return;
-    }
-    is_running = false;
+    const bool is_done = call.kind < Call::kSend ? collective(call) : transfer(call);
+    if (is_done) is_running = false;
   }
 
   const int rank, size, device;
@@ -253,17 +245,12 @@ class Use {
   Comm* comm_;
 };
 
-thread_local int group_depth = 0;
-thread_local Comm* group_comm = nullptr;
-thread_local Calls group_calls;
-thread_local CUstream group_stream = nullptr;
-
-void enqueue(const StatePtr& state, const Calls& calls, CUstream stream) {
-  const auto queue = [state, calls](CUstream on) {
+void enqueue(const StatePtr& state, const Call& call, CUstream stream) {
+  const auto queue = [state, call](CUstream on) {
     ++num_unfinished;
     ++state->num_queued;
-    run_on(on, [state, calls] {
-      state->execute(calls);
+    run_on(on, [state, call] {
+      state->execute(call);
       --state->num_queued;
       --num_unfinished;
     });
@@ -281,7 +268,7 @@ void enqueue(const StatePtr& state, const Calls& calls, CUstream stream) {
   queue(stream);
 }
 
-int launch(Comm* comm, const Calls& calls, CUstream stream) {
+int launch(Comm* comm, const Call& call, CUstream stream) {
   const Use use(comm, "a collective");
   const StatePtr state = use.state;
   if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
@@ -289,11 +276,11 @@ int launch(Comm* comm, const Calls& calls, CUstream stream) {
   if (state->stop) return kInvalidUsage;
   if (stream == nullptr) fail_program("is given no stream");
   if (device_of(stream) != state->device) fail_program("is given another device's stream");
-  if (!state->is_connected && calls[0].kind < Call::kSend) {
+  if (!state->is_connected && call.kind < Call::kSend) {
     state->is_connected = true;
     if (!state->meet()) return is_broken ? kRemoteError : kInvalidUsage;
   }
-  enqueue(state, calls, stream);
+  enqueue(state, call, stream);
   return kSuccess;
 }
 
@@ -305,12 +292,7 @@ int submit(Comm* comm, CUstream stream, const Call& call) {
   };
   know(call.x, call.kind == Call::kReduceScatter);
   know(call.output, call.kind == Call::kAllGather);
-  if (group_depth == 0) return launch(comm, {call}, stream);
-  if (!group_calls.empty() && comm != group_comm) fail_program("gets a group of two communicators");
-  group_comm = comm;
-  group_calls.push_back(call);
-  group_stream = stream;
-  return kSuccess;
+  return launch(comm, call, stream);
 }
 
 void free_comm(Comm* comm) {
@@ -415,12 +397,6 @@ EXPORT int ncclSend(const char* x, size_t count, int dtype, int peer, Comm* comm
 EXPORT int ncclRecv(char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
   return submit(comm, stream, {Call::kRecv, nullptr, x, i64(count), dtype, 0, peer});
 }
-EXPORT int ncclGroupStart() { return ++group_depth, kSuccess; }
-EXPORT int ncclGroupEnd() {
-  if (--group_depth > 0 || group_calls.empty()) return kSuccess;
-  return launch(group_comm, std::exchange(group_calls, {}), group_stream);
-}
-
 EXPORT int ncclMemAlloc(char** pointer, size_t bytes) {
   *pointer = static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   know(*pointer, i64(bytes), jitkern::kMemoryTypeDevice, current_device());
@@ -476,7 +452,6 @@ EXPORT void fake_know(const char* memory, i64 bytes, int device) {
 EXPORT void fake_forget(const char* memory) { forget(memory); }
 EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
 EXPORT i64 fake_num_events() { return num_events(); }
-EXPORT i64 fake_num_records() { return num_calls(kRecord); }
 
 // The driver ends a process when its GPUs are done.
 static void __attribute__((destructor)) wait_for_streams() {

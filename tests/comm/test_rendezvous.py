@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from children import wait_until
 from ranks import LATE_S, Pool, Rank, all_do, all_tell, errors
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
@@ -181,16 +181,17 @@ def test_a_rank_of_another_host_ends(pool: Pool) -> None:
     text, missing = ranks[0].ask("diagnosed(because=RuntimeError('connection closed'))")
     assert missing == [1]
     assert f"rank 1 (process {ranks[1].pid} on {os.uname().nodename}) does not answer" in text
-    assert "has made no call yet; connection closed" in text  # rank 2
+    assert f"; connection closed; rank 2 (process {ranks[2].pid} on " in text
+    assert "has made no call yet" in text
 
 
-def diagnosed(places: dict[int, Place], *args: Any, **how: Any) -> CommTimeoutError:
-    """What rank 0 says, in call 7, of others that are at some places."""
+def diagnosed(places: dict[int, Place], **options: Any) -> CommTimeoutError:
+    """Return rank 0's error of its call 7 if the others are at some places."""
     done = threading.Barrier(len(places) + 1)
 
     def body(met: Rendezvous) -> Any:
         met.exchange("all are here")
-        error = met.diagnose("all_reduce", 7, *args, **how) if met.rank == 0 else None
+        error = met.diagnose("all_reduce", 7, **options) if met.rank == 0 else None
         done.wait()
         return error
 
@@ -209,10 +210,7 @@ def test_who_is_behind_is_missing() -> None:
     assert error.missing == () and "within 20 s: all ranks have come to it; if they" in str(error)
 
 
-def test_which_call_it_is_and_of_whom() -> None:
-    """Of several, the first that a rank has not come to; of two ranks, the other is missing."""
-    error = diagnosed({1: (8, "all_gather"), 2: (9, "x")}, ["all_reduce", "all_gather", "bar"])
-    assert (error.number, error.op, error.missing) == (9, "bar", (1,))
+def test_the_other_rank_of_a_message_is_missing() -> None:
     error = diagnosed({1: (7, "all_reduce"), 2: (3, "barrier")}, peer=1)
     assert error.missing == (1,)
     assert "all_reduce: rank 0 of 3 from rank 1 was not done within 20 s: rank 1" in str(error)
@@ -226,3 +224,49 @@ def test_the_first_failure_is_quoted() -> None:
     text = "^all_gather: init: this rank has failed: one; make a new one in all ranks$"
     with pytest.raises(CommError, match=text):
         one.check("all_gather")
+
+
+DAMAGED = [b"", b"\xff\xfe", b"[1", b"5", b"null", b'{"end": 1}', b"jitkern-0.1.0-00000000 [1]"]
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_value_that_no_rank_wrote(data: bytes) -> None:
+    """The error is ours wherever the value is, and the rendezvous has failed."""
+    text = "in the ranks' store: b.*, expected a value of jitkern"
+    store = HashStore()
+    PrefixStore("jitkern", store).set("rank/1", data)
+    with pytest.raises(CommError, match=f"^init: rank/1 {text}"):
+        Rendezvous("init", store, 0, 2, timeout_s=20)
+
+    written = threading.Event()
+
+    def body(met: Rendezvous) -> None:
+        met.exchange("all are here")
+        if met.rank == 0:
+            assert written.wait(20)
+            with pytest.raises(CommError, match=f"^init: 2/x/1 {text}"):
+                met.exchange("x")
+            with pytest.raises(CommError, match="this rank has failed: init: 2/x/1"):
+                met.check("y")
+        else:
+            met._store.set("2/x/1", data)  # type: ignore[union-attr]
+            written.set()
+
+    assert on_threads(2, body) == [None, None]
+
+
+def test_an_answer_that_no_rank_wrote() -> None:
+    written = threading.Event()
+
+    def body(met: Rendezvous) -> Any:
+        met.exchange("all are here")
+        if met.rank == 0:
+            assert written.wait(20)
+            return met.diagnose("all_reduce", 7)
+        met.close()
+        met._store.set("at/1", b"5")  # type: ignore[union-attr]
+        written.set()
+        return None
+
+    error = on_threads(2, body)[0]
+    assert error.missing == (1,) and "has given no sound answer: init: at/1 in" in str(error)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
+from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
 from jitkern.comm.protocol import Closing, Communicator, ReduceOp
@@ -70,8 +71,7 @@ class PeerCommunicator(Closing):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.all_gather, self.broadcast = comm.all_gather, comm.broadcast
-        self.send, self.recv, self.all_to_all = comm.send, comm.recv, comm.all_to_all
-        self.barrier = comm.barrier
+        self.send, self.recv, self.barrier = comm.send, comm.recv, comm.barrier
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
         self.max_bytes: int = max_bytes if comm.size > 1 else 0
         self.reducer: PeerReducer | None = None

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jitkern.comm.args import device_arg, int_arg, namespace, rank_arg
+from jitkern.args import device_arg, int_arg, type_text
+from jitkern.comm.args import namespace
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
 from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
 from jitkern.host import module as host
-from jitkern.ops.common import type_text
 
 HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
 _MAX_BYTES = 1 << 46  # per rank: less than a process can address
@@ -116,7 +116,7 @@ class PeerMemory(Closing):
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> Tensor:
         """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
-        rank_arg("PeerMemory.remote", "rank", rank, self.size)
+        rank = int_arg("PeerMemory.remote", "rank", rank, 0, self.size - 1)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:

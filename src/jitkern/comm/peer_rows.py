@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from jitkern.args import type_text
 from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import MAX_RANKS, PeerReducer
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
-from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels

@@ -61,8 +61,6 @@ static_assert(sizeof(NcclConfig) == 48, "ncclConfig_t of NCCL 2.18");
   USE(ncclSend,                                                                                    \
       (const void* x, size_t count, int dtype, int peer, NcclComm comm, CUstream stream))          \
   USE(ncclRecv, (void* x, size_t count, int dtype, int peer, NcclComm comm, CUstream stream))      \
-  USE(ncclGroupStart, ())                                                                          \
-  USE(ncclGroupEnd, ())                                                                            \
   USE(ncclMemAlloc, (void** pointer, size_t bytes))                                                \
   USE(ncclMemFree, (void* pointer))                                                                \
   USE(ncclCommWindowRegister,                                                                      \
