@@ -35,7 +35,8 @@ class Reducer:
         kept.append(memory)
         places = [one.data_ptr() for one in memory]
         made = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, 1 << 20)
-        self._all_reduce, _, self.reset, self._barrier, _ = made
+        self._all_reduce, self.reset = made["all_reduce"], made["reset"]
+        self._barrier = made["device_barrier"]
 
     def all_reduce(self, stream: int = STREAM, items: int = 8) -> list[list[str]]:
         """Make a call; return what the driver was told of the order of streams."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tvm_ffi.error import register_error
 
-from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.args import call_cpp, namespace
 from jitkern.errors import CommError, CommTimeoutError
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
@@ -29,7 +29,7 @@ WAYS = ("one_shot", "two_shot", "scatter", "meet")
 _TYPES = ("f32", "f16", "bf16")  # FloatType of csrc/ops/floats.h
 _CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 
-# "auto" is one shot up to so many bytes, by the number of ranks. Two H100s with NVLink, 1 / 2 / 4
+# "auto" is one shot up to this many bytes, by the number of ranks. Two H100s with NVLink, 1 / 2 / 4
 # MiB: 8.5 / 11.9 / 22.7 us in one shot, 8.9 / 14.9 / 21.6 in two.
 ONE_SHOT_BYTES = {
     2: 2 << 20,
@@ -72,15 +72,15 @@ class PeerReducer:
     rank, size
         This rank and the number of ranks.
     workspace_bytes
-        Of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must be
-        0xFF before the first call: see ``reset``.
+        Size of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must
+        be 0xFF before the first call: see ``reset``.
     device
         This rank's GPU, or the CPU.
     deadline_s
         Seconds that a kernel waits for other ranks; ``math.inf``: forever. After that it gives up
         and the workspace is broken: later calls do nothing, and raise.
     owner
-        Kept alive with the reducer: what keeps the workspaces mapped.
+        The object that keeps the workspaces mapped; it lives as long as the reducer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class PeerReducer:
         call = "PeerReducer"
         self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
         self.rank: int = int_arg(call, "rank", rank, 0, self.size - 1)
-        if len(addresses) != self.size or any(one <= 0 or one % 16 for one in addresses):
+        if len(addresses) != self.size or any(at <= 0 or at % 16 for at in addresses):
             expected = f"{self.size} multiples of 16 bytes, not 0"
             raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
         self.device: torch.device = device_arg(call, "device", device)
@@ -106,15 +106,19 @@ class PeerReducer:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         one_shot_bytes = ONE_SHOT_BYTES[self.size]
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
-        functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
+        functions = namespace(
+            host.op("make_peer_reducer")(
+                ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
+            )
         )
-        self._all_reduce, self._reduce_scatter, self._reset, *others = functions
-        self._device_barrier, intact = others
+        self._all_reduce = functions.all_reduce
+        self._reduce_scatter = functions.reduce_scatter
+        self._device_barrier = functions.device_barrier
+        self._reset = functions.reset
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-        # For C++ that guards its own kernels: the barrier, and the address of the word by which
-        # kernels see that an earlier one was given up.
-        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(intact())
+        # For C++ that guards its own kernels: the barrier, and the address of the word that says
+        # whether an earlier barrier was given up.
+        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(functions.intact())
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
@@ -184,17 +188,14 @@ class PeerReducer:
             torch.cuda.synchronize(self.device)
 
 
-_LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")
-
-
-class _PeersLateError(RuntimeError):
-    """What C++ raises, with a text only: becomes a CommTimeoutError."""
+class _PeersLate(RuntimeError):  # noqa: N818 - it becomes a CommTimeoutError
+    """What tvm-ffi makes of the C++ error of that kind, which has a text only."""
 
     def __new__(cls, message: str) -> Any:
-        op, number, rank, missing = cast("re.Match[str]", _LATE.match(message)).groups()
-        ranks = [int(one) for one in missing.split(", ")]
-        return CommTimeoutError(message, op=op, number=int(number), rank=int(rank), missing=ranks)
+        op, number, rank, missing = host.module()["last_late_call"]()
+        ranks = [peer for peer in range(MAX_RANKS) if missing >> peer & 1]
+        return CommTimeoutError(message, op=str(op), number=number, rank=rank, missing=ranks)
 
 
-register_error("jitkern.PeersLate", _PeersLateError)
+register_error("jitkern.PeersLate", _PeersLate)
 register_error("jitkern.PeersBroken", CommError)

@@ -2,7 +2,10 @@
 #include "comm/peer_reduce.h"
 
 #include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <cstring>
@@ -18,8 +21,11 @@ namespace jitkern {
 
 namespace {
 
+using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
+using tvm::ffi::Map;
+using tvm::ffi::String;
 
 // -- calls ---------------------------------------------------------------------------------------
 
@@ -160,11 +166,24 @@ std::string ranks_text(i64 missing) {
   return (count == 1 ? "rank " : "ranks ") + text;
 }
 
-// Python makes a CommTimeoutError from the text (comm/peer_reduce.py).
+// The last late call that this thread has raised, for the CommTimeoutError that Python makes of it.
+struct LateCall {
+  const char* op;
+  i64 number;
+  i64 rank;
+  i64 missing;  // ranks, as bits
+};
+thread_local LateCall last_late{};
+
 [[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
                              const char* note) {
+  last_late = {op, number, rank, missing};
   raise_error("jitkern.PeersLate", str(op, ": call ", number, " of rank ", rank, ": ",
                                        ranks_text(missing), " did not come in time", note));
+}
+
+Array<Any> last_late_call() {
+  return {String(last_late.op), last_late.number, last_late.rank, last_late.missing};
 }
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
@@ -346,15 +365,16 @@ PeerPlan plan_of(int ordinal, int rank, u32 size, i64 workspace_bytes, i64 one_s
   return {ordinal, rank, {size, static_cast<u32>(std::min<i64>(vecs, 1 << 20))}, one_shot_bytes};
 }
 
-// Returns all_reduce, reduce_scatter, reset, device_barrier and intact.
-Array<Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
-                                  i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
+Map<String, Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
+                                        i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
   const auto size = static_cast<u32>(addresses.size());
-  const auto made = std::make_shared<PeerReducer>(
+  const auto reducer = std::make_shared<PeerReducer>(
       plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes), addresses, deadline_ns);
-  return {method(made, &PeerReducer::all_reduce), method(made, &PeerReducer::reduce_scatter),
-          method(made, &PeerReducer::reset), method(made, &PeerReducer::device_barrier),
-          method(made, &PeerReducer::intact)};
+  return {{"all_reduce", method(reducer, &PeerReducer::all_reduce)},
+          {"reduce_scatter", method(reducer, &PeerReducer::reduce_scatter)},
+          {"device_barrier", method(reducer, &PeerReducer::device_barrier)},
+          {"intact", method(reducer, &PeerReducer::intact)},
+          {"reset", method(reducer, &PeerReducer::reset)}};
 }
 
 // The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
@@ -372,6 +392,7 @@ i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(last_late_call, last_late_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_reducer, make_peer_reducer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_workspace_bytes, peer_workspace_bytes);
 
