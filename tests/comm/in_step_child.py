@@ -14,6 +14,7 @@ import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import STREAM, Fault, cuda, driver, log, params, raises
 
+import jitkern
 from jitkern.comm import PeerReducer
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
@@ -69,7 +70,8 @@ def check_a_sum_is_made_and_then_the_fault_raised() -> None:
     one = Failing()
     for call in (one.all_reduce, lambda: one.barrier(cuda(1))):
         one.fault.be(2, 0, 7, 900, 900)
-        raises(IndexError, ".*index 900 at position 7.*", call)
+        error = raises(IndexError, ".*index 900 at position 7.*", call)
+        assert isinstance(error, host.EarlierFault)
         assert num_launches() == 1 and one.fault.state == 0
         call()
         assert num_launches() == 1
@@ -96,6 +98,15 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     assert num_launches() == 1 and one.fault.state == 2
     raises(IndexError, ".*", one.all_reduce)
     assert num_launches() == 1
+
+
+def check_a_late_sum_that_another_call_finds_has_its_facts() -> None:
+    one = Failing()
+    one.fault.be(2, one.site, 0b110, 5, 0)
+    error = raises(CommTimeoutError, ".*found by an earlier call.*", jitkern.check, 0)
+    assert isinstance(error, host.EarlierFault)
+    assert (error.op, error.number, error.rank) == ("all_reduce", 5, 0)
+    assert error.missing == (1, 2)
 
 
 def check_another_stream_waits_for_the_last_one() -> None:

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from jitkern.args import int_arg, type_text
 from jitkern.comm.protocol import Communicator
 from jitkern.errors import CommError, name_unreadable
-from jitkern.host.faults import is_of_earlier_call
+from jitkern.host.module import EarlierFault
 from jitkern.ops import dispatch
 
 
@@ -83,12 +83,12 @@ def call_cpp(
         dispatch.refuse(op, *parts)
     try:
         result = function(*args)
-    except Exception as error:
-        if not is_of_earlier_call(error):
-            tensors = (*written, *read, *indices)
-            name_unreadable(error, op, **dict(zip(names.split(), tensors, strict=True)))
+    except EarlierFault:
         dispatch.wrote(*written)  # this call was made all the same
         raise
+    except Exception as error:
+        tensors = (*written, *read, *indices)
+        name_unreadable(error, op, **dict(zip(names.split(), tensors, strict=True)))
     if not result:
         dispatch.wrote(*written)
     return result

@@ -188,14 +188,27 @@ class PeerReducer:
             torch.cuda.synchronize(self.device)
 
 
+def _late_call() -> dict[str, Any]:
+    """Return the facts of the late call that C++ has raised last on this thread."""
+    op, number, rank, missing = host.module()["last_late_call"]()
+    ranks = [peer for peer in range(MAX_RANKS) if missing >> peer & 1]
+    return {"op": str(op), "number": number, "rank": rank, "missing": ranks}
+
+
 class _PeersLate(RuntimeError):  # noqa: N818 - it becomes a CommTimeoutError
-    """What tvm-ffi makes of the C++ error of that kind, which has a text only."""
+    """Called by tvm-ffi with the text of a C++ error, which is all that it passes."""
 
     def __new__(cls, message: str) -> Any:
-        op, number, rank, missing = host.module()["last_late_call"]()
-        ranks = [peer for peer in range(MAX_RANKS) if missing >> peer & 1]
-        return CommTimeoutError(message, op=str(op), number=number, rank=rank, missing=ranks)
+        return CommTimeoutError(message, **_late_call())
+
+
+class EarlierCommTimeoutError(host.EarlierFault, CommTimeoutError):
+    """A late call that another op on the device has found."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, **_late_call())
 
 
 register_error("jitkern.PeersLate", _PeersLate)
+register_error("jitkern.PeersLate.earlier", EarlierCommTimeoutError)
 register_error("jitkern.PeersBroken", CommError)

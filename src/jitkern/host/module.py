@@ -200,6 +200,8 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     from tvm_ffi.error import register_error
 
     register_error("jitkern.ThroughCpp", ThroughCpp)
+    register_error("IndexError.earlier", EarlierIndexError)  # kinds of csrc/host/fault.cc
+    register_error("RuntimeError.earlier", EarlierRuntimeError)
     found.loaded["set_resolver"](_resolve)
     found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
     found.loaded["set_tuner"](_measured)
@@ -276,6 +278,21 @@ def through_cpp() -> Iterator[None]:
         carrier = ThroughCpp(message)
         ThroughCpp.waiting[message] = error
         raise carrier from error
+
+
+class EarlierFault(Exception):  # noqa: N818 - users see the errors below
+    """Base of the errors by which a call reports a fault of an earlier one.
+
+    The call itself was right: an op has launched nothing, a collective call was made.
+    """
+
+
+class EarlierIndexError(EarlierFault, IndexError):
+    """An index that an earlier call found out of range."""
+
+
+class EarlierRuntimeError(EarlierFault, RuntimeError):
+    """Another fault of an earlier call."""
 
 
 @through_cpp()

@@ -15,7 +15,7 @@ from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
 from jitkern.errors import UnsupportedError
-from jitkern.host.faults import is_of_earlier_call
+from jitkern.host.module import EarlierFault
 from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"
@@ -280,14 +280,12 @@ class TPEmbedding(torch.nn.Module):
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
     ranges: dict[str, Any] = {"vocab_range": part.vocab_range, "added_range": part.added_range}
-    earlier: Exception | None = None
+    earlier: EarlierFault | None = None
     while True:
         try:
             rows = indexing(weight, ids, **ranges, vocab_size=num_ids)
             break
-        except Exception as error:
-            if not is_of_earlier_call(error):
-                raise
+        except EarlierFault as error:
             # Ranks hear of an earlier fault at different calls. This call makes its sum all the
             # same: otherwise this rank's next sum would meet the others' sum of this call.
             earlier = earlier or error

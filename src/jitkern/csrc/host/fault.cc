@@ -70,7 +70,10 @@ void raise_pending_fault(Device& device) {
   try {
     site.raise(site.op, site.arg, taken->position, taken->value, taken->bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {
-    if (fault_handler == nullptr) throw;
+    if (fault_handler == nullptr) {
+      // A kind of its own: callers tell it from an error of this call (EarlierFault in Python).
+      throw tvm::ffi::Error(error.kind() + ".earlier", error.message(), error.backtrace());
+    }
     fault_handler(error.message());
   }
 }
