@@ -29,10 +29,11 @@ from jitkern.fs import ForkLocal
 from jitkern.host import module as host
 
 _FILE = "libnccl.so.2"
-_ALIGN_BYTES = 512  # of PyTorch's allocator
-_ABORT_S = 1.5  # to wait for an abort, which ends only when graphs of the communicator are gone
-_GRAPHS_S = 10.0  # for graphs to go when a communicator is closed
-_EXIT_S = 5.0  # for calls to end when the process does
+_ALIGN_BYTES = 512  # the alignment of PyTorch's allocator
+# How long to wait:
+_ABORT_S = 1.5  # until an abort returns, which may wait for graphs of the communicator
+_GRAPHS_S = 10.0  # until graphs are deleted, when a communicator is closed
+_EXIT_S = 5.0  # until calls end, when the process does
 
 # CallStatus in csrc/comm/communicator.h.
 _DONE, _STOPPED, _LATE, _FAILED = range(4)
@@ -63,7 +64,7 @@ def init_pynccl(
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
-        Seconds from when a call, or the set-up, is made until the GPU is done; ``math.inf``: none.
+        Seconds from a call, or the start of the set-up, until the GPU is done; ``math.inf``: none.
 
     Raises
     ------
@@ -82,15 +83,16 @@ def init_pynccl(
 
 
 class PyNCCLCommunicator(Closing):
-    """A ``Communicator`` over NCCL, made by ``init_pynccl``.
+    """A ``Communicator`` over NCCL; ``init_pynccl`` makes it.
 
     Every call queues one NCCL operation on the current stream, without a copy or a synchronisation.
     CUDA graphs can capture it. Calls on several streams are done in order. One thread at a time.
 
-    A call that the GPU has not done within ``timeout_s``, or an earlier error of NCCL's, aborts the
-    communicator: whatever waits for the GPU goes on with what is there, and the next call, or
-    ``check``, raises ``CommTimeoutError``, or ``CommError`` if no rank is gone. The other ranks
-    make a new communicator, over a new group. Delete graphs that captured it before ``close``.
+    If the GPU has not done a call within ``timeout_s``, or NCCL has an error before, the
+    communicator is aborted: threads that wait for the GPU go on, with wrong results in the tensors
+    of that call. The next call, or ``check``, raises ``CommTimeoutError``, or ``CommError`` if no
+    rank is gone. Then make a new communicator, over a new group. Delete graphs that captured it
+    before ``close``.
 
     Attributes: ``rank``, ``size``, ``device``, ``timeout_s``, ``nccl_version`` (``"2.28.9"``).
     """
@@ -129,10 +131,10 @@ class PyNCCLCommunicator(Closing):
             own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
             self._connect(bytes.fromhex(unique_id))
-            self._unused = _zeros(1, "int32", device)  # for calls without a tensor
-            self._used_bytes = 0  # of the buffer
+            self._unused = _zeros(1, "int32", device)  # the tensor of calls without one
+            self._used_bytes = 0  # the part of the buffer that `empty` has given away
             self.buffer: Tensor = _zeros(0, "uint8", device)
-            """The registered memory, uint8: what lies there is sent without a copy."""
+            """The registered memory, uint8: tensors in it are sent without a copy."""
             if num_bytes:
                 self.buffer = as_torch(host.module()["nccl_allocate"](device.index, num_bytes))
                 status = self._calls.register_memory(self.buffer.data_ptr(), num_bytes)
@@ -184,11 +186,11 @@ class PyNCCLCommunicator(Closing):
         self._run("send", "x", (), (x,), x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends."""
+        """Receive ``x`` from rank ``src``."""
         self._run("recv", "x", (x,), (), x, src)
 
     def barrier(self) -> None:
-        """Return when every rank has come to it, and the GPU is done with all before it.
+        """Return when every rank has called it, and the GPU has done all earlier work.
 
         Raises RuntimeError while the current stream is being captured.
         """
@@ -198,14 +200,14 @@ class PyNCCLCommunicator(Closing):
         self._settle("barrier", self._calls.wait_done())
 
     def watch(self) -> None:
-        """Put what the current stream has queued, such as a graph replay, under the deadline.
+        """Put the work of the current stream, such as a graph replay, under the deadline.
 
         Every rank calls it, as any other call; it queues nothing.
         """
         self._run("watch", "", (), (), self._unused)
 
     def check(self) -> None:
-        """Raise if a call has failed, or was not done in time. Waits for nothing."""
+        """Raise if a call has failed, or was not done in time. Does not wait."""
         self._look()
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -217,7 +219,7 @@ class PyNCCLCommunicator(Closing):
         return self.buffer.data_ptr()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of its own in the registered memory, on every rank at the same place.
+        """Return new memory from ``buffer``, at the same offset on every rank.
 
         All ranks make the same calls, in the same order. Raises ValueError if the memory is full.
         """
@@ -251,7 +253,7 @@ class PyNCCLCommunicator(Closing):
         finally:
             self._end("has closed it")
 
-    destroy = close  # as mini-sglang calls it
+    destroy = close  # mini-sglang's name
 
     def abort(self) -> None:
         """End the communicator at once: its operations on the GPU return, with wrong results."""
@@ -373,7 +375,7 @@ _open_communicators: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(
 
 @atexit.register
 def _at_exit() -> None:
-    """Leave no kernel that waits for other ranks: the driver would wait for it."""
+    """End kernels that wait for other ranks: at the exit the driver would wait for them."""
     deadline = time.monotonic() + _EXIT_S
     for communicator in list(_open_communicators.value):
         with suppress(Exception):  # the driver may be gone
@@ -388,7 +390,7 @@ def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=getattr(torch, dtype), device=device)
 
 
-# -- the library -----------------------------------------------------------------------------------
+# -- libnccl ---------------------------------------------------------------------------------------
 
 
 @cache

@@ -57,18 +57,19 @@ host.builds("peer_reduce", kernel)
 class PeerReducer:
     """all_reduce and reduce_scatter of the ranks of one host, in one kernel, without NCCL.
 
-    For tensors so small that latency decides. A call is one launch on the current stream: a rank
+    Tensors are so small that latency decides. A call is one launch on the current stream: a rank
     writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank order,
     and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
     graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
-    one, whose stream must still exist; the caller orders graph replays. One thread at a time.
+    one, whose stream must still exist; the caller orders graph replays. One thread at a time may
+    use it.
 
     Parameters
     ----------
     addresses
-        Where each rank's workspace lies in this process, its own included: 2 to 8.
+        The address of each rank's workspace in this process, its own included: 2 to 8.
     rank, size
         This rank and the number of ranks.
     workspace_bytes
@@ -140,14 +141,16 @@ class PeerReducer:
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum: less, in two trips. Default: by size; CPU: one shot.
+            sums one part and sends the sum: fewer bytes, in two trips. Default: by size; one shot
+            on the CPU.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
+            An argument is wrong or requires a gradient; the call is traced; it is on another stream
+            than a capture. Nothing is sent.
         CommTimeoutError
-            Ranks, which it names, did not come to an earlier call, or on the CPU to this one. All
+            Ranks did not come to an earlier call, or on the CPU to this one; it names them. All
             later calls raise it, until ``reset``.
         IndexError
             An earlier op on this GPU found an index out of range. The sum was made all the same.
@@ -155,7 +158,7 @@ class PeerReducer:
         way = ALGORITHMS.get(algorithm)
         if way is None:
             choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
-        if output is None or output is x:  # each tensor that C++ is given takes 0.2 us
+        if output is None or output is x:  # each tensor argument of C++ takes 0.2 us
             call_cpp("all_reduce", self._all_reduce, (x, None, way), "x", (x,))
             return x
         args = x, output, way
@@ -163,7 +166,7 @@ class PeerReducer:
         return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, perhaps that of ``x``."""
+        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, which may be in ``x``."""
         args = output, x
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 

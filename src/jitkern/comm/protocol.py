@@ -1,4 +1,4 @@
-"""``Communicator``: what model code needs of its ranks, over any transport."""
+"""``Communicator``: the calls between ranks that model code needs, over any transport."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Communicator(Protocol):
         """Send ``x`` to rank ``dst``, which calls ``recv``."""
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends."""
+        """Receive ``x`` from rank ``src``, which calls ``send``."""
 
     def barrier(self) -> None:
-        """Return when every rank has come to it, with all that was queued before it done."""
+        """Return when every rank has called it, and all earlier calls are done."""

@@ -33,11 +33,12 @@ from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 from jitkern.version import __version__
 
 T = TypeVar("T")
-Missing = dict[int, str]  # by rank: why it is missing
+Missing = dict[int, str]  # the reason why a rank is missing, by rank
 
-_ANSWER_S = 2.0  # for other ranks to tell their position: a call ends within its deadline + 5 s
+# How long to wait. A call ends within its deadline + 5 s.
+_ANSWER_S = 2.0  # until other ranks tell their position
 _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end of the process
-_LEAVE_S = 1.0  # for the store to take the reason of an end
+_LEAVE_S = 1.0  # until the store has the reason of an end
 _NOT_COME = "has not come to it"
 _STEP_ERRORS = {kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)}
 
@@ -110,7 +111,7 @@ class Rendezvous:
         self._has_failed = False
         self._store: Store | None = None  # None: one rank is alone, or the store has failed
         self._num_exchanges = 0
-        self._last_keys: list[str] = []  # of the last exchange
+        self._last_keys: list[str] = []  # those of the last exchange
         self._position = None if position is None else weakref.WeakMethod(position)
         facts = {"called": name, "size": size, **(facts or {})}
         process = os.getpid(), socket.gethostname(), _pids(), serves(root, rank)
@@ -315,7 +316,7 @@ class Rendezvous:
         ranks compare a token made of all nonces.
         """
         own_text, token = _packed(self._own), ""
-        seen: list[str] = []  # by rank: the key by which it says that it has seen all
+        seen: list[str] = []  # the keys by which ranks say that they have seen all
         keys = [f"rank/{rank}" for rank in range(self.size)]
         root.set(keys[self.rank], own_text)
         for _ in polls(until):
@@ -325,7 +326,7 @@ class Rendezvous:
                 return
             came = texts[self.rank]
             if came is not None and came != own_text.encode():
-                root.set(keys[self.rank], own_text)  # for the other process to see
+                root.set(keys[self.rank], own_text)  # so that the other process raises too
                 other = PeerInfo(*self._unpacked(keys[self.rank], came))
                 raise CommError(
                     f"{self.name}: two processes are rank {self.rank}: {self._own} and {other}, "

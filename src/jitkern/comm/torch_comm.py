@@ -24,8 +24,8 @@ _CPU = torch.device("cpu")
 _DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"  # that gloo reduces
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
-_LEAVE_S = 1.0  # for a thread of gloo to leave a call after its connections are closed
-_LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
+_LEAVE_S = 1.0  # a thread of gloo leaves a call this soon after its connections are closed
+_LOOK_S = 0.25  # the interval to look whether a rank of this machine has ended
 
 
 class TorchCommunicator(Closing):
@@ -104,13 +104,13 @@ class TorchCommunicator(Closing):
         self._run("send", dist.isend, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends; see ``Communicator.recv``."""
+        """Receive ``x`` from rank ``src``; see ``Communicator.recv``."""
         self._check("recv", x=x)
         src = self._other_rank("recv", "src", src)
         self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
 
     def barrier(self) -> None:
-        """Return when every rank has come to it; see ``Communicator.barrier``."""
+        """Return when every rank has called it; see ``Communicator.barrier``."""
         self._rendezvous.check("barrier")
         # A sum: the barrier of torch's gloo has a deadline in some versions only.
         self._reduce("barrier", torch.zeros(1, dtype=torch.int32, device=_CPU), "sum")

@@ -68,11 +68,11 @@ class TPEmbedding(torch.nn.Module):
         requires no gradient. For ``"peer"`` other ranks read it: write to it only between two calls
         of ``fence``.
     num_embeddings, embedding_dim, full_shape : int, int, (int, int)
-        Of the whole table, added rows included: its rows, the elements of one, and both.
+        Rows of the whole table, added ones included, elements of a row, and both.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
-        The one in use.
+        The method in use.
     """
 
     def __init__(
@@ -147,12 +147,12 @@ class TPEmbedding(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draw normally distributed rows; that of ``padding_idx`` is zeros. Collective for "peer".
 
-        With one seed the ranks have different rows, and equal generators afterwards.
+        With the same seed, ranks get different rows, and their generators stay equal.
         """
         ranges = self.vocab_range, self.added_range
         held = [id_ for start, length in ranges for id_ in range(start, start + length)]
         with self._fenced(), torch.no_grad():
-            is_float8 = self.weight.dtype.itemsize == 1  # which cannot be drawn
+            is_float8 = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
             drawn = torch.empty_like(self.weight, dtype=torch.float32 if is_float8 else None)
             for rank in range(self.comm.size):
                 drawn.normal_()
@@ -221,7 +221,7 @@ class TPEmbedding(torch.nn.Module):
         self._peers.barrier()
 
     def extra_repr(self) -> str:
-        """Return what ``print`` shows of the module."""
+        """Return the text of the module for ``print``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}"
         return f"{sizes}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
@@ -360,7 +360,7 @@ def _parts_of(whole: Any, part: Part) -> list[Tensor]:
 
 
 def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy `parts` to `to`, one after the other, and write zeros after them."""
+    """Copy `parts` to the first rows of `to`, and zero the rest."""
     with torch.no_grad():
         row = 0
         for rows in parts:

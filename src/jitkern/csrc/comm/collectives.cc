@@ -38,9 +38,10 @@ constexpr Reducible kReducible[] = {
 
 // NCCL's number for a dtype that it can reduce, or TypeError.
 int reduced_as(const Operand& x) {
-  for (const Reducible& one : kReducible) {
-    if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1) {
-      return one.nccl;
+  const DLDataType dtype = x.dl->dtype;
+  for (const Reducible& known : kReducible) {
+    if (dtype.code == known.code && dtype.bits == known.bits && dtype.lanes == 1) {
+      return known.nccl;
     }
   }
   x.type_error("dtype " + x.dtype_name(),
@@ -80,7 +81,7 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   });
 }
 
-// Calls that only copy send bytes, so that they take any dtype with any version of NCCL.
+// Calls that only copy send bytes: so they take any dtype with any version of NCCL.
 
 int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   const Operand output = operand(comm, "all_gather", "output", output_arg);

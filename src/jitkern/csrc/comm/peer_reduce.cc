@@ -29,8 +29,8 @@ using tvm::ffi::String;
 
 // -- calls ---------------------------------------------------------------------------------------
 
-// The grid for parts of up to `most_bytes`, the same on all ranks; in one shot the message is one
-// part. 8 KiB on two H200s take 2.31 us with 4 blocks of 128 threads.
+// The grid for a part of up to `most_bytes`, the same on all ranks. In one shot the whole message
+// is one part. On two H200s 8 KiB take 2.31 us with 4 blocks of 128 threads.
 struct PeerShape {
   i64 most_bytes;
   u32 blocks;
@@ -44,10 +44,10 @@ constexpr PeerShape kShapes[] = {
 
 // The constants of a reducer.
 struct PeerPlan {
-  int ordinal;  // of the GPU; -1 means the CPU
+  int ordinal;  // the GPU's; -1 means the CPU
   int rank;
   PeerSlots slots;
-  i64 one_shot_bytes;  // the most bytes for which "auto" is one shot
+  i64 one_shot_bytes;  // "auto" is one shot up to this size
 };
 
 // A call with checked arguments, and its grid.
@@ -229,10 +229,10 @@ class PeerReducer {
     refuse_tracers("reduce_scatter");
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
   }
-  // With a tensor of the GPU, from which the FFI takes PyTorch's stream. None: inside another
-  // collective call, which raises earlier faults itself.
+  // The FFI takes PyTorch's stream from `word`, a tensor on the GPU. If it is None, the call is
+  // part of another collective call, which raises earlier faults itself.
   void device_barrier(AnyView word) { run(meet_call(plan_), kSites[2], is_none(word)); }
-  // The address of this rank's word that is kUnwritten unless its workspace is broken.
+  // The address of this rank's word `intact`, which is kUnwritten unless its workspace is broken.
   i64 intact() {
     const auto* const control = reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank]);
     return static_cast<i64>(address(&control->intact));
@@ -295,7 +295,7 @@ class PeerReducer {
                        call.num_threads);
   }
 
-  // A call on another stream waits for the last one: calls at the same time would mix their values.
+  // A call on another stream waits for the last one: concurrent calls would mix their values.
   void order(const char* op, CUstream stream) {
     if (last_ == stream && !last_is_captured_) return;
     const bool is_captured = is_capturing(stream);
@@ -341,7 +341,7 @@ class PeerReducer {
   const PeerPlan plan_;
   const u64 deadline_ns_;
   char* workspaces_[kMostPeers] = {};
-  FaultRecord* failure_ = nullptr;  // the first one, until reset()
+  FaultRecord* failure_ = nullptr;  // the first failure, until reset()
   FaultRecord* failure_on_gpu_ = nullptr;
 
   std::mutex turn_;
@@ -377,7 +377,7 @@ Map<String, Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, i
           {"reset", method(reducer, &PeerReducer::reset)}};
 }
 
-// The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
+// The size of a workspace in which messages of up to `max_bytes` take one epoch.
 i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
   i64 slot_bytes = 1;
   for (const i64 part : {std::min(max_bytes, one_shot_bytes), ceil_div(max_bytes, size)}) {

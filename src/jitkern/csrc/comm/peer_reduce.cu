@@ -1,7 +1,8 @@
 // all_reduce and reduce_scatter of small tensors by writes into peers' memory; see peer_reduce.h.
 //
-// A thread handles the same vectors of all ranks, from sending to resetting the slots. So threads
-// of a block do not synchronise, and threads of different ranks synchronise by the values alone.
+// A thread handles the same vectors of all ranks, from sending to resetting the slots. So the
+// threads of a block need not synchronise, and threads of different ranks synchronise by the values
+// alone.
 #include <jitkern/pdl.cuh>
 
 #include "ops/floats.cuh"
@@ -74,14 +75,14 @@ struct PeerReduce {
   struct Epoch {
     const Params& p;
     const u32 epoch;
-    const PeerSpan span;  // of vectors of each part
+    const PeerSpan span;  // the vectors of each part
 
     __device__ Epoch(const Params& p, u32 epoch, PeerSpan span) : p(p), epoch(epoch), span(span) {}
 
     // Sends values to the ranks that sum them: in one shot all to all, else to each rank its part.
     // Sends nothing if the workspace is broken.
     __device__ void send(bool is_intact) const {
-      if constexpr (kWay == kMeet) __threadfence_system();  // what earlier kernels wrote, too
+      if constexpr (kWay == kMeet) __threadfence_system();  // also covers writes of earlier kernels
       constexpr int kDistinct = kToAll ? 1 : kOthers;
       const auto part_of = [&](int k) -> u32 { return kToAll ? 0 : other(k); };
       uint4* to[kOthers];  // in an even epoch
@@ -133,7 +134,7 @@ struct PeerReduce {
           store(kWay == kScatter ? 0 : p.part_begin(part), part, i, sum);
         }
       }
-      if constexpr (kWay == kMeet) __threadfence_system();  // for reads of later kernels
+      if constexpr (kWay == kMeet) __threadfence_system();  // before reads of later kernels
       return true;
     }
 
@@ -292,7 +293,7 @@ struct PeerReduce {
     // Adds in rank order and rounds once. The sum is in the form that is sent.
     __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
       const auto of = [&](u32 w) {
-        if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two the order does not matter
+        if (kRanks == 2) return w == 0 ? own : vectors[0];  // a + b = b + a
         if (w == p.rank) return own;
         return w < p.rank ? vectors[w < kOthers ? w : 0] : vectors[w > 0 ? w - 1 : 0];
       };
@@ -340,7 +341,7 @@ struct PeerReduce {
     }
   }
 
-  // By items, in loops that take few registers: a part has only one such vector.
+  // Loops over items, which take few registers: a part has only one such vector.
   static __device__ Vector load_tail(const char* from, u32 num_bytes) {
     u64 halves[2] = {0, 0};
 #pragma unroll 1
