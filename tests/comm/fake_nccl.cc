@@ -2,8 +2,7 @@
 // streams do what is queued here, over memory that the ranks share, and wait there for ranks that
 // do not come. Ranks that make different calls wait for ever, as NCCL's often do.
 //
-// What is wrong with how it is used ends the program: a communicator that two threads use at once,
-// or that has been freed.
+// Misuse ends the program: two threads use a communicator at once, or it has been freed.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -40,18 +39,18 @@ constexpr i64 kMessageBytes = i64(4) << 20;
 
 void rest() { usleep(20); }
 
-// What tests set and count.
-std::atomic<i64> queue_limit{i64(1) << 30};  // of operations that are not done, of all streams
+// Settings and counters of tests.
+std::atomic<i64> queue_limit{i64(1) << 30};  // unfinished operations on all streams
 std::atomic<i64> num_unfinished{0};
 std::atomic<i64> num_graphs{0};  // that have captured a communicator
 std::atomic<i64> num_comms{0};
 std::atomic<int> next_result{0};
 std::atomic<bool> is_broken{false};  // NCCL has heard that a rank is gone
-std::mutex guard;                    // of what follows
+std::mutex guard;                    // guards the following
 std::string last_error;
 std::vector<std::function<void(CUstream)>> captured;
 
-// What ranks share: all zero at first. Only what is touched takes memory.
+// The memory that ranks share: zeros at first. Only pages that are touched take memory.
 struct Shared {
   struct Rank {
     std::atomic<u64> met;
@@ -79,7 +78,7 @@ struct Call {
   int peer;  // or root
 };
 
-// How an item of a dtype is read and written; null for what is not reduced.
+// How an item of a dtype is read and written; null if it is not reduced.
 struct Item {
   i64 bytes;
   double (*load)(const char*);
@@ -117,7 +116,7 @@ double combine(double a, double b, int op) {
   return op == 1 ? a * b : op == 2 ? std::max(a, b) : op == 3 ? std::min(a, b) : a + b;
 }
 
-// What outlives the communicator, for what is queued.
+// The state that queued operations use; it outlives the communicator.
 struct State {
   State(const char* path, int rank, int size, int device) : rank(rank), size(size), device(device) {
     const int file = open(path, O_RDWR);
@@ -142,7 +141,7 @@ struct State {
   bool meet() {
     const u64 number = ++num_meetings;
     shared->ranks[rank].met = number;
-    return all([&](const auto& one) { return one.met >= number; });
+    return all([&](const auto& peer) { return peer.met >= number; });
   }
 
   bool collective(const Call& call) {
@@ -150,30 +149,31 @@ struct State {
     const Item& item = item_of(call.dtype);
     const i64 bytes = call.count * item.bytes;
     const bool is_scatter = call.kind == Call::kReduceScatter;
-    const i64 given = is_scatter ? size * bytes : bytes;
-    if (given > kSlotBytes) fail_program("is given more than tests have");
+    const i64 own_bytes = is_scatter ? size * bytes : bytes;
+    if (own_bytes > kSlotBytes) fail_program("is given more than tests have");
     auto& own = shared->ranks[rank];
-    if (!all([&](const auto& one) { return one.read + 1 >= number; })) return false;
+    if (!all([&](const auto& peer) { return peer.read + 1 >= number; })) return false;
     const i64 signature[] = {call.kind, call.count, call.dtype, call.op, call.peer};
     std::copy(signature, signature + 5, own.signature);
-    if (call.kind != Call::kBroadcast || call.peer == rank) std::memcpy(own.slot, call.x, given);
+    if (call.kind != Call::kBroadcast || call.peer == rank)
+      std::memcpy(own.slot, call.x, own_bytes);
     own.posted = number;
-    if (!all([&](const auto& one) { return one.posted >= number; })) return false;
-    for (int one = 0; one < size; ++one) {
-      if (!std::equal(signature, signature + 5, shared->ranks[one].signature)) {
+    if (!all([&](const auto& peer) { return peer.posted >= number; })) return false;
+    for (int peer = 0; peer < size; ++peer) {
+      if (!std::equal(signature, signature + 5, shared->ranks[peer].signature)) {
         return wait([] { return false; });
       }
-      const char* const slot = shared->ranks[one].slot;
-      if (call.kind == Call::kAllGather) std::memcpy(call.output + one * bytes, slot, bytes);
-      if (call.kind == Call::kBroadcast && one == call.peer) std::memcpy(call.output, slot, bytes);
+      const char* const slot = shared->ranks[peer].slot;
+      if (call.kind == Call::kAllGather) std::memcpy(call.output + peer * bytes, slot, bytes);
+      if (call.kind == Call::kBroadcast && peer == call.peer) std::memcpy(call.output, slot, bytes);
     }
     if (call.kind == Call::kAllReduce || is_scatter) {
       if (item.load == nullptr) fail_program("is given a dtype that is not reduced");
       for (i64 at = 0; at < bytes; at += item.bytes) {
         const i64 from = at + (is_scatter ? rank * bytes : 0);
         double total = item.load(shared->ranks[0].slot + from);
-        for (int one = 1; one < size; ++one) {
-          total = combine(total, item.load(shared->ranks[one].slot + from), call.op);
+        for (int peer = 1; peer < size; ++peer) {
+          total = combine(total, item.load(shared->ranks[peer].slot + from), call.op);
         }
         item.store(call.output + at, call.op == 4 ? total / size : total);
       }
@@ -207,7 +207,7 @@ struct State {
   std::atomic<bool> stop{false};
   std::atomic<i64> num_queued{0};
   std::atomic<bool> is_running{false};
-  bool is_connected = false;  // used by one call at a time, as what follows
+  bool is_connected = false;  // this and the following are used by one call at a time
   u64 num_meetings = 0, num_steps = 0;
   Shared* shared = nullptr;
 };
@@ -366,7 +366,7 @@ EXPORT int ncclCommDestroy(Comm* comm) {
 }
 EXPORT int ncclCommAbort(Comm* comm) {
   require(comm, "ncclCommAbort")->stop = true;
-  // NCCL would free what another thread uses, a few milliseconds from now.
+  // NCCL would free memory that another thread uses a few milliseconds later.
   for (int ms = 0; comm->num_users > 0; ++ms) {
     if (ms > 100) fail_program("frees a communicator that another thread uses");
     usleep(1000);
@@ -418,7 +418,7 @@ EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {
   return kSuccess;
 }
 
-// What tests in Python ask for.
+// Functions for tests in Python.
 EXPORT void fake_nccl_queue_limit(i64 limit) { queue_limit = limit; }
 EXPORT void fake_nccl_graphs(i64 count) { num_graphs = count; }
 // The next call returns this.
