@@ -16,7 +16,7 @@ from launch_fake import STREAM, Fault, cuda, driver, log, params, raises
 
 import jitkern
 from jitkern.comm import PeerReducer
-from jitkern.errors import CommTimeoutError
+from jitkern.errors import CommTimeoutError, EarlierFault
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule
 
@@ -71,7 +71,7 @@ def check_a_sum_is_made_and_then_the_fault_raised() -> None:
     for call in (reducer.all_reduce, lambda: reducer.barrier(cuda(1))):
         reducer.fault.be(2, 0, 7, 900, 900)
         error = raises(IndexError, ".*index 900 at position 7.*", call)
-        assert isinstance(error, host.EarlierFault)
+        assert isinstance(error, EarlierFault)
         assert num_launches() == 1 and reducer.fault.state == 0
         call()
         assert num_launches() == 1
@@ -104,7 +104,7 @@ def check_a_late_sum_that_another_call_finds_has_its_facts() -> None:
     reducer = Failing()
     reducer.fault.be(2, reducer.site, 0b110, 5, 0)
     error = raises(CommTimeoutError, ".*found by an earlier call.*", jitkern.check, 0)
-    assert isinstance(error, host.EarlierFault)
+    assert isinstance(error, EarlierFault)
     assert (error.op, error.number, error.rank) == ("all_reduce", 5, 0)
     assert error.missing == (1, 2)
 

@@ -27,6 +27,13 @@ def test_a_part_of_the_ranks(pool: Pool) -> None:
         all_do([ranks[1], ranks[3]], f"body({name!r})")
 
 
+def test_a_group_without_gloo_on_the_cpu(pool: Pool) -> None:
+    ranks = pool.join(2)
+    all_do(ranks, "group = dist.new_group([0, 1], backend='cuda:gloo')")
+    text = ranks[0].refuses("make(group=group)")
+    assert text.startswith("UnsupportedError: TorchCommunicator: group: {'cuda': 'gloo'}, expected")
+
+
 def test_one_rank(pool: Pool) -> None:
     (rank,) = pool.make(1)
     for name in BODIES:

@@ -20,7 +20,7 @@ from ref import ref_indexing, refusals, same_bits
 from torch import Tensor
 
 import jitkern
-from jitkern.host.module import EarlierRuntimeError
+from jitkern.errors import EarlierRuntimeError
 from jitkern.nn import TPEmbedding, tp_embedding
 
 pytestmark = needs_cxx

@@ -11,8 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from jitkern.args import int_arg, type_text
 from jitkern.comm.protocol import Communicator
-from jitkern.errors import CommError, name_unreadable
-from jitkern.host.module import EarlierFault
+from jitkern.errors import CommError, EarlierFault, name_unreadable
 from jitkern.ops import dispatch
 
 

@@ -13,7 +13,7 @@ from tvm_ffi.error import register_error
 
 from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.args import call_cpp, namespace
-from jitkern.errors import CommError, CommTimeoutError
+from jitkern.errors import CommError, CommTimeoutError, EarlierFault
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
@@ -205,7 +205,7 @@ class _PeersLate(RuntimeError):  # noqa: N818 - it becomes a CommTimeoutError
         return CommTimeoutError(message, **_late_call())
 
 
-class EarlierCommTimeoutError(host.EarlierFault, CommTimeoutError):
+class EarlierCommTimeoutError(EarlierFault, CommTimeoutError):
     """A late call that another op on the device has found."""
 
     def __init__(self, message: str) -> None:
@@ -213,5 +213,5 @@ class EarlierCommTimeoutError(host.EarlierFault, CommTimeoutError):
 
 
 register_error("jitkern.PeersLate", _PeersLate)
-register_error("jitkern.PeersLate.earlier", EarlierCommTimeoutError)
+register_error("jitkern.EarlierPeersLate", EarlierCommTimeoutError)
 register_error("jitkern.PeersBroken", CommError)

@@ -25,7 +25,7 @@ from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import JitkernError
+from jitkern.errors import EarlierIndexError, EarlierRuntimeError, JitkernError
 from jitkern.fs import ForkLocal, digest, sha256
 
 if TYPE_CHECKING:
@@ -199,9 +199,8 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     global _found
     from tvm_ffi.error import register_error
 
-    register_error("jitkern.ThroughCpp", ThroughCpp)
-    register_error("IndexError.earlier", EarlierIndexError)  # kinds of csrc/host/fault.cc
-    register_error("RuntimeError.earlier", EarlierRuntimeError)
+    for error in (ThroughCpp, EarlierIndexError, EarlierRuntimeError):
+        register_error(f"jitkern.{error.__name__}", error)
     found.loaded["set_resolver"](_resolve)
     found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
     found.loaded["set_tuner"](_measured)
@@ -278,21 +277,6 @@ def through_cpp() -> Iterator[None]:
         carrier = ThroughCpp(message)
         ThroughCpp.waiting[message] = error
         raise carrier from error
-
-
-class EarlierFault(Exception):  # noqa: N818 - users see the errors below
-    """Base of the errors by which a call reports a fault of an earlier one.
-
-    The call itself was right: an op has launched nothing, a collective call was made.
-    """
-
-
-class EarlierIndexError(EarlierFault, IndexError):
-    """An index that an earlier call found out of range."""
-
-
-class EarlierRuntimeError(EarlierFault, RuntimeError):
-    """Another fault of an earlier call."""
 
 
 @through_cpp()

@@ -14,8 +14,7 @@ from jitkern.args import choice_arg, int_arg, seconds_arg, type_text
 from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
-from jitkern.errors import UnsupportedError
-from jitkern.host.module import EarlierFault
+from jitkern.errors import EarlierFault, UnsupportedError
 from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"

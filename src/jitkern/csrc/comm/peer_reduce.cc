@@ -175,11 +175,16 @@ struct LateCall {
 };
 thread_local LateCall last_late{};
 
-[[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
-                             const char* note) {
-  last_late = {op, number, rank, missing};
-  raise_error("jitkern.PeersLate", str(op, ": call ", number, " of rank ", rank, ": ",
-                                       ranks_text(missing), " did not come in time", note));
+[[noreturn]] void raise_late(const char* kind, const LateCall& call, const std::string& note) {
+  last_late = call;
+  raise_error(kind, str(call.op, ": call ", call.number, " of rank ", call.rank, ": ",
+                        ranks_text(call.missing), " did not come in time", note));
+}
+
+// Raises the fault that a kernel has recorded for its device. Any call on the device may find it.
+[[noreturn]] void raise_late_fault(const char* op, const char*, i64 missing, i64 number, i64 rank,
+                                   const char* note) {
+  raise_late("jitkern.EarlierPeersLate", {op, number, rank, missing}, note);
 }
 
 Array<Any> last_late_call() {
@@ -187,9 +192,9 @@ Array<Any> last_late_call() {
 }
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
-const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late, kOutcome),
-                            fault_site("reduce_scatter", "x", raise_late, kOutcome),
-                            fault_site("device_barrier", "", raise_late, kOutcome)};
+const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late_fault, kOutcome),
+                            fault_site("reduce_scatter", "x", raise_late_fault, kOutcome),
+                            fault_site("device_barrier", "", raise_late_fault, kOutcome)};
 const char* op_of(FaultSite site) {
   return site == kSites[0] ? "all_reduce" : site == kSites[1] ? "reduce_scatter" : "device_barrier";
 }
@@ -278,7 +283,8 @@ class PeerReducer {
     std::atomic_thread_fence(std::memory_order_acquire);
     const FaultRecord& f = *failure_;
     if (plan_.ordinal >= 0) forget_fault(Device::get(plan_.ordinal), f);
-    raise_late(op_of(f.site), "", f.position, f.value, f.bound, str("; ", kOutcome).c_str());
+    raise_late("jitkern.PeersLate", {op_of(f.site), f.value, f.bound, f.position},
+               str("; ", kOutcome));
   }
 
   void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
