@@ -52,13 +52,13 @@ struct PeerReduce {
     const u32 epoch = load_fresh(&control->epochs[blockIdx.x]);
     const bool is_intact = load_fresh(&control->intact) == kUnwritten;
     for (u32 i = 0;;) {
-      const Epoch one(p, epoch + i, span);
-      one.send(is_intact);
+      const Epoch current(p, epoch + i, span);
+      current.send(is_intact);
       if (i == 0) {
         __syncthreads();  // all have read the epoch; values are being sent meanwhile
         if (threadIdx.x == 0) control->epochs[blockIdx.x] = epoch + chunks.num;
       }
-      const bool is_done = is_intact && one.add_up() && one.gather();
+      const bool is_done = is_intact && current.add_up() && current.gather();
       if (++i == chunks.num) return;
       // Other ranks may write in the next epoch only after all threads here have finished this one.
       // Some threads may have no part of the last chunk.
@@ -292,17 +292,17 @@ struct PeerReduce {
 
     // Adds in rank order and rounds once. The sum is in the form that is sent.
     __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
-      const auto of = [&](u32 w) {
+      const auto vector_of = [&](u32 w) {
         if (kRanks == 2) return w == 0 ? own : vectors[0];  // a + b = b + a
         if (w == p.rank) return own;
         return w < p.rank ? vectors[w < kOthers ? w : 0] : vectors[w > 0 ? w - 1 : 0];
       };
       float sums[kItems];
-      floats_of<kType, kItems>(of(0), sums);
+      floats_of<kType, kItems>(vector_of(0), sums);
 #pragma unroll
       for (u32 w = 1; w < kNumRanks; ++w) {
         float values[kItems];
-        floats_of<kType, kItems>(of(w), values);
+        floats_of<kType, kItems>(vector_of(w), values);
 #pragma unroll
         for (int k = 0; k < kItems; ++k) sums[k] = peer_sum(sums[k], values[k]);
       }
