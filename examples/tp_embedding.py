@@ -25,7 +25,7 @@ from jitkern.nn import TPEmbedding
 
 
 def communicator() -> tuple[comm.Communicator, torch.device]:
-    """Return what sums over all ranks, and this rank's device."""
+    """Return the communicator of all ranks, and this rank's device."""
     dist.init_process_group("gloo")
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return comm.TorchCommunicator(), torch.device("cpu")
@@ -50,7 +50,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, repeats: int 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="An embedding split over ranks.")
-    parser.add_argument("--vocab-size", type=int, default=32_003)  # which no number of ranks has
+    parser.add_argument("--vocab-size", type=int, default=32_003)  # a prime
     parser.add_argument("--num-added", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method=args.method,
         group=dist.group.WORLD,
     )
-    # Of a checkpoint: split.load_full(safetensors.safe_open(path, "pt").get_slice(name)).
+    # From a checkpoint: split.load_full(safetensors.safe_open(path, "pt").get_slice(name)).
     split.load_full(whole.weight.detach())
 
     with torch.inference_mode():
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_equal = torch.equal(split(ids).view(torch.int16), expected.view(torch.int16))
         time_ms = milliseconds(lambda: split(ids), device)
     held = split.vocab_range[1] + split.added_range[1]
-    sys.stdout.write(  # in one piece, or lines of several ranks mix where output is not buffered
+    # One write: otherwise the lines of several ranks mix if output is not buffered.
+    sys.stdout.write(
         f"rank {ranks.rank} of {ranks.size}, {device}: {held} of {rows} rows, by {split.method}, "
         f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}\n"
     )

@@ -1,7 +1,7 @@
 """comm: a communicator's all-reduce beside torch.distributed, and TPEmbedding.
 
-A process a GPU, of one host; without GPUs two processes over gloo. Graphs hold 200 calls, beyond
-128 KB 50, so that what a replay costs once is little beside them, and of 16 MB and more 5.
+One process per GPU of a host; without GPUs two processes over gloo. Graphs hold 200 calls, above
+128 KB 50 and from 16 MB on 5, so that the cost of a replay itself is small.
 """
 
 from collections.abc import Iterator
@@ -23,19 +23,24 @@ run = partial(processes.run, "comm", __name__)
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     from jitkern.comm import TorchCommunicator, init_pynccl
 
-    ours = TorchCommunicator()
     if ranks.on_gpu:
-        how = {"tp_rank": ranks.rank, "tp_size": ranks.size, "tp_cpu_group": ranks.cpu_group}
-        ours = init_pynccl(**how, max_size_bytes=2 * sum(BYTES))
+        ours = init_pynccl(
+            tp_rank=ranks.rank,
+            tp_size=ranks.size,
+            tp_cpu_group=ranks.cpu_group,
+            max_size_bytes=2 * sum(BYTES),
+        )
+    else:
+        ours = TorchCommunicator()
 
     def sums(num_bytes: int) -> dict[str, Call]:
         x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=ranks.device)
-        found = {
+        calls = {
             "jitkern": Call("ours", lambda: ours.all_reduce(x), x),
             "torch.distributed": Call("peer", lambda: dist.all_reduce(x), x),
         }
         if not ranks.on_gpu:
-            return found
+            return calls
         buffer, staging = ours.empty(x.shape, x.dtype), torch.empty_like(x)
 
         def staged() -> None:
@@ -43,7 +48,7 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             ours.all_reduce(staging)
             x.copy_(staging)
 
-        return found | {
+        return calls | {
             "jitkern, registered buffer": Call("ours", lambda: ours.all_reduce(buffer), buffer),
             "copied to a buffer and back, as mini-sglang": Call("peer", staged, x),
         }

@@ -1,8 +1,8 @@
 """peer: memory of other ranks. Small sums, an embedding and rows of one pool, without NCCL.
 
-A process a GPU, of one host; without GPUs two processes. Rows go out of one pool to all ranks and
-back, beside each rank that fetches all of them over its own link, all at once as engines do, and
-beside one link that does so alone.
+One process per GPU of a host; without GPUs two processes. Rows go from one pool to all ranks and
+back. The peers: each rank fetches all rows over its own link, all ranks at once as engines do; and
+one rank alone does so.
 """
 
 import os
@@ -30,11 +30,13 @@ run = partial(processes.run, "peer", __name__)
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     from jitkern.comm import PeerCommunicator, TorchCommunicator, init_pynccl
 
-    inner: Any = TorchCommunicator()
+    inner: Any
     if ranks.on_gpu:
         inner = init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
+    else:
+        inner = TorchCommunicator()
     with torch.inference_mode():
-        # Also where NCCL would take over: what is measured is where that should be.
+        # A larger max_bytes than the default: this measures where NCCL should take over.
         ours = PeerCommunicator(inner, ranks.cpu_group, max_bytes=BYTES[-1])
         symmetric = _symmetric(ranks) if ranks.on_gpu else None
         for num_bytes in QUICK_BYTES if quick else BYTES:
@@ -63,16 +65,16 @@ def _sums(ranks: Ranks, ours: Any, num_bytes: int) -> dict[str, Call]:
 
 
 def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Call]]:
-    """Return PyTorch's own sums, of memory of its own, by the number of items."""
+    """Return PyTorch's sums over symmetric memory, by the number of items."""
     import torch.distributed._symmetric_memory as symmetric
 
     group, error = dist.group.WORLD.group_name, ""
-    how = {"dtype": torch.bfloat16, "device": ranks.device}
+    options = {"dtype": torch.bfloat16, "device": ranks.device}
     try:
-        memory = symmetric.empty(BYTES[-1] // 2, **how)
+        memory = symmetric.empty(BYTES[-1] // 2, **options)
         symmetric.rendezvous(memory, group)
     except Exception as failed:  # a peer that fails is a row, not the end of the run
-        memory, error = torch.zeros(BYTES[-1] // 2, **how), error_text(failed)
+        memory, error = torch.zeros(BYTES[-1] // 2, **options), error_text(failed)
     error = ranks.first_text(error)
 
     def reduce(op: str, x: torch.Tensor) -> object:
@@ -82,12 +84,11 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Call]]:
 
     def sums(count: int) -> dict[str, Call]:
         x = memory[:count]
-        one, two = (
-            partial(reduce, op, x) for op in ("one_shot_all_reduce", "two_shot_all_reduce_")
-        )
+        one_shot = partial(reduce, "one_shot_all_reduce", x)
+        two_shots = partial(reduce, "two_shot_all_reduce_", x)
         return {
-            "torch symmetric memory, one shot": Call("peer", one, x),
-            "torch symmetric memory, two shots": Call("peer", two, x),
+            "torch symmetric memory, one shot": Call("peer", one_shot, x),
+            "torch symmetric memory, two shots": Call("peer", two_shots, x),
         }
 
     return sums
@@ -103,7 +104,7 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
 
     count, gib = (262_144, 0.25 if quick else 16) if ranks.on_gpu else (4096, 0.01)
     where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
-    # Rank 0 says: what Linux has free differs from one moment to the next.
+    # Rank 0 decides for all: the free memory changes from one moment to the next.
     if note := ranks.first_text(host_pool.lacks(gib) if ranks.rank == 0 else ""):
         yield Row("peer", f"peer_gather, {where}", "jitkern", "ours", note=note)
         return

@@ -91,6 +91,18 @@ class CommTimeoutError(CommError, TimeoutError):
         super().__init__(message)
 
 
+class EarlierFault(Exception):  # noqa: N818 - its subclasses are errors
+    """A call found a fault that the kernel of an earlier call has recorded."""
+
+
+class EarlierIndexError(EarlierFault, IndexError):
+    """An IndexError of an earlier call's kernel."""
+
+
+class EarlierRuntimeError(EarlierFault, RuntimeError):
+    """A RuntimeError of an earlier call's kernel."""
+
+
 UNREADABLE = (RuntimeError, ValueError, BufferError)
 """Exceptions that C++ raises for an argument whose memory it cannot read."""
 

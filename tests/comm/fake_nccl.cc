@@ -2,8 +2,7 @@
 // streams do what is queued here, over memory that the ranks share, and wait there for ranks that
 // do not come. Ranks that make different calls wait for ever, as NCCL's often do.
 //
-// What is wrong with how it is used ends the program: a communicator that two threads use at once,
-// or that has been freed.
+// Misuse ends the program: two threads use a communicator at once, or it has been freed.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -40,18 +39,18 @@ constexpr i64 kMessageBytes = i64(4) << 20;
 
 void rest() { usleep(20); }
 
-// What tests set and count.
-std::atomic<i64> queue_limit{i64(1) << 30};  // of operations that are not done, of all streams
+// Settings and counters of tests.
+std::atomic<i64> queue_limit{i64(1) << 30};  // unfinished operations on all streams
 std::atomic<i64> num_unfinished{0};
 std::atomic<i64> num_graphs{0};  // that have captured a communicator
 std::atomic<i64> num_comms{0};
 std::atomic<int> next_result{0};
 std::atomic<bool> is_broken{false};  // NCCL has heard that a rank is gone
-std::mutex guard;                    // of what follows
+std::mutex guard;                    // guards the following
 std::string last_error;
 std::vector<std::function<void(CUstream)>> captured;
 
-// What ranks share: all zero at first. Only what is touched takes memory.
+// The memory that ranks share: zeros at first. Only pages that are touched take memory.
 struct Shared {
   struct Rank {
     std::atomic<u64> met;
@@ -78,9 +77,8 @@ struct Call {
   int op;
   int peer;  // or root
 };
-using Calls = std::vector<Call>;
 
-// How an item of a dtype is read and written; null for what is not reduced.
+// How an item of a dtype is read and written; null if it is not reduced.
 struct Item {
   i64 bytes;
   double (*load)(const char*);
@@ -118,7 +116,7 @@ double combine(double a, double b, int op) {
   return op == 1 ? a * b : op == 2 ? std::max(a, b) : op == 3 ? std::min(a, b) : a + b;
 }
 
-// What outlives the communicator, for what is queued.
+// The state that queued operations use; it outlives the communicator.
 struct State {
   State(const char* path, int rank, int size, int device) : rank(rank), size(size), device(device) {
     const int file = open(path, O_RDWR);
@@ -143,7 +141,7 @@ struct State {
   bool meet() {
     const u64 number = ++num_meetings;
     shared->ranks[rank].met = number;
-    return all([&](const auto& one) { return one.met >= number; });
+    return all([&](const auto& peer) { return peer.met >= number; });
   }
 
   bool collective(const Call& call) {
@@ -151,30 +149,31 @@ struct State {
     const Item& item = item_of(call.dtype);
     const i64 bytes = call.count * item.bytes;
     const bool is_scatter = call.kind == Call::kReduceScatter;
-    const i64 given = is_scatter ? size * bytes : bytes;
-    if (given > kSlotBytes) fail_program("is given more than tests have");
+    const i64 own_bytes = is_scatter ? size * bytes : bytes;
+    if (own_bytes > kSlotBytes) fail_program("is given more than tests have");
     auto& own = shared->ranks[rank];
-    if (!all([&](const auto& one) { return one.read + 1 >= number; })) return false;
+    if (!all([&](const auto& peer) { return peer.read + 1 >= number; })) return false;
     const i64 signature[] = {call.kind, call.count, call.dtype, call.op, call.peer};
     std::copy(signature, signature + 5, own.signature);
-    if (call.kind != Call::kBroadcast || call.peer == rank) std::memcpy(own.slot, call.x, given);
+    if (call.kind != Call::kBroadcast || call.peer == rank)
+      std::memcpy(own.slot, call.x, own_bytes);
     own.posted = number;
-    if (!all([&](const auto& one) { return one.posted >= number; })) return false;
-    for (int one = 0; one < size; ++one) {
-      if (!std::equal(signature, signature + 5, shared->ranks[one].signature)) {
+    if (!all([&](const auto& peer) { return peer.posted >= number; })) return false;
+    for (int peer = 0; peer < size; ++peer) {
+      if (!std::equal(signature, signature + 5, shared->ranks[peer].signature)) {
         return wait([] { return false; });
       }
-      const char* const slot = shared->ranks[one].slot;
-      if (call.kind == Call::kAllGather) std::memcpy(call.output + one * bytes, slot, bytes);
-      if (call.kind == Call::kBroadcast && one == call.peer) std::memcpy(call.output, slot, bytes);
+      const char* const slot = shared->ranks[peer].slot;
+      if (call.kind == Call::kAllGather) std::memcpy(call.output + peer * bytes, slot, bytes);
+      if (call.kind == Call::kBroadcast && peer == call.peer) std::memcpy(call.output, slot, bytes);
     }
     if (call.kind == Call::kAllReduce || is_scatter) {
       if (item.load == nullptr) fail_program("is given a dtype that is not reduced");
       for (i64 at = 0; at < bytes; at += item.bytes) {
         const i64 from = at + (is_scatter ? rank * bytes : 0);
         double total = item.load(shared->ranks[0].slot + from);
-        for (int one = 1; one < size; ++one) {
-          total = combine(total, item.load(shared->ranks[one].slot + from), call.op);
+        for (int peer = 1; peer < size; ++peer) {
+          total = combine(total, item.load(shared->ranks[peer].slot + from), call.op);
         }
         item.store(call.output + at, call.op == 4 ? total / size : total);
       }
@@ -196,26 +195,19 @@ struct State {
   }
 
   // On the GPU.
-  void execute(const Calls& calls) {
+  void execute(const Call& call) {
     if (is_running.exchange(true) && !stop) {
       fail_program("does two operations of one communicator at once");
     }
-    for (const auto kind : {Call::kSend, Call::kRecv}) {  // sends of a group come first
-      for (const Call& call : calls) {
-        if (call.kind == kind && !transfer(call)) return;
-      }
-    }
-    for (const Call& call : calls) {
-      if (call.kind < Call::kSend && !collective(call)) return;
-    }
-    is_running = false;
+    const bool is_done = call.kind < Call::kSend ? collective(call) : transfer(call);
+    if (is_done) is_running = false;
   }
 
   const int rank, size, device;
   std::atomic<bool> stop{false};
   std::atomic<i64> num_queued{0};
   std::atomic<bool> is_running{false};
-  bool is_connected = false;  // used by one call at a time, as what follows
+  bool is_connected = false;  // this and the following are used by one call at a time
   u64 num_meetings = 0, num_steps = 0;
   Shared* shared = nullptr;
 };
@@ -253,17 +245,12 @@ class Use {
   Comm* comm_;
 };
 
-thread_local int group_depth = 0;
-thread_local Comm* group_comm = nullptr;
-thread_local Calls group_calls;
-thread_local CUstream group_stream = nullptr;
-
-void enqueue(const StatePtr& state, const Calls& calls, CUstream stream) {
-  const auto queue = [state, calls](CUstream on) {
+void enqueue(const StatePtr& state, const Call& call, CUstream stream) {
+  const auto queue = [state, call](CUstream on) {
     ++num_unfinished;
     ++state->num_queued;
-    run_on(on, [state, calls] {
-      state->execute(calls);
+    run_on(on, [state, call] {
+      state->execute(call);
       --state->num_queued;
       --num_unfinished;
     });
@@ -281,7 +268,7 @@ void enqueue(const StatePtr& state, const Calls& calls, CUstream stream) {
   queue(stream);
 }
 
-int launch(Comm* comm, const Calls& calls, CUstream stream) {
+int launch(Comm* comm, const Call& call, CUstream stream) {
   const Use use(comm, "a collective");
   const StatePtr state = use.state;
   if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
@@ -289,11 +276,11 @@ int launch(Comm* comm, const Calls& calls, CUstream stream) {
   if (state->stop) return kInvalidUsage;
   if (stream == nullptr) fail_program("is given no stream");
   if (device_of(stream) != state->device) fail_program("is given another device's stream");
-  if (!state->is_connected && calls[0].kind < Call::kSend) {
+  if (!state->is_connected && call.kind < Call::kSend) {
     state->is_connected = true;
     if (!state->meet()) return is_broken ? kRemoteError : kInvalidUsage;
   }
-  enqueue(state, calls, stream);
+  enqueue(state, call, stream);
   return kSuccess;
 }
 
@@ -305,12 +292,7 @@ int submit(Comm* comm, CUstream stream, const Call& call) {
   };
   know(call.x, call.kind == Call::kReduceScatter);
   know(call.output, call.kind == Call::kAllGather);
-  if (group_depth == 0) return launch(comm, {call}, stream);
-  if (!group_calls.empty() && comm != group_comm) fail_program("gets a group of two communicators");
-  group_comm = comm;
-  group_calls.push_back(call);
-  group_stream = stream;
-  return kSuccess;
+  return launch(comm, call, stream);
 }
 
 void free_comm(Comm* comm) {
@@ -384,7 +366,7 @@ EXPORT int ncclCommDestroy(Comm* comm) {
 }
 EXPORT int ncclCommAbort(Comm* comm) {
   require(comm, "ncclCommAbort")->stop = true;
-  // NCCL would free what another thread uses, a few milliseconds from now.
+  // NCCL would free memory that another thread uses a few milliseconds later.
   for (int ms = 0; comm->num_users > 0; ++ms) {
     if (ms > 100) fail_program("frees a communicator that another thread uses");
     usleep(1000);
@@ -415,12 +397,6 @@ EXPORT int ncclSend(const char* x, size_t count, int dtype, int peer, Comm* comm
 EXPORT int ncclRecv(char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
   return submit(comm, stream, {Call::kRecv, nullptr, x, i64(count), dtype, 0, peer});
 }
-EXPORT int ncclGroupStart() { return ++group_depth, kSuccess; }
-EXPORT int ncclGroupEnd() {
-  if (--group_depth > 0 || group_calls.empty()) return kSuccess;
-  return launch(group_comm, std::exchange(group_calls, {}), group_stream);
-}
-
 EXPORT int ncclMemAlloc(char** pointer, size_t bytes) {
   *pointer = static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
   know(*pointer, i64(bytes), jitkern::kMemoryTypeDevice, current_device());
@@ -442,7 +418,7 @@ EXPORT int ncclCommWindowDeregister(Comm* comm, void* window) {
   return kSuccess;
 }
 
-// What tests in Python ask for.
+// Functions for tests in Python.
 EXPORT void fake_nccl_queue_limit(i64 limit) { queue_limit = limit; }
 EXPORT void fake_nccl_graphs(i64 count) { num_graphs = count; }
 // The next call returns this.
@@ -476,7 +452,6 @@ EXPORT void fake_know(const char* memory, i64 bytes, int device) {
 EXPORT void fake_forget(const char* memory) { forget(memory); }
 EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
 EXPORT i64 fake_num_events() { return num_events(); }
-EXPORT i64 fake_num_records() { return num_calls(kRecord); }
 
 // The driver ends a process when its GPUs are done.
 static void __attribute__((destructor)) wait_for_streams() {

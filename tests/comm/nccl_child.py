@@ -1,6 +1,6 @@
 """A rank over the NCCL of fake_nccl.cc, on GPUs of ../threads/fake_gpu.cc. As rank_child.py.
 
-PyTorch has no GPU here: tensors of the CPU only say that they are on one.
+PyTorch has no GPU here: tensors on the CPU only say that they are on a GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ lib.fake_nccl_replay.argtypes = [Address]
 for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
     with_count.argtypes = [Count]
 
-number = 0  # of the current GPU
+number = 0  # the current GPU
 is_capturing = False
 stream: int
-kept: list[torch.Tensor] = []  # what the GPU knows stays
+kept: list[torch.Tensor] = []  # the fake GPU has their addresses
 
 
 def set_device(device: torch.device) -> None:
@@ -57,8 +57,8 @@ def of_memory(memory: Any) -> torch.Tensor:
 
 
 def zeros(count: int, dtype: str, _: torch.device) -> Any:
-    made = torch.zeros(count, dtype=getattr(torch, dtype))
-    return taken(made) if count else made
+    tensor = torch.zeros(count, dtype=getattr(torch, dtype))
+    return taken(tensor) if count else tensor
 
 
 torch.cuda.set_device = set_device
@@ -69,30 +69,30 @@ nccl._zeros, nccl.as_torch = zeros, of_memory
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:
-    made = torch.ones(shape, dtype=dtype)
+    tensor = torch.ones(shape, dtype=dtype)
     if on == "cpu":
-        return made
-    return taken(made) if on is None else on_gpu(made, torch.device(on).index)
+        return tensor
+    return taken(tensor) if on is None else on_gpu(tensor, torch.device(on).index)
 
 
 class OverCpu:
     """The communicator, with tensors of the CPU that are the GPU's while it is called."""
 
-    def __init__(self, made: Any) -> None:
-        self._made, self.rank, self.size = made, made.rank, made.size
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.rank, self.size = inner, inner.rank, inner.size
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._made, name)
+        function = getattr(self._inner, name)
 
         def call(*args: Any) -> None:
             parts: dict[int, int] = {}
-            for one in args:
-                if isinstance(one, torch.Tensor) and one.numel():
-                    at = one.data_ptr()
-                    parts[at] = max(parts.get(at, 0), one.nbytes)
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.numel():
+                    at = arg.data_ptr()
+                    parts[at] = max(parts.get(at, 0), arg.nbytes)
             for at, num_bytes in parts.items():
                 lib.fake_know(at, num_bytes, number)
-            function(*[on_gpu(one) if isinstance(one, torch.Tensor) else one for one in args])
+            function(*[on_gpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
             lib.fake_synchronize(stream)
             for at in parts:
                 lib.fake_forget(at)
@@ -151,4 +151,4 @@ def body(name: str) -> None:
 
 of_all_kinds = rank_child.make_nccl
 MINE = (taken, ones, make_nccl, wait_for_gpu, lives, capture, captured, two_streams, body)
-vars(rank_child).update({one.__name__: one for one in MINE}, lib=lib)
+vars(rank_child).update({function.__name__: function for function in MINE}, lib=lib)

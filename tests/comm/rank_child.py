@@ -71,8 +71,8 @@ def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     globals().update(path=path)
-    how: Any = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
-    dist.init_process_group("gloo", init_method=f"file://{path}", **how)
+    options: Any = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout_s)}
+    dist.init_process_group("gloo", init_method=f"file://{path}", **options)
 
 
 def body(name: str, repeat_s: float = 0.0) -> None:
@@ -120,8 +120,8 @@ def listening() -> list[str]:
 
 def use_store(path: str = "", port: int = 0, is_master: bool = False) -> None:
     global group
-    how: Any = {"is_master": is_master, "wait_for_workers": False}
-    group = dist.FileStore(path) if path else dist.TCPStore("127.0.0.1", port, **how)
+    options: Any = {"is_master": is_master, "wait_for_workers": False}
+    group = dist.FileStore(path) if path else dist.TCPStore("127.0.0.1", port, **options)
 
 
 def meet(rank: int, size: int, **config: Any) -> None:
@@ -129,8 +129,8 @@ def meet(rank: int, size: int, **config: Any) -> None:
     comm = rendezvous.Rendezvous("init", group, rank, size, **{"timeout_s": 30, **config})
 
 
-def diagnosed(**how: Any) -> list[Any]:
-    error = comm.diagnose("all_reduce", 7, **how)
+def diagnosed(**options: Any) -> list[Any]:
+    error = comm.diagnose("all_reduce", 7, **options)
     return [str(error), error.missing]
 
 
@@ -151,10 +151,10 @@ def at_step(step: str, then: Callable[[], object]) -> None:
     """Do something when this rank comes to tell the others of a step."""
     real = rendezvous.Rendezvous.exchange
 
-    def instead(self: Any, key: str, *args: Any, **how: Any) -> Any:
+    def instead(self: Any, key: str, *args: Any, **options: Any) -> Any:
         if key == step:
             then()
-        return real(self, key, *args, **how)
+        return real(self, key, *args, **options)
 
     rendezvous.Rendezvous.exchange = instead  # type: ignore[method-assign]
 
@@ -172,8 +172,8 @@ def make_nccl(**config: Any) -> None:
     global comm, device
     rank, size = dist.get_rank(), dist.get_world_size()
     device = shared_gpu.take(rank)
-    how = {"timeout_s": 60, **config}
-    comm = nccl.init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD, **how)
+    options = {"timeout_s": 60, **config}
+    comm = nccl.init_pynccl(tp_rank=rank, tp_size=size, tp_cpu_group=dist.group.WORLD, **options)
 
 
 def make_peer(on_gpus: bool = False, **config: Any) -> None:
@@ -281,16 +281,16 @@ def buffer() -> list[float]:
 
 def prefixes() -> list[str]:
     """What the first 10 of a tensor come to, alone and in larger ones."""
-    found = []
+    results = []
     for dtype in (torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(3 << 20, generator=generator).to(dtype)
         for count in (10, 1000, 100_000, 3 << 20):
             part = x[:count].clone().to(device)
             comm.all_reduce(part)
-            found.append([dtype, part[:10].tolist()])
-    halves = found[:4], found[4:]
-    return [repr(half[0]) if all(one == half[0] for one in half) else "" for half in halves]
+            results.append([dtype, part[:10].tolist()])
+    halves = results[:4], results[4:]
+    return [repr(half[0]) if all(result == half[0] for result in half) else "" for half in halves]
 
 
 def sum_late() -> None:
@@ -367,12 +367,12 @@ def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torc
 # -- peer memory -----------------------------------------------------------------------------------
 
 
-def share(rank: int, size: int, path: str, num_bytes: int = 4096, **how: Any) -> None:
+def share(rank: int, size: int, path: str, num_bytes: int = 4096, **options: Any) -> None:
     global peers
     peers = None
-    how.setdefault("timeout_s", 30)
-    how.setdefault("device", torch.device("cuda", rank) if IS_FAKE else torch.device("cpu"))
-    peers = PeerMemory(num_bytes, dist.FileStore(path, -1), rank=rank, size=size, **how)
+    options.setdefault("timeout_s", 30)
+    options.setdefault("device", torch.device("cuda", rank) if IS_FAKE else torch.device("cpu"))
+    peers = PeerMemory(num_bytes, dist.FileStore(path, -1), rank=rank, size=size, **options)
 
 
 def read(rank: int, at: int, count: int = 1) -> list[int]:
@@ -387,15 +387,15 @@ def left() -> dict[str, int]:
     """What this process holds: descriptors, mappings and, of the fake driver, all that it has."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
-    found = {
+    counts = {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mappings": maps.count("memfd:jitkern-peers") + maps.count("memfd:fake-gpu"),
     }
     if IS_FAKE:
-        counts = (ctypes.c_int * 4)()
-        ctypes.CDLL("libcuda.so.1").fake_vmm_counts(counts)
-        found |= dict(zip(("handles", "mapped", "reserved", "mistakes"), counts, strict=True))
-    return found
+        fake_counts = (ctypes.c_int * 4)()
+        ctypes.CDLL("libcuda.so.1").fake_vmm_counts(fake_counts)
+        counts |= dict(zip(("handles", "mapped", "reserved", "mistakes"), fake_counts, strict=True))
+    return counts
 
 
 def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:

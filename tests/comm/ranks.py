@@ -117,9 +117,9 @@ class Pool:
         return str(self._folder / f"store-{next(self._numbers)}")
 
     def start(self, count: int) -> list[Rank]:
-        made = [Rank(self._orders, self._env) for _ in range(count)]
-        self.ranks += made
-        return made
+        ranks = [Rank(self._orders, self._env) for _ in range(count)]
+        self.ranks += ranks
+        return ranks
 
     def join(self, count: int) -> list[Rank]:
         ranks = self.start(count)
@@ -160,17 +160,17 @@ def build(folder: Path) -> dict[str, str]:
     cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            made = folder.with_suffix(".made")
-            made.mkdir()
+            staging = folder.with_suffix(".made")
+            staging.mkdir()
             own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
             for library, sources in (
                 (cuda, [THREADS / "fake_gpu.cc"]),
-                (nccl, [HERE / "fake_nccl.cc", made / cuda.name]),
+                (nccl, [HERE / "fake_nccl.cc", staging / cuda.name]),
             ):
                 flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
                 folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-                compiled(*sources, target=made / library.name, flags=flags, folders=folders)
-            made.rename(folder)
+                compiled(*sources, target=staging / library.name, flags=flags, folders=folders)
+            staging.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl), "FAKE_NCCL": "1"}
 
@@ -195,8 +195,8 @@ def pools(
         return MADE[kind]
 
     yield pool
-    for one in MADE.values():
-        one.close()
+    for started in MADE.values():
+        started.close()
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ def memories(num_bytes: int, devices: list[torch.device]) -> list[PeerMemory]:
     store, size = HashStore(), len(devices)
 
     def make(rank: int) -> PeerMemory:
-        how: Any = {"rank": rank, "size": size, "device": devices[rank], "timeout_s": 20}
-        return PeerMemory(num_bytes, store, **how)
+        options: Any = {"rank": rank, "size": size, "device": devices[rank], "timeout_s": 20}
+        return PeerMemory(num_bytes, store, **options)
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(make, range(size)))
@@ -43,30 +43,30 @@ class Ranks:
         self.size, self.device = size, device
         num_bytes = PeerReducer.workspace_bytes_for(size, slot_bytes)
         devices = [torch.device("cuda", rank) if has_gpus else device for rank in range(size)]
-        how: dict[str, Any] = {"deadline_s": deadline_s}
+        options: dict[str, Any] = {"deadline_s": deadline_s}
         if has_gpus:
-            how["owner"] = memories(num_bytes, devices)
-            addresses = [one.addresses for one in how["owner"]]  # of each rank as it sees them
+            options["owner"] = memories(num_bytes, devices)
+            addresses = [memory.addresses for memory in options["owner"]]  # as each rank sees them
         else:
             self.memory = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8).to(device)
-            addresses = size * [[(one.data_ptr() + 15) // 16 * 16 for one in self.memory]]
-            how["owner"], self.addresses = self.memory, addresses[0]
+            addresses = size * [[(part.data_ptr() + 15) // 16 * 16 for part in self.memory]]
+            options["owner"], self.addresses = self.memory, addresses[0]
         self.reducers = [
-            PeerReducer(addresses[rank], rank, size, num_bytes, device=devices[rank], **how)
+            PeerReducer(addresses[rank], rank, size, num_bytes, device=devices[rank], **options)
             for rank in range(size)
         ]
         if device.type == "cuda":
-            self.streams = [torch.cuda.Stream(one) for one in devices]
+            self.streams = [torch.cuda.Stream(device) for device in devices]
             self.reset()
 
     def finish(self) -> None:
-        for one in self.reducers:
-            one.synchronize()
+        for reducer in self.reducers:
+            reducer.synchronize()
 
     def reset(self) -> None:
         self.finish()
-        for one in self.reducers:
-            one.reset()
+        for reducer in self.reducers:
+            reducer.reset()
 
     def each(self, call: Call, ranks: list[int] | None = None, *, wait: bool = True) -> list[Any]:
         """Have `call` made of each rank's number, at the same time; return what they return.
@@ -78,15 +78,15 @@ class Ranks:
             with ThreadPoolExecutor(self.size) as threads:
                 return list(threads.map(call, numbers))
         self.finish()
-        found = []
+        results = []
         for rank in numbers if wait else ():
             with torch.cuda.stream(self.streams[rank]):
                 torch.cuda._sleep(20_000_000)  # cycles, of some 2 GHz
         for rank in numbers:
             with torch.cuda.stream(self.streams[rank]):
-                found.append(call(rank))
+                results.append(call(rank))
         self.finish()
-        return found
+        return results
 
     def errors(
         self, call: Call, ranks: list[int] | None = None, *, wait: bool = True
@@ -183,10 +183,10 @@ def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
     if op == "barrier":
         return Made(reducer.device_barrier, op, torch.zeros(0), torch.zeros(0))
     whole = count * (size if op in ("reduce_scatter", "own part") else 1)
-    given = [values(rng, whole, dtype) for _ in range(size)]
+    inputs = [values(rng, whole, dtype) for _ in range(size)]
     x = unaligned(whole)
-    x.copy_(given[rank])
-    expected, text = summed(given), f"{op} of {count} {dtype}"
+    x.copy_(inputs[rank])
+    expected, text = summed(inputs), f"{op} of {count} {dtype}"
     if op in ("all_reduce", "out"):
         out = x if op == "all_reduce" else unaligned(whole)
         run = partial(reducer.all_reduce, x, output=out, algorithm=rng.choice(ALGORITHMS))
@@ -196,16 +196,16 @@ def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
     return Made(partial(reducer.reduce_scatter, out, x), text, out, expected[own])
 
 
-def summed(given: list[Tensor]) -> Tensor:
-    total = given[0].float()
-    for one in given[1:]:
-        total = total + one.float()
-    return total.to(given[0].dtype)
+def summed(inputs: list[Tensor]) -> Tensor:
+    total = inputs[0].float()
+    for x in inputs[1:]:
+        total = total + x.float()
+    return total.to(inputs[0].dtype)
 
 
 def is_same(out: Tensor, expected: Tensor) -> bool:
     """All bits of numbers; of a NaN that it is one."""
     are_nan = expected.isnan()
     as_integers = torch.int32 if out.dtype == torch.float32 else torch.int16
-    bits = (one.clone().masked_fill_(are_nan, 0).view(as_integers) for one in (out, expected))
+    bits = (x.clone().masked_fill_(are_nan, 0).view(as_integers) for x in (out, expected))
     return torch.equal(out.isnan(), are_nan) and torch.equal(*bits)

@@ -40,8 +40,8 @@ def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
         there.copy_(numbers)
         assert there.dtype == dtype and there.shape == (4, 6) and there.is_contiguous()
         assert there.data_ptr() == mine.addresses[1] + 5 * item
-        found = other.tensor((4, 6), dtype, offset=5 * item)
-        assert torch.equal(found.view(torch.uint8), numbers.view(torch.uint8))
+        view = other.tensor((4, 6), dtype, offset=5 * item)
+        assert torch.equal(view.view(torch.uint8), numbers.view(torch.uint8))
     for shape, sizes in ((7, (7,)), ((), ()), (torch.Size([2, 1, 3]), (2, 1, 3))):
         assert mine.tensor(shape, torch.int32).shape == sizes
     assert mine.tensor([0, 3], torch.int32, 1024).shape == (0, 3)
@@ -112,7 +112,7 @@ def test_the_last_tensor_keeps_its_rank_s_mapping(are_closed: bool) -> None:
             one.close()
             one.close()
         assert repr(made[0]).endswith("rank 0 of 4 on cpu, closed)")
-        for call in (lambda one: one.tensor(1, torch.int8), lambda one: one.addresses):
+        for call in (lambda memory: memory.tensor(1, torch.int8), lambda memory: memory.addresses):
             with pytest.raises(RuntimeError, match=r"^PeerMemory.\w+: the memory is closed$"):
                 call(made[3])
         del one
@@ -131,7 +131,7 @@ def test_nothing_is_left_of_processes(hosts: Pool) -> None:
         hosts.share(ranks)
         for rank in ranks:
             held = rank.ask("[os.path.realpath(f) for f in Path('/proc/self/fd').iterdir()]")
-            assert held and not [one for one in held if "memfd" in one], held
+            assert held and not [path for path in held if "memfd" in path], held
         all_do(ranks, "read(0, 0)")
         all_do(ranks, "peers.close()" if turn % 2 else "None")
         all_do(ranks, "peers = None")
@@ -146,7 +146,7 @@ def test_the_memory_of_all_is_one_table_of_zeros(hosts: Pool) -> None:
     ranks = hosts.share(3, str(2 * PAGE))
     for rank in ranks:
         addresses = rank.ask("peers.addresses")
-        assert [one - addresses[0] for one in addresses] == [2 * PAGE * r for r in range(3)]
+        assert [address - addresses[0] for address in addresses] == [2 * PAGE * r for r in range(3)]
         assert addresses[0] % PAGE == 0
         rank.ask(f"table = peers.whole((6, {PAGE}), torch.uint8)")
         assert rank.ask("table.data_ptr() == peers.addresses[0]")
@@ -160,8 +160,8 @@ def test_the_memory_of_all_is_one_table_of_zeros(hosts: Pool) -> None:
     for rank in ranks:
         assert rank.ask("table[:, -1].tolist()") == [1, 1, 2, 2, 3, 3]
         for other in range(3):
-            found = rank.ask(f"read({other}, 0, 24)")
-            assert found[::8] == [1, 2, 3] and found[1::8] == [other + 1] * 3
+            values = rank.ask(f"read({other}, 0, 24)")
+            assert values[::8] == [1, 2, 3] and values[1::8] == [other + 1] * 3
     if hosts.kind != "cpu":  # tensors are on the GPU that uses them, whose name PyTorch is told
         assert all_do(ranks, "sorted(set(seen_devices))") == [[f"cuda:{r}"] for r in range(3)]
 
@@ -271,10 +271,10 @@ STRANGER = """
 import socket
 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 exchange, real, uids = rendezvous.Rendezvous.exchange, descriptors.peer_uid, [0, 12345]
-def knock(self, key, *args, **how):
+def knock(self, key, *args, **options):
     if key == 'listen':
         stranger.connect(args[0])
-    return exchange(self, key, *args, **how)
+    return exchange(self, key, *args, **options)
 setattr(rendezvous.Rendezvous, 'exchange', knock)
 setattr(descriptors, 'peer_uid', lambda end: (uids and uids.pop(0)) or real(end))
 """
@@ -342,7 +342,7 @@ def test_a_gpu_that_hangs(fake_vmm: Pool) -> None:
     texts = told(fake_vmm, ranks, "timeout_s=1")
     all_say(texts, "RuntimeError", "GPU 1 has not done a copy within the deadline: it hangs")
     # Its own memory is kept: the GPU may write it at any time.
-    assert [one.ask("left()")["mapped"] for one in ranks] == [0, 1]
+    assert [rank.ask("left()")["mapped"] for rank in ranks] == [0, 1]
     ranks[1].kill()
 
 
@@ -358,8 +358,8 @@ def test_a_rank_that_is_killed(hosts: Pool, step: str) -> None:
         assert f"rank 1 (process {ranks[1].pid} on {HERE}) has ended" in answer["error"]
 
     def counts() -> list[int]:
-        found = [one.ask("left()") for one in alive]
-        return [n for one in found for name, n in one.items() if name != "descriptors"]
+        lefts = [rank.ask("left()") for rank in alive]
+        return [n for left in lefts for name, n in left.items() if name != "descriptors"]
 
     wait_until(lambda: not any(counts()))
 
@@ -398,4 +398,4 @@ def test_a_rank_that_is_interrupted(pool: Pool) -> None:
     assert texts[1].startswith("KeyboardInterrupt")
     assert texts[0].startswith("CommTimeoutError: PeerMemory")
     assert "has failed: interrupted by KeyboardInterrupt" in texts[0]
-    assert [one.ask("left()")["mappings"] for one in ranks] == [0, 0]
+    assert [rank.ask("left()")["mappings"] for rank in ranks] == [0, 0]

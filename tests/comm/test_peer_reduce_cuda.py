@@ -32,9 +32,9 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def ones(ranks: Ranks, count: int) -> list[torch.Tensor]:
-    made = [torch.ones(count, device=one.device) for one in ranks.reducers]
+    tensors = [torch.ones(count, device=reducer.device) for reducer in ranks.reducers]
     ranks.finish()
-    return made
+    return tensors
 
 
 def sum_all(ranks: Ranks, xs: list[torch.Tensor]) -> None:
@@ -50,7 +50,7 @@ def test_calls_of_one_process(make: Make) -> None:
             with torch.cuda.stream(loading.streams[rank]):
                 call.run()
             loading.reset()
-        calls = [any_call(one, random.Random(seed)) for one in ranks.reducers]
+        calls = [any_call(reducer, random.Random(seed)) for reducer in ranks.reducers]
         ranks.each(lambda rank, calls=calls: calls[rank].run(), wait=False)
         for call in calls:
             call.check()

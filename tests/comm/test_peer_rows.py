@@ -135,7 +135,7 @@ def test_memory_of_ranks_at_any_address(device: torch.device) -> None:
     rows = torch.randperm(60)
     pairs = torch.stack([torch.randperm(100)[:60], rows], 1).to(device)
     for shift in (0, 1, 2, 4, 8):
-        memory = [one.clone() for one in memory]
+        memory = [part.clone() for part in memory]
         caches = [
             one[at : at + 60 * 32].view(60, 32) for one, at in zip(memory, (0, shift), strict=True)
         ]

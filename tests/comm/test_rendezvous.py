@@ -1,4 +1,4 @@
-"""Ranks that meet over a store: what they exchange, what they do together, who is missing."""
+"""Ranks that meet over a store: exchanges, steps of all or none, and who is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from children import wait_until
 from ranks import LATE_S, Pool, Rank, all_do, all_tell, errors
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
@@ -37,13 +37,13 @@ def on_threads(
     number: Callable[[int], int] = lambda rank: rank,
     places: Mapping[int, Place] = {},
 ) -> list[Any]:
-    """What each rank, a thread, returns; or the error that it raises."""
+    """Run ranks as threads; return the result or the error of each."""
     store = store or HashStore()
     positions = [Position(places[rank]) if rank in places else Position() for rank in range(size)]
 
     def run(rank: int) -> Any:
-        how = {"timeout_s": 20, "facts": facts(rank), "position": positions[rank].get}
-        met = Rendezvous("init", store, number(rank), size, **how)
+        options = {"timeout_s": 20, "facts": facts(rank), "position": positions[rank].get}
+        met = Rendezvous("init", store, number(rank), size, **options)
         try:
             return body(met)
         finally:
@@ -51,7 +51,7 @@ def on_threads(
 
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(run, rank) for rank in range(size)]
-    return [one.exception() or one.result() for one in futures]
+    return [future.exception() or future.result() for future in futures]
 
 
 def meet(ranks: list[Rank], pool: Pool, kind: str, args: str = "") -> str:
@@ -70,12 +70,12 @@ def meet(ranks: list[Rank], pool: Pool, kind: str, args: str = "") -> str:
 def test_processes_meet_and_exchange(pool: Pool, kind: str) -> None:
     ranks = pool.start(3)
     meet(ranks, pool, kind, "facts={'nccl': '2.27', '_gpu': 1}")
-    assert all_do(ranks, "[one.pid for one in comm.peers]") == [[r.pid for r in ranks]] * 3
+    assert all_do(ranks, "[peer.pid for peer in comm.peers]") == [[r.pid for r in ranks]] * 3
     assert all_do(ranks, "comm.peers[1].facts['_gpu']") == [1] * 3
     for _ in range(2):  # a name may be used again
         assert all_do(ranks, "comm.exchange('handles', [comm.rank])") == [[[0], [1], [2]]] * 3
     serves = [kind == "tcp", False, False]
-    assert all_do(ranks, "[one.serves for one in comm.peers]") == [serves] * 3
+    assert all_do(ranks, "[peer.serves for peer in comm.peers]") == [serves] * 3
 
 
 def test_many_made_and_closed_leave_nothing() -> None:
@@ -84,14 +84,14 @@ def test_many_made_and_closed_leave_nothing() -> None:
 
     def twice(first: Rendezvous) -> Any:
         second = Rendezvous("init", store, first.rank, first.size, timeout_s=20)
-        values = [one.exchange("x", one.rank) for one in (second, first, first)]
+        values = [met.exchange("x", met.rank) for met in (second, first, first)]
         second.close()
         return values
 
     for _ in range(60):
         assert on_threads(3, twice, store=store) == [[[0, 1, 2]] * 3] * 3
-        assert store.num_keys() == 3  # who they were
-    wait_until(lambda: not any("jitkern" in one.name for one in threading.enumerate()))
+        assert store.num_keys() == 3  # the ranks' facts
+    wait_until(lambda: not any("jitkern" in thread.name for thread in threading.enumerate()))
 
 
 def test_all_or_none() -> None:
@@ -133,7 +133,7 @@ def test_the_process_of_the_store_ends_of_its_error(pool: Pool) -> None:
 
 
 def test_a_store_of_an_earlier_run(pool: Pool) -> None:
-    """A rank that has ended has told something, which is no answer, and in nobody's way."""
+    """The keys of a rank that has ended are no answer, and do not disturb later ranks."""
     ranks = pool.start(2)
     use = meet(ranks, pool, "file")
     ranks[1].kill()
@@ -172,7 +172,7 @@ def test_a_rank_ends_in_an_exchange(pool: Pool) -> None:
 
 
 def test_a_rank_of_another_host_ends(pool: Pool) -> None:
-    """Linux tells nothing of it: it does not answer, and a slow one does."""
+    """Linux does not know its state. It does not answer; a slow rank does."""
     ranks = pool.start(3)
     all_do(ranks, "setattr(rendezvous, '_pids', lambda: 'host {rank}')")
     all_do(ranks, "setattr(rendezvous, '_ANSWER_S', 1.0)")
@@ -181,16 +181,17 @@ def test_a_rank_of_another_host_ends(pool: Pool) -> None:
     text, missing = ranks[0].ask("diagnosed(because=RuntimeError('connection closed'))")
     assert missing == [1]
     assert f"rank 1 (process {ranks[1].pid} on {os.uname().nodename}) does not answer" in text
-    assert "has made no call yet; connection closed" in text  # rank 2
+    assert f"; connection closed; rank 2 (process {ranks[2].pid} on " in text
+    assert "has made no call yet" in text
 
 
-def diagnosed(places: dict[int, Place], *args: Any, **how: Any) -> CommTimeoutError:
-    """What rank 0 says, in call 7, of others that are at some places."""
+def diagnosed(places: dict[int, Place], **options: Any) -> CommTimeoutError:
+    """Return rank 0's error of its call 7 if the others are at some places."""
     done = threading.Barrier(len(places) + 1)
 
     def body(met: Rendezvous) -> Any:
         met.exchange("all are here")
-        error = met.diagnose("all_reduce", 7, *args, **how) if met.rank == 0 else None
+        error = met.diagnose("all_reduce", 7, **options) if met.rank == 0 else None
         done.wait()
         return error
 
@@ -209,20 +210,63 @@ def test_who_is_behind_is_missing() -> None:
     assert error.missing == () and "within 20 s: all ranks have come to it; if they" in str(error)
 
 
-def test_which_call_it_is_and_of_whom() -> None:
-    """Of several, the first that a rank has not come to; of two ranks, the other is missing."""
-    error = diagnosed({1: (8, "all_gather"), 2: (9, "x")}, ["all_reduce", "all_gather", "bar"])
-    assert (error.number, error.op, error.missing) == (9, "bar", (1,))
+def test_the_other_rank_of_a_message_is_missing() -> None:
     error = diagnosed({1: (7, "all_reduce"), 2: (3, "barrier")}, peer=1)
     assert error.missing == (1,)
     assert "all_reduce: rank 0 of 3 from rank 1 was not done within 20 s: rank 1" in str(error)
 
 
 def test_the_first_failure_is_quoted() -> None:
-    one = Rendezvous("init", HashStore(), 0, 1, timeout_s=1)
-    one.fail(CommError("one"))
-    one.fail(CommError("two"))
-    one.close()
+    met = Rendezvous("init", HashStore(), 0, 1, timeout_s=1)
+    met.fail(CommError("one"))
+    met.fail(CommError("two"))
+    met.close()
     text = "^all_gather: init: this rank has failed: one; make a new one in all ranks$"
     with pytest.raises(CommError, match=text):
-        one.check("all_gather")
+        met.check("all_gather")
+
+
+DAMAGED = [b"", b"\xff\xfe", b"[1", b"5", b"null", b'{"end": 1}', b"jitkern-0.1.0-00000000 [1]"]
+
+
+@pytest.mark.parametrize("data", DAMAGED)
+def test_a_value_that_no_rank_wrote(data: bytes) -> None:
+    """The error is ours wherever the value is, and the rendezvous has failed."""
+    text = "in the ranks' store: b.*, expected a value of jitkern"
+    store = HashStore()
+    PrefixStore("jitkern", store).set("rank/1", data)
+    with pytest.raises(CommError, match=f"^init: rank/1 {text}"):
+        Rendezvous("init", store, 0, 2, timeout_s=20)
+
+    written = threading.Event()
+
+    def body(met: Rendezvous) -> None:
+        met.exchange("all are here")
+        if met.rank == 0:
+            assert written.wait(20)
+            with pytest.raises(CommError, match=f"^init: 2/x/1 {text}"):
+                met.exchange("x")
+            with pytest.raises(CommError, match="this rank has failed: init: 2/x/1"):
+                met.check("y")
+        else:
+            met._store.set("2/x/1", data)  # type: ignore[union-attr]
+            written.set()
+
+    assert on_threads(2, body) == [None, None]
+
+
+def test_an_answer_that_no_rank_wrote() -> None:
+    written = threading.Event()
+
+    def body(met: Rendezvous) -> Any:
+        met.exchange("all are here")
+        if met.rank == 0:
+            assert written.wait(20)
+            return met.diagnose("all_reduce", 7)
+        met.close()
+        met._store.set("at/1", b"5")  # type: ignore[union-attr]
+        written.set()
+        return None
+
+    error = on_threads(2, body)[0]
+    assert error.missing == (1,) and "has given no sound answer: init: at/1 in" in str(error)

@@ -137,7 +137,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ("peer_reduce", "comm/peer_reduce.cu"): (
         ("wait_for_earlier_kernels<kUsePdl>();", ""),
         ("      __threadfence_system();\n", ""),
-        ("__threadfence_system();  // what earlier", "{}  // what earlier"),
+        ("__threadfence_system();  // also covers", "{}  // also covers"),
         ("!__syncthreads_and(is_done)", "!is_done"),
         ("= epoch + chunks.num;", "= epoch;"),
         ("        __syncthreads();  // all have read", "        // all have read"),

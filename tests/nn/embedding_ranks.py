@@ -22,11 +22,11 @@ class Meeting:
         self.size = size
         self.store = HashStore()  # for peer memory
         self.barrier = threading.Barrier(size)
-        self.given: list[Any] = [None] * size
+        self.inputs: list[Any] = [None] * size
 
 
 class ThreadComm:
-    """One rank: what ``TPEmbedding`` needs of a communicator."""
+    """One rank, with the parts of a communicator that ``TPEmbedding`` uses."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -36,9 +36,9 @@ class ThreadComm:
         assert op == "sum" and x.is_contiguous()
         self.sent.append((x.dtype, x.numel()))
         meeting = self.meeting
-        meeting.given[self.rank] = x.cpu().clone()
+        meeting.inputs[self.rank] = x.cpu().clone()
         meeting.barrier.wait(TIMEOUT_S)
-        first, *rest = meeting.given
+        first, *rest = meeting.inputs
         meeting.barrier.wait(TIMEOUT_S)
         for other in rest:
             assert (other.dtype, other.shape) == (x.dtype, x.shape)
@@ -88,9 +88,9 @@ class Way:
         meeting = Meeting(size)
 
         def make(rank: int) -> TPEmbedding:
-            given = {"device": self.device(rank), "method": self.method, "timeout_s": 20, **options}
+            config = {"device": self.device(rank), "method": self.method, "timeout_s": 20}
             comm, group = ThreadComm(meeting, rank), meeting.store
-            return TPEmbedding(vocab, hidden, comm=comm, group=group, **given)
+            return TPEmbedding(vocab, hidden, comm=comm, group=group, **(config | options))
 
         return Ranks(meeting, each(range(size), make, meeting))
 
@@ -109,11 +109,11 @@ class Ranks:
         return each(self.modules, body, self.meeting)
 
     def num_sums(self) -> int:
-        (count,) = {len(one.comm.sent) for one in self.modules}  # type: ignore[attr-defined]
+        (count,) = {len(module.comm.sent) for module in self.modules}  # type: ignore[attr-defined]
         return count
 
     def whole(self, parts: Sequence[Tensor] | None = None) -> Tensor:
-        """Put the table together again, and see that each row is held once, with zeros behind."""
+        """Return the table of all parts; each row is held once, and zeros follow."""
         parts = parts or [module.weight.detach() for module in self.modules]
         base, added = [], []
         for part, module in zip(parts, self.modules, strict=True):

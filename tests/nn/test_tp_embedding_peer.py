@@ -1,4 +1,4 @@
-"""TPEmbedding in peer memory: who may write when, what it refuses, and where there is none."""
+"""TPEmbedding in peer memory: writes and fences, refusals, and the fallback to sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 from jitkern.nn import TPEmbedding, tp_embedding
 
 pytestmark = needs_cxx
-SMALL = (9, 65536)  # of two pages, in float32
+SMALL = (9, 65536)  # two pages in float32
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.multigpu])])
@@ -34,11 +34,11 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 def rows(module: TPEmbedding) -> list[float]:
-    """Return what all rows hold, each number once."""
+    """Return the distinct numbers of all rows."""
     with torch.no_grad():
         ids = torch.arange(module.num_embeddings, device=module.weight.device)
-        found: list[float] = module(ids).cpu().unique().tolist()
-        return found
+        values: list[float] = module(ids).cpu().unique().tolist()
+        return values
 
 
 def filled(module: TPEmbedding, value: float) -> Tensor:
@@ -62,7 +62,7 @@ def test_another_weight_in_its_place_is_summed(way: Way) -> None:
         with torch.no_grad():
             return torch.func.functional_call(module, other, (ids,))  # type: ignore[no-any-return]
 
-    assert all((found == 1).all() for found in ranks.each(call))
+    assert all((rows == 1).all() for rows in ranks.each(call))
     assert ranks.num_sums() == 1
 
 
@@ -72,8 +72,8 @@ def test_it_is_in_a_full_graph(way: Way) -> None:
     ids = torch.tensor([0, 7, 3], device=module.weight.device)
     run = torch.compile(lambda ids: module(ids + 1), backend="aot_eager", fullgraph=True)
     for whole in (torch.randn(SMALL), torch.randn(SMALL)):
-        ranks.each(lambda one: one.load_full(whole))  # noqa: B023
-        with torch.no_grad():  # what is compiled reads what is there
+        ranks.each(lambda rank: rank.load_full(whole))  # noqa: B023
+        with torch.no_grad():  # the graph reads the new rows
             assert same_bits(run(ids).cpu(), whole[(ids + 1).cpu()])
     assert ranks.num_sums() == 0
 
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_come_to_load_is_named(way: Way) -> None:
     with pytest.raises(CommTimeoutError, match=r"^barrier:") as raised:
         module.load_full(filled(module, 2))
     assert raised.value.missing == (1,)
-    assert rows(module) == [1]  # also what the other rank holds
+    assert rows(module) == [1]  # the rows of both ranks
     with pytest.raises(CommError, match="make a new one"):
         module.load_full(filled(module, 2))
 
@@ -133,7 +133,7 @@ def test_a_rank_that_fails_to_write(way: Way, monkeypatch: pytest.MonkeyPatch) -
     ranks = way.ranks(2, *SMALL, timeout_s=1)
     before_a_write(monkeypatch, ranks.modules[1], Mock(side_effect=OSError("no rows")))
     with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(one.load_full, filled(one, 2)) for one in ranks.modules]
+        calls = [pool.submit(rank.load_full, filled(rank, 2)) for rank in ranks.modules]
     error = calls[0].exception()
     assert isinstance(error, CommTimeoutError) and error.missing == (1,)
     assert isinstance(calls[1].exception(), OSError)
@@ -169,12 +169,12 @@ def test_where_there_can_be_no_peer_memory(way: Way, monkeypatch: pytest.MonkeyP
     """All ranks sum, or all raise. Whole pages of rows of 131 * 2 bytes are of 2**20 rows."""
     for hidden, method in ((131, "all_reduce"), (160, "peer")):
         ranks = way.ranks(2, 1000, hidden, dtype=torch.bfloat16, method="auto")
-        assert [one.method for one in ranks.modules] == [method] * 2
+        assert [rank.method for rank in ranks.modules] == [method] * 2
     numbers = itertools.count()
     monkeypatch.setattr(peer_memory, "_host", lambda: str(next(numbers)))
     ranks = way.ranks(2, *SMALL, method="auto")
-    assert [one.method for one in ranks.modules] == ["all_reduce", "all_reduce"]
-    assert [one.vocab_range for one in ranks.modules] == [(0, 5), (5, 4)]
+    assert [rank.method for rank in ranks.modules] == ["all_reduce", "all_reduce"]
+    assert [rank.vocab_range for rank in ranks.modules] == [(0, 5), (5, 4)]
     ranks.each(lambda module: by_hand(module, 4))
     assert ranks.each(rows) == [[4], [4]] and ranks.num_sums() == 1
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Open files that ranks of a host hand to each other."""
+"""File descriptors that the ranks of a host send to each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.errors import CommError, CommTimeoutError
 
-OWN_PART = 0.8  # of a deadline: how long a rank itself waits, so that the others hear of it in time
+OWN_PART = 0.8  # the part of a deadline that a rank itself waits: then others hear of it in time
 
 
 class Descriptors(dict[int, int]):
@@ -29,19 +29,19 @@ class Descriptors(dict[int, int]):
 
 
 def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
-    """Have each of `givers` send its descriptor to all ranks, which find it in their `fds`.
+    """Have each of `givers` send its descriptor to all ranks, which add it to their `fds`.
 
     They go over abstract Unix sockets, whose names every user sees. So both ends check the peer's
-    uid, which the kernel knows. Raises CommError on all ranks if a rank belongs to another user,
+    uid, which the kernel tells. Raises CommError on all ranks if a rank belongs to another user,
     has failed or ended, or sent nothing in time.
     """
     ends: dict[int, socket.socket] = {}
     with ExitStack() as sockets:
 
         def new_socket() -> socket.socket:
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            made.settimeout(met.timeout_s * OWN_PART)
-            return sockets.enter_context(made)
+            end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            end.settimeout(met.timeout_s * OWN_PART)
+            return sockets.enter_context(end)
 
         listener, name = new_socket(), f"\0jitkern-{secrets.token_hex(16)}"
         listener.bind(name)
@@ -75,7 +75,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
 
 
 def peer_uid(end: socket.socket) -> int:
-    """Return the effective uid of the process at the other end, as the kernel knows it."""
+    """Return the effective uid of the process at the other end; the kernel tells it."""
     layout = "iII"
     raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout))
     uid: int = struct.unpack(layout, raw)[1]

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitkern.comm import args as checks
-from jitkern.comm.args import MAX_TIMEOUT_S, call_cpp, namespace, rows_arg
+from jitkern.args import MAX_TIMEOUT_S, choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.args import call_cpp, namespace
 from jitkern.comm.peer_memory import as_torch
-from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp, Splits
+from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
 from jitkern.comm.threads import call_with_timeout, watch
 from jitkern.env import settings
@@ -29,11 +29,11 @@ from jitkern.fs import ForkLocal
 from jitkern.host import module as host
 
 _FILE = "libnccl.so.2"
-_ALIGN_BYTES = 512  # of PyTorch's allocator
-_ABORT_S = 1.5  # to wait for an abort, which ends only when graphs of the communicator are gone
-_MARK_S = 0.1  # to wait for an event, which takes 2 us unless the launch queue is full
-_GRAPHS_S = 10.0  # for graphs to go when a communicator is closed
-_EXIT_S = 5.0  # for calls to end when the process does
+_ALIGN_BYTES = 512  # the alignment of PyTorch's allocator
+# How long to wait:
+_ABORT_S = 1.5  # until an abort returns, which may wait for graphs of the communicator
+_GRAPHS_S = 10.0  # until graphs are deleted, when a communicator is closed
+_EXIT_S = 5.0  # until calls end, when the process does
 
 # CallStatus in csrc/comm/communicator.h.
 _DONE, _STOPPED, _LATE, _FAILED = range(4)
@@ -64,7 +64,7 @@ def init_pynccl(
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
-        Seconds from when a call, or the set-up, is made until the GPU is done; ``math.inf``: none.
+        Seconds from a call, or the start of the set-up, until the GPU is done; ``math.inf``: none.
 
     Raises
     ------
@@ -74,29 +74,30 @@ def init_pynccl(
         There is no usable NCCL; the message says what to install.
     """
     call = "init_pynccl"
-    timeout_s = checks.seconds_arg(call, timeout_s, most=math.inf)
-    num_bytes = min(checks.int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
-    device = checks.device_arg(call, "device", device or torch.device("cuda"))
+    timeout_s = seconds_arg(call, timeout_s, most=math.inf)
+    num_bytes = min(int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
+    device = device_arg(call, "device", device or torch.device("cuda"))
     if device.type != "cuda":
         raise ValueError(f"{call}: device: {device}, expected a GPU")
     return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
 
 
 class PyNCCLCommunicator(Closing):
-    """A ``Communicator`` over NCCL, made by ``init_pynccl``.
+    """A ``Communicator`` over NCCL; ``init_pynccl`` makes it.
 
     Every call queues one NCCL operation on the current stream, without a copy or a synchronisation.
     CUDA graphs can capture it. Calls on several streams are done in order. One thread at a time.
 
-    A call that the GPU has not done within ``timeout_s``, or an earlier error of NCCL's, aborts the
-    communicator: whatever waits for the GPU goes on with what is there, and the next call, or
-    ``check``, raises ``CommTimeoutError``, or ``CommError`` if no rank is gone. The other ranks
-    make a new communicator, over a new group. Delete graphs that captured it before ``close``.
+    If the GPU has not done a call within ``timeout_s``, or NCCL has an error before, the
+    communicator is aborted: threads that wait for the GPU go on, with wrong results in the tensors
+    of that call. The next call, or ``check``, raises ``CommTimeoutError``, or ``CommError`` if no
+    rank is gone. Then make a new communicator, over a new group. Delete graphs that captured it
+    before ``close``.
 
     Attributes: ``rank``, ``size``, ``device``, ``timeout_s``, ``nccl_version`` (``"2.28.9"``).
     """
 
-    _calls: Any = None  # the functions in C++, of csrc/comm/collectives.cc
+    _calls: Any = None  # the functions of csrc/comm/collectives.cc
 
     def __init__(
         self,
@@ -108,19 +109,21 @@ class PyNCCLCommunicator(Closing):
         timeout_s: float,
     ) -> None:
         self.nccl_version: str = load()
-        self._failing = threading.Lock()  # while one thread finds out why
-        self._error: CommError | None = None  # the first, which every later call raises again
-        self._is_over = False  # closed by its user
+        self._failing = threading.Lock()  # held while one thread finds out why
+        self._error: CommError | None = None  # the first one; every later call raises it again
+        self._is_closed = False
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         facts = {"nccl": self.nccl_version, "buffer_bytes": num_bytes, "_gpu": gpu}
         self._rendezvous = Rendezvous(
             *("init_pynccl", group, rank, size),
-            timeout_s=min(timeout_s, MAX_TIMEOUT_S), position=self._position, facts=facts,
-        )  # fmt: skip
+            timeout_s=min(timeout_s, MAX_TIMEOUT_S),
+            position=self._position,
+            facts=facts,
+        )
         self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
         try:
             gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
-            if shared := [one for one in range(size) if gpus.count(gpus[one]) > 1]:
+            if shared := [peer for peer in range(size) if gpus.count(gpus[peer]) > 1]:
                 raise CommError(
                     f"init_pynccl: ranks {', '.join(map(str, shared))} are on one GPU, expected "
                     "one for each; call torch.cuda.set_device(rank) first, or give device="
@@ -128,10 +131,10 @@ class PyNCCLCommunicator(Closing):
             own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
             self._connect(bytes.fromhex(unique_id))
-            self._word = _zeros(1, "int32", device)  # for calls without a tensor
-            self._used_bytes = 0  # of the buffer
+            self._unused = _zeros(1, "int32", device)  # the tensor of calls without one
+            self._used_bytes = 0  # the part of the buffer that `empty` has given away
             self.buffer: Tensor = _zeros(0, "uint8", device)
-            """The registered memory, uint8: what lies there is sent without a copy."""
+            """The registered memory, uint8: tensors in it are sent without a copy."""
             if num_bytes:
                 self.buffer = as_torch(host.module()["nccl_allocate"](device.index, num_bytes))
                 status = self._calls.register_memory(self.buffer.data_ptr(), num_bytes)
@@ -145,18 +148,19 @@ class PyNCCLCommunicator(Closing):
         make = host.op("make_nccl_communicator")
         calls = namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
         for function in vars(calls).values():
-            function.release_gil = True  # another thread has to watch
+            function.release_gil = True  # the thread below has to look for late calls
         try:
             status = call_with_timeout(lambda: calls.open(unique_id), self.timeout_s)
         except TimeoutError:
-            calls.abort()  # as soon as it is made
+            calls.abort()  # NCCL's communicator, as soon as it is made
             raise self._rendezvous.diagnose("init_pynccl", 0, timeout_s=self.timeout_s) from None
         self._calls = calls
         self._settle("init_pynccl", status)
-        _open_ones.value.add(self)
+        _open_communicators.value.add(self)
         if math.isfinite(self.timeout_s):
+            # Not the answering thread, which hangs if the store's server does.
             own = weakref.ref(self)
-            watch("deadline", lambda: (one := own()) is not None and one._look())
+            watch("deadline", lambda: (comm := own()) is not None and comm._look())
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -182,36 +186,28 @@ class PyNCCLCommunicator(Closing):
         self._run("send", "x", (), (x,), x, dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends."""
+        """Receive ``x`` from rank ``src``."""
         self._run("recv", "x", (x,), (), x, src)
 
-    def all_to_all(
-        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> None:
-        """Send part r of ``x`` to rank r, and receive its part. Splits are rows for each rank."""
-        splits = {"output_splits": output_splits, "input_splits": input_splits}
-        rows = [s if s is None else rows_arg("all_to_all", name, s) for name, s in splits.items()]
-        self._run("all_to_all", "output x", (output,), (x,), output, x, *rows)
-
     def barrier(self) -> None:
-        """Return when every rank has come to it, and the GPU is done with all before it.
+        """Return when every rank has called it, and the GPU has done all earlier work.
 
         Raises RuntimeError while the current stream is being captured.
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
-        self._run("barrier", "", (), (), self._word)
+        self._run("barrier", "", (), (), self._unused)
         self._settle("barrier", self._calls.wait_done())
 
     def watch(self) -> None:
-        """Put what the current stream has queued, such as a graph replay, under the deadline.
+        """Put the work of the current stream, such as a graph replay, under the deadline.
 
         Every rank calls it, as any other call; it queues nothing.
         """
-        self._run("watch", "", (), (), self._word)
+        self._run("watch", "", (), (), self._unused)
 
     def check(self) -> None:
-        """Raise if a call has failed, or was not done in time. Waits for nothing."""
+        """Raise if a call has failed, or was not done in time. Does not wait."""
         self._look()
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -223,7 +219,7 @@ class PyNCCLCommunicator(Closing):
         return self.buffer.data_ptr()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of its own in the registered memory, on every rank at the same place.
+        """Return new memory from ``buffer``, at the same offset on every rank.
 
         All ranks make the same calls, in the same order. Raises ValueError if the memory is full.
         """
@@ -245,7 +241,7 @@ class PyNCCLCommunicator(Closing):
 
         Raises CommTimeoutError if they do not come; then it is aborted.
         """
-        if self._is_over:
+        if self._is_closed:
             return
         try:
             if self._error is None:
@@ -257,11 +253,11 @@ class PyNCCLCommunicator(Closing):
         finally:
             self._end("has closed it")
 
-    destroy = close  # as mini-sglang calls it
+    destroy = close  # mini-sglang's name
 
     def abort(self) -> None:
         """End the communicator at once: its operations on the GPU return, with wrong results."""
-        if not self._is_over:
+        if not self._is_closed:
             self._end("has aborted it")
             self._abort()
 
@@ -292,19 +288,15 @@ class PyNCCLCommunicator(Closing):
         raise CommError(f"{op}: another thread has ended the communicator")
 
     def _look(self) -> bool:
-        """See whether a call is past its deadline. Returns whether to look again."""
-        if self._is_over or self._error is not None:
+        """Fail if a call is late, or NCCL has an error. Return whether to look again."""
+        if self._is_closed or self._error is not None:
             return False
         if self._failing.locked():
             return True
         try:
             progress = self._progress()
-            if progress.is_open:
-                with suppress(TimeoutError):  # the launch queue is full
-                    call_with_timeout(self._calls.mark, _MARK_S)
-                progress = self._progress()
-            if progress.trouble or progress.waiting_s > self.timeout_s:
-                self._fail("init_pynccl", is_late=not progress.trouble, wait_s=0)
+            if progress.error or progress.waiting_s > self.timeout_s:
+                self._fail("init_pynccl", is_late=not progress.error, wait_s=0)
         except Exception as error:  # the driver's
             self._fail("init_pynccl", error, wait_s=0)
         return True
@@ -312,23 +304,25 @@ class PyNCCLCommunicator(Closing):
     def _fail(
         self, op: str, error: Any = None, *, is_late: bool = False, wait_s: float = _ABORT_S
     ) -> None:
-        """Keep the first error, tell the others, and free whoever waits for the GPU.
+        """Keep the first error, tell the others, and free threads that wait for the GPU.
 
-        Without an error it is that of the oldest call that is not done, or of a replay's last one.
+        If `error` is None, report the oldest unfinished call, or the last call of a graph replay:
+        a timeout if `is_late`, else NCCL's error.
         """
         with self._failing:
-            if self._error is not None or self._is_over:
+            if self._error is not None or self._is_closed:
                 return
             if isinstance(error, CommError):
                 self._error = error
             elif error is not None:
                 self._error = CommError(f"{op}: {type(error).__name__}: {error}")
             else:
-                found = self._progress()
-                because = CommError(f"NCCL {self.nccl_version}: {found.trouble}")
+                progress = self._progress()
+                because = CommError(f"NCCL {self.nccl_version}: {progress.error}")
                 self._error = self._rendezvous.diagnose(
-                    *(str(found.op) or op, found.number, [*map(str, found.ops)]),
-                    peer=found.peer,
+                    str(progress.op) or op,
+                    progress.number,
+                    peer=progress.peer,
                     because=None if is_late else because,
                     timeout_s=self.timeout_s,
                 )
@@ -336,12 +330,14 @@ class PyNCCLCommunicator(Closing):
         self._abort(wait_s)
 
     def _progress(self) -> Any:
-        """Return how far this rank is: see csrc/comm/communicator.h."""
+        """Return this rank's progress: see csrc/comm/communicator.h."""
         return namespace(self._calls.progress())
 
     def _position(self) -> tuple[int, str]:
-        progress = None if self._calls is None else self._progress()
-        return (0, "") if progress is None else (progress.num_calls, str(progress.last_op))
+        if self._calls is None:
+            return 0, ""
+        progress = self._progress()
+        return progress.num_calls, str(progress.last_op)
 
     def _abort(self, wait_s: float = _ABORT_S) -> None:
         if self._calls is not None:
@@ -365,28 +361,27 @@ class PyNCCLCommunicator(Closing):
             raise CommError(f"close: NCCL {self.nccl_version}: {error}") from error
 
     def _end(self, how: str) -> None:
-        self._is_over = True
+        self._is_closed = True
         self._rendezvous.close(how)
-        _open_ones.value.discard(self)
+        _open_communicators.value.discard(self)
 
 
 def _op_number(call: str, op: str) -> int:
-    return REDUCE_OPS.index(checks.choice_arg(call, "op", op, REDUCE_OPS))
+    return REDUCE_OPS.index(choice_arg(call, "op", op, REDUCE_OPS))
 
 
-_open_ones: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)
+_open_communicators: ForkLocal[weakref.WeakSet[PyNCCLCommunicator]] = ForkLocal(weakref.WeakSet)
 
 
 @atexit.register
 def _at_exit() -> None:
-    """Leave no kernel that waits for other ranks: the driver would wait for it."""
+    """End kernels that wait for other ranks: at the exit the driver would wait for them."""
     deadline = time.monotonic() + _EXIT_S
-    for one in list(_open_ones.value):
+    for communicator in list(_open_communicators.value):
         with suppress(Exception):  # the driver may be gone
-            while one._progress().waiting_s >= 0:
-                one._calls.mark()
+            while communicator._progress().waiting_s >= 0:
                 if time.monotonic() > deadline:
-                    one._abort()
+                    communicator._abort()
                     break
                 time.sleep(0.01)
 
@@ -395,7 +390,7 @@ def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=getattr(torch, dtype), device=device)
 
 
-# -- the library -----------------------------------------------------------------------------------
+# -- libnccl ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -405,20 +400,20 @@ def load() -> str:
     Raises UnsupportedError, which says what to install.
     """
     # A CUDA build of PyTorch has loaded its libnccl, which dlopen then finds by name.
-    given = settings().nccl
+    setting = settings().nccl
     errors = []
-    for path in [_FILE, *_of_a_package()] if given is None else [str(given)]:
+    for path in [_FILE, *_packaged_files()] if setting is None else [str(setting)]:
         try:
             return str(host.module()["nccl_load"](path))
         except RuntimeError as error:
             errors.append(error)
     cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
-    if given is not None:
+    if setting is not None:
         cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
     raise UnsupportedError(f"init_pynccl: no usable NCCL: {errors[-1]}; {cure}") from errors[-1]
 
 
-def _of_a_package() -> list[str]:
+def _packaged_files() -> list[str]:
     with suppress(ModuleNotFoundError):  # not even its parent
         spec = importlib.util.find_spec("nvidia.nccl")
         folders = (spec.submodule_search_locations if spec is not None else None) or ()

@@ -1,4 +1,4 @@
-"""``PeerCommunicator``: small sums over the ranks' own memory, all else by a communicator."""
+"""``PeerCommunicator``: small sums over peer memory, other calls by a communicator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import choice_arg, communicator_arg, device_arg, int_arg, seconds_arg
+from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import PeerMemory
 from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
 from jitkern.comm.protocol import Closing, Communicator, ReduceOp
@@ -19,18 +20,18 @@ class PeerCommunicator(Closing):
 
     ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
     ``max_bytes``, go through a ``PeerReducer``; all other calls go to ``comm``, which is not
-    closed. An item gets the same bits whatever is summed beside it: up to ``max_bytes``, a model's
+    closed. The bits of an item do not depend on the other items: up to ``max_bytes``, a model's
     sums do not depend on its batch size. Making one is collective, and raises as ``PeerMemory``.
 
     Parameters
     ----------
     comm : Communicator
-        Of at most 8 ranks, on one host.
+        At most 8 ranks, on one host.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
         As for ``PeerMemory``; ranks in the order of `comm`.
     max_bytes : int, optional
-        The largest tensor for peer memory, the same on all ranks; by default 4 MiB of two ranks,
-        1 MiB of more. 0: none, and making it is not collective.
+        The largest tensor for peer memory, the same on all ranks; by default 4 MiB with two ranks,
+        1 MiB with more. 0: no peer memory, and making it is not collective.
     algorithm : "auto", "one_shot" or "two_shot"
         As for ``PeerReducer.all_reduce``, the same on all ranks.
     device : torch.device, optional
@@ -55,8 +56,8 @@ class PeerCommunicator(Closing):
         call = "PeerCommunicator"
         communicator_arg(call, comm)
         if max_bytes is None:
-            # Two H200s: 0.43 of NCCL's time at 4 MiB, the largest size measured. More ranks are not
-            # measured: where two ranks still take a third of it.
+            # Two H200s take 0.43 of NCCL's time at 4 MiB, the largest size measured, and a third of
+            # it at 1 MiB. More ranks are not measured.
             max_bytes = 4 << 20 if comm.size == 2 else 1 << 20
         max_bytes = int_arg(call, "max_bytes", max_bytes, 0)
         choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
@@ -70,8 +71,7 @@ class PeerCommunicator(Closing):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.all_gather, self.broadcast = comm.all_gather, comm.broadcast
-        self.send, self.recv, self.all_to_all = comm.send, comm.recv, comm.all_to_all
-        self.barrier = comm.barrier
+        self.send, self.recv, self.barrier = comm.send, comm.recv, comm.barrier
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
         self.max_bytes: int = max_bytes if comm.size > 1 else 0
         self.reducer: PeerReducer | None = None
@@ -81,13 +81,18 @@ class PeerCommunicator(Closing):
         most = min(self.max_bytes, 4 << 20)  # larger sums take several rounds
         num_bytes = PeerReducer.workspace_bytes_for(comm.size, most)
         ranks: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": where}
-        # One shot on one rank and two on another would be wrong sums.
+        # If one rank took one shot and another one two, sums would be wrong.
         same = {"max_bytes": self.max_bytes, "algorithm": algorithm}
-        how: dict[str, Any] = {"timeout_s": timeout_s, "_user": call, "_same": same}
-        self._peers = PeerMemory(num_bytes, group, **ranks, **how)
-        how = {"workspace_bytes": num_bytes, "deadline_s": deadline_s}
-        how["owner"] = self._peers.tensor(num_bytes, torch.uint8)
-        self.reducer = PeerReducer(self._peers.addresses, **ranks, **how)
+        self._peers = PeerMemory(
+            num_bytes, group, **ranks, timeout_s=timeout_s, _user=call, _same=same
+        )
+        self.reducer = PeerReducer(
+            self._peers.addresses,
+            **ranks,
+            workspace_bytes=num_bytes,
+            deadline_s=deadline_s,
+            owner=self._peers.tensor(num_bytes, torch.uint8),
+        )
         self.reducer.reset()
         self._peers.barrier()
 
@@ -109,7 +114,7 @@ class PeerCommunicator(Closing):
         try:
             return op == "sum" and 0 < x.nbytes <= self.max_bytes and x.dtype in self._dtypes
         except AttributeError:
-            return False  # no tensor: `comm` refuses it
+            return False  # not a tensor: `comm` raises
 
     def reset(self) -> None:
         """Recover from a CommTimeoutError of a small sum. Collective; no rank may be in a call."""

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jitkern.comm.args import device_arg, int_arg, namespace, rank_arg
+from jitkern.args import device_arg, int_arg, type_text
+from jitkern.comm.args import namespace
 from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
 from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
 from jitkern.host import module as host
-from jitkern.ops.common import type_text
 
 HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
 _MAX_BYTES = 1 << 46  # per rank: less than a process can address
@@ -116,7 +116,7 @@ class PeerMemory(Closing):
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
     ) -> Tensor:
         """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
-        rank_arg("PeerMemory.remote", "rank", rank, self.size)
+        rank = int_arg("PeerMemory.remote", "rank", rank, 0, self.size - 1)
         return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -125,21 +125,22 @@ class PeerMemory(Closing):
         ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
         """
         if self.num_bytes != self.share_bytes:
-            given = f"num_bytes: {self.num_bytes} leaves gaps between the ranks"
+            came = f"num_bytes: {self.num_bytes} leaves gaps between the ranks"
             expected = f"whole pages; {self.share_bytes} is the next"
-            raise ValueError(f"PeerMemory.whole: {given}, expected {expected}")
+            raise ValueError(f"PeerMemory.whole: {came}, expected {expected}")
         return self._tensor("whole", 0, shape, dtype, 0, self.size * self.share_bytes)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where each rank's memory begins in this process, for kernels."""
+        """The address of each rank's memory in this process, for kernels."""
         base = self._usable("addresses").base()
         return tuple(base + rank * self.share_bytes for rank in range(self.size))
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. The host waits, and for no GPU.
+        """Return when all ranks have called it. The host waits for the ranks, not for GPUs.
 
-        CommTimeoutError names ranks that did not come in time or have ended. Later barriers fail.
+        CommTimeoutError names ranks that did not come in time or have ended. Then later barriers
+        fail.
         """
         self._usable("barrier")
         self._num_barriers += 1
@@ -148,7 +149,7 @@ class PeerMemory(Closing):
     def close(self) -> None:
         """Release the memory; tensors keep their part. May be called again.
 
-        The other ranks keep what they have mapped; their next barrier says who has closed it.
+        The other ranks keep their mapping of it; their next barrier names the rank that closed it.
         """
         if self._range is not None and os.getpid() == self._pid:
             self._range = None
@@ -183,8 +184,8 @@ class PeerMemory(Closing):
             expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
             raise ValueError(f"{call}: offset: {offset}, expected {expected}")
         if min(sizes, default=0) < 0 or offset + num_bytes > limit_bytes:
-            given = f"{[*sizes]} of {dtype} from byte {offset} on"
-            raise ValueError(f"{call}: shape: {given}, expected at most {limit_bytes} bytes in all")
+            came = f"{[*sizes]} of {dtype} from byte {offset} on"
+            raise ValueError(f"{call}: shape: {came}, expected at most {limit_bytes} bytes in all")
         view = range_.view(rank * self.share_bytes + offset, num_bytes)
         return as_torch(view).view(dtype).view(sizes)
 
@@ -193,7 +194,7 @@ class PeerMemory(Closing):
 
 
 def as_torch(view: Any) -> Tensor:
-    """Return the view's bytes on the device that it names; PyTorch does not ask the driver."""
+    """Return a tensor of the view's bytes, on its device; PyTorch does not ask the driver."""
     tensor: Tensor = from_dlpack(view.__dlpack__())
     return tensor
 
@@ -206,7 +207,7 @@ def _gpu_facts(ordinal: int) -> dict[str, Any]:
 
 
 def _host() -> str:
-    """Return facts that are equal on ranks that can hand each other descriptors."""
+    """Return a text that is equal on ranks that can send each other descriptors."""
     return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -217,22 +218,22 @@ def _place(info: PeerInfo) -> str:
 
 
 def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
-    """Return the bytes each rank takes, or raise UnsupportedError, the same on all ranks."""
-    if len({one.facts["_host"] for one in peers}) > 1:
-        where = " and ".join(f"rank {one.rank} is on {one.host}" for one in peers)
+    """Return the bytes per rank, or raise UnsupportedError, the same on all ranks."""
+    if len({peer.facts["_host"] for peer in peers}) > 1:
+        hosts = " and ".join(f"rank {peer.rank} is on {peer.host}" for peer in peers)
         raise UnsupportedError(
-            f"PeerMemory: {where}, expected all on one host and in one network namespace (in "
+            f"PeerMemory: {hosts}, expected all on one host and in one network namespace (in "
             "Kubernetes one pod, in Docker one --network); between hosts use init_pynccl or "
             "TorchCommunicator"
         )
-    for one in peers:
-        if one.facts["_page_bytes"] == 0:
+    for peer in peers:
+        if peer.facts["_page_bytes"] == 0:
             raise UnsupportedError(
-                f"PeerMemory: {_place(one)} has no memory that other processes can map, expected "
+                f"PeerMemory: {_place(peer)} has no memory that other processes can map, expected "
                 "virtual memory management that exports file descriptors, which some virtual "
                 f"machines do not have; {_INSTEAD}"
             )
-    page = max(int(one.facts["_page_bytes"]) for one in peers)
+    page = max(int(peer.facts["_page_bytes"]) for peer in peers)
     return -(-num_bytes // page) * page
 
 
@@ -243,13 +244,14 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
     """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise.
 
     A wrong IOMMU setting gives wrong data, and correct reads do not prove correct writes. So each
-    rank writes a pattern into every rank's memory, and reads what each has written there and here.
+    rank writes a pattern into every rank's memory. Then it reads, in its own memory and in each
+    other rank's, the pattern that the other rank has written.
     """
     peers, mine, wait_s = met.peers, met.peers[met.rank], met.timeout_s * OWN_PART
     ordinal, begin = mine.facts["_ordinal"], mine.rank * share_bytes
 
     def pattern(owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
-        """Return where it lies, and its bytes: of this memory alone, by rank 0's nonce."""
+        """Return its offset, and its bytes, which rank 0's nonce makes unique to this memory."""
         at = owner.rank * share_bytes + writer.rank * _PATTERN_BYTES
         text = f"{peers[0].nonce} {at}"
         return at, hashlib.shake_128(text.encode()).digest(_PATTERN_BYTES)
@@ -259,16 +261,16 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
 
         def make() -> Any:
             functions = host.module()["make_peer_range"](len(peers), share_bytes, ordinal)
-            made = namespace(functions)  # which keep the range, as its tensors do
-            # Explicitly: a kept traceback also keeps the last reference.
-            undo.push(lambda kind, *_: made.release() if kind is not None else None)
+            range_ = namespace(functions)  # each of them keeps the range alive, as its tensors do
+            # Released explicitly: the traceback may keep a reference.
+            undo.push(lambda kind, *_: range_.release() if kind is not None else None)
             if ordinal >= 0:
-                fds[mine.rank] = int(made.create(mine.rank))
-                made.clear(begin, share_bytes, wait_s)  # the driver does not
+                fds[mine.rank] = int(range_.create(mine.rank))
+                range_.clear(begin, share_bytes, wait_s)  # the driver does not
             else:
                 fds[mine.rank] = make_memory("PeerMemory", "jitkern-peers", share_bytes)
-                made.map(mine.rank, fds[mine.rank])
-            return made
+                range_.map(mine.rank, fds[mine.rank])
+            return range_
 
         def write() -> None:
             for owner in peers:
@@ -281,11 +283,11 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
                 place, own = _place(other), _place(mine)
                 there = f"{own} reads in the memory of {place} what was not written there"
                 here = f"what {place} writes to the memory of {own} is not there"
-                for owner, what in ((other, there), (mine, here)):
+                for owner, symptom in ((other, there), (mine, here)):
                     at, expected = pattern(owner, other)
                     if bytes(range_.read(at, _PATTERN_BYTES, wait_s)) != expected:
                         raise UnsupportedError(
-                            f"PeerMemory: peer access gives wrong data: {what}; {_INSTEAD}, and "
+                            f"PeerMemory: peer access gives wrong data: {symptom}; {_INSTEAD}, and "
                             "see whether the IOMMU or PCIe ACS is in the way"
                         )
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tvm_ffi.error import register_error
 
-from jitkern.comm.args import call_cpp, choice_arg, device_arg, int_arg, seconds_arg
-from jitkern.errors import CommError, CommTimeoutError
+from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
+from jitkern.comm.args import call_cpp, namespace
+from jitkern.errors import CommError, CommTimeoutError, EarlierFault
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
@@ -29,7 +29,7 @@ WAYS = ("one_shot", "two_shot", "scatter", "meet")
 _TYPES = ("f32", "f16", "bf16")  # FloatType of csrc/ops/floats.h
 _CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 
-# "auto" is one shot up to so many bytes, by the number of ranks. Two H100s with NVLink, 1 / 2 / 4
+# "auto" is one shot up to this many bytes, by the number of ranks. Two H100s with NVLink, 1 / 2 / 4
 # MiB: 8.5 / 11.9 / 22.7 us in one shot, 8.9 / 14.9 / 21.6 in two.
 ONE_SHOT_BYTES = {
     2: 2 << 20,
@@ -57,30 +57,31 @@ host.builds("peer_reduce", kernel)
 class PeerReducer:
     """all_reduce and reduce_scatter of the ranks of one host, in one kernel, without NCCL.
 
-    For tensors so small that latency decides. A call is one launch on the current stream: a rank
+    Tensors are so small that latency decides. A call is one launch on the current stream: a rank
     writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank order,
     and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
     graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
-    one, whose stream must still exist; the caller orders graph replays. One thread at a time.
+    one, whose stream must still exist; the caller orders graph replays. One thread at a time may
+    use it.
 
     Parameters
     ----------
     addresses
-        Where each rank's workspace lies in this process, its own included: 2 to 8.
+        The address of each rank's workspace in this process, its own included: 2 to 8.
     rank, size
         This rank and the number of ranks.
     workspace_bytes
-        Of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must be
-        0xFF before the first call: see ``reset``.
+        Size of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must
+        be 0xFF before the first call: see ``reset``.
     device
         This rank's GPU, or the CPU.
     deadline_s
         Seconds that a kernel waits for other ranks; ``math.inf``: forever. After that it gives up
         and the workspace is broken: later calls do nothing, and raise.
     owner
-        Kept alive with the reducer: what keeps the workspaces mapped.
+        The object that keeps the workspaces mapped; it lives as long as the reducer.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class PeerReducer:
         call = "PeerReducer"
         self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
         self.rank: int = int_arg(call, "rank", rank, 0, self.size - 1)
-        if len(addresses) != self.size or any(one <= 0 or one % 16 for one in addresses):
+        if len(addresses) != self.size or any(at <= 0 or at % 16 for at in addresses):
             expected = f"{self.size} multiples of 16 bytes, not 0"
             raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
         self.device: torch.device = device_arg(call, "device", device)
@@ -106,15 +107,19 @@ class PeerReducer:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         one_shot_bytes = ONE_SHOT_BYTES[self.size]
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
-        functions = host.op("make_peer_reducer")(
-            ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
+        functions = namespace(
+            host.op("make_peer_reducer")(
+                ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
+            )
         )
-        self._all_reduce, self._reduce_scatter, self._reset, *others = functions
-        self._device_barrier, intact = others
+        self._all_reduce = functions.all_reduce
+        self._reduce_scatter = functions.reduce_scatter
+        self._device_barrier = functions.device_barrier
+        self._reset = functions.reset
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-        # For C++ that guards its own kernels: the barrier, and the address of the word by which
-        # kernels see that an earlier one was given up.
-        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(intact())
+        # For C++ that guards its own kernels: the barrier, and the address of the word that says
+        # whether an earlier barrier was given up.
+        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(functions.intact())
 
     @staticmethod
     def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
@@ -136,14 +141,16 @@ class PeerReducer:
             Same dtype and number of items: ``x`` itself, or memory of its own.
         algorithm : "auto", "one_shot" or "two_shot"
             One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum: less, in two trips. Default: by size; CPU: one shot.
+            sums one part and sends the sum: fewer bytes, in two trips. Default: by size; one shot
+            on the CPU.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            A wrong argument; traced; needs a gradient; two streams in one capture. Nothing is sent.
+            An argument is wrong or requires a gradient; the call is traced; it is on another stream
+            than a capture. Nothing is sent.
         CommTimeoutError
-            Ranks, which it names, did not come to an earlier call, or on the CPU to this one. All
+            Ranks did not come to an earlier call, or on the CPU to this one; it names them. All
             later calls raise it, until ``reset``.
         IndexError
             An earlier op on this GPU found an index out of range. The sum was made all the same.
@@ -151,7 +158,7 @@ class PeerReducer:
         way = ALGORITHMS.get(algorithm)
         if way is None:
             choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
-        if output is None or output is x:  # each tensor that C++ is given takes 0.2 us
+        if output is None or output is x:  # each tensor argument of C++ takes 0.2 us
             call_cpp("all_reduce", self._all_reduce, (x, None, way), "x", (x,))
             return x
         args = x, output, way
@@ -159,7 +166,7 @@ class PeerReducer:
         return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, perhaps that of ``x``."""
+        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, which may be in ``x``."""
         args = output, x
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 
@@ -184,17 +191,27 @@ class PeerReducer:
             torch.cuda.synchronize(self.device)
 
 
-_LATE = re.compile(r"(\w+): call (\d+) of rank (\d+): ranks? ([\d, ]+) did not come in time")
+def _late_call() -> dict[str, Any]:
+    """Return the facts of the late call that C++ has raised last on this thread."""
+    op, number, rank, missing = host.module()["last_late_call"]()
+    ranks = [peer for peer in range(MAX_RANKS) if missing >> peer & 1]
+    return {"op": str(op), "number": number, "rank": rank, "missing": ranks}
 
 
-class _PeersLateError(RuntimeError):
-    """What C++ raises, with a text only: becomes a CommTimeoutError."""
+class _PeersLate(RuntimeError):  # noqa: N818 - it becomes a CommTimeoutError
+    """Called by tvm-ffi with the text of a C++ error, which is all that it passes."""
 
     def __new__(cls, message: str) -> Any:
-        op, number, rank, missing = cast("re.Match[str]", _LATE.match(message)).groups()
-        ranks = [int(one) for one in missing.split(", ")]
-        return CommTimeoutError(message, op=op, number=int(number), rank=int(rank), missing=ranks)
+        return CommTimeoutError(message, **_late_call())
 
 
-register_error("jitkern.PeersLate", _PeersLateError)
+class EarlierCommTimeoutError(EarlierFault, CommTimeoutError):
+    """A late call that another op on the device has found."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, **_late_call())
+
+
+register_error("jitkern.PeersLate", _PeersLate)
+register_error("jitkern.EarlierPeersLate", EarlierCommTimeoutError)
 register_error("jitkern.PeersBroken", CommError)

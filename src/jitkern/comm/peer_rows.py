@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from jitkern.args import type_text
 from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import MAX_RANKS, PeerReducer
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, record_hint
-from jitkern.ops.common import type_text
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels
 
-# Vectors in flight, as of h2d_gather and d2h_scatter, which move the same bytes over each link.
+# Vectors in flight: those of h2d_gather and d2h_scatter, which move the same bytes over each link.
 _COPIES = {"peer_gather": ("PeerGather", 8), "peer_scatter": ("PeerScatter", 4)}
 _GATHER_NAMES = [
     " ".join([*(f"dsts[{rank}]" for rank in range(size)), "src", "pairs"])
@@ -34,9 +34,9 @@ def copy_kernels(op: str) -> host.Builder:
 
 @cache
 def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
-    """Return the device module that finds a rank's part of the pairs."""
-    (side, what), spec = HOST_SIDES[host_target], (index_bytes, host_target)
-    kernels = ("peer_lists", "comm/peer_lists.cu", "PeerPairs", f"peer_{what}")
+    """Return the device module that lists a rank's part of the pairs."""
+    (side, verb), spec = HOST_SIDES[host_target], (index_bytes, host_target)
+    kernels = ("peer_lists", "comm/peer_lists.cu", "PeerPairs", f"peer_{verb}")
     return load_sort(*kernels, spec, side, record_hint)
 
 
@@ -58,8 +58,8 @@ def peer_gather(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of every rank's ``dsts`` member.
 
-    For rows that all ranks of a host need from one host pool, such as MLA's latent cache. Each rank
-    fetches an equal part of the distinct rows over its own link, in the order of ``src``, and
+    It is for rows of a host pool that all ranks of the host need, such as MLA's latent cache. Each
+    rank fetches an equal part of the distinct rows over its own link, in the order of ``src``, and
     writes it to the memory of all. A row that is requested several times is fetched once. On the
     CPU each rank copies all rows to its own memory.
 
@@ -81,7 +81,7 @@ def peer_gather(
     group : PeerCommunicator or PeerReducer
         The ranks, with their barriers and deadline. One rank: ``h2d_gather``.
     num_sms : int, optional
-        Blocks of 1024 threads that read over the bus, as of ``h2d_gather``.
+        Blocks of 1024 threads that read over the bus, as in ``h2d_gather``.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def peer_gather(
         As ``h2d_gather``, on every rank; RuntimeError also if traced.
     CommTimeoutError
         Ranks did not come to an earlier call, or on the CPU to this one, within the group's
-        deadline. A rank that waited in vain writes nothing until the group's ``reset``.
+        deadline. A rank that has timed out writes nothing until the group's ``reset``.
     """
     reducer = _reducer("peer_gather", group)
     size = 1 if reducer is None else reducer.size
@@ -137,6 +137,6 @@ def _reducer(op: str, group: Any) -> PeerReducer | None:
         expected = "a PeerCommunicator or a PeerReducer"
         raise TypeError(f"{op}: group: {type_text(group)}, expected {expected}")
     if group.size > 1 and group.reducer is None:
-        given = "a PeerCommunicator without peer memory (closed, or of max_bytes 0)"
-        raise ValueError(f"{op}: group: {given}, expected one that has it")
+        came = "a PeerCommunicator without peer memory (closed, or of max_bytes 0)"
+        raise ValueError(f"{op}: group: {came}, expected one that has it")
     return group.reducer

@@ -1,14 +1,12 @@
-"""``Communicator``: what model code needs of its ranks, over any transport."""
+"""``Communicator``: the calls between ranks that model code needs, over any transport."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from torch import Tensor
 
 ReduceOp = Literal["sum", "prod", "max", "min", "avg"]
-Splits = Sequence[int] | None  # rows of each rank's part; None: equal parts
 REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)  # in NCCL's order
 
 C = TypeVar("C", bound="Closing")
@@ -35,7 +33,7 @@ class Communicator(Protocol):
     Tensors are contiguous, on the communicator's device. Calls are queued on the current stream; on
     the CPU they return when they are done. Each raises TypeError, ValueError or RuntimeError for a
     wrong or traced argument, when nothing was sent; CommError if the communicator is closed or has
-    failed; CommTimeoutError if other ranks did not come in time, whom it names.
+    failed; CommTimeoutError, which names them, if other ranks did not come in time.
     """
 
     @property
@@ -62,15 +60,7 @@ class Communicator(Protocol):
         """Send ``x`` to rank ``dst``, which calls ``recv``."""
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends."""
-
-    def all_to_all(
-        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> None:
-        """Send part r of ``x`` to rank r, and write what rank r sends to part r of ``output``.
-
-        Splits are each part's rows (of the first dimension), by rank; None: equal parts.
-        """
+        """Receive ``x`` from rank ``src``, which calls ``send``."""
 
     def barrier(self) -> None:
-        """Return when every rank has come to it, with all that was queued before it done."""
+        """Return when every rank has called it, and all earlier calls are done."""

@@ -1,6 +1,11 @@
-"""How ranks meet over a store of ``torch.distributed``, act together, and learn who is missing.
+"""Ranks meet over a ``torch.distributed`` store, exchange values, and learn who is missing.
 
-Ranks write keys to the store, and poll those of others. On one machine they also read ``/proc``.
+Ranks write keys to the store and poll the keys of others. On one machine they also read ``/proc``.
+
+Three kinds of threads run the methods of a ``Rendezvous``, which are in sections accordingly. The
+caller's thread runs the public ones. A store whose server is gone can block for minutes: so a
+helper thread, abandoned after a timeout, runs what accesses the store. One answering thread for
+each rendezvous looks four times a second whether another rank asks for this one's position.
 """
 
 from __future__ import annotations
@@ -8,42 +13,43 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import time
 import uuid
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-import jitkern
-from jitkern.comm.args import seconds_arg, serves, store_of
+from jitkern.args import seconds_arg
+from jitkern.comm.args import serves, store_of
 from jitkern.comm.threads import call_with_timeout, polls, watch
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
+from jitkern.version import __version__
 
 T = TypeVar("T")
-Missing = dict[int, str]  # ranks, each with what is known of it
-Places = dict[int, dict[str, Any]]  # ranks, each with what it has told of its calls
+Missing = dict[int, str]  # the reason why a rank is missing, by rank
 
-_ANSWER_S = 2.0  # for other ranks to tell their position: a call ends within its deadline + 5 s
+# How long to wait. A call ends within its deadline + 5 s.
+_ANSWER_S = 2.0  # until other ranks tell their position
 _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end of the process
-_LEAVE_S = 1.0  # for the store to take the reason of an end
-_LACKING = "has not come to it"
+_LEAVE_S = 1.0  # until the store has the reason of an end
+_NOT_COME = "has not come to it"
 _STEP_ERRORS = {kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)}
 
 
 class PeerInfo(NamedTuple):
-    """What a rank tells all others when they meet."""
+    """The facts that a rank tells all others when they meet."""
 
     rank: int
     pid: int
     host: str
-    pids: str  # equal where the same pid is the same process
+    pids: str  # equal if the same pid is the same process
     serves: bool  # the store's server is in this process
     nonce: str
     facts: dict[str, Any]
@@ -52,7 +58,10 @@ class PeerInfo(NamedTuple):
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
     def trouble(self, is_late: bool = True) -> str | None:
-        """Return what Linux knows of a process of this machine that has ended or is stopped."""
+        """Say if the process has ended or, unless it has time left, is stopped; None if not known.
+
+        Only Linux is asked, so only processes of this machine are known.
+        """
         if self.pids != _pids():
             return None
         try:
@@ -64,12 +73,21 @@ class PeerInfo(NamedTuple):
         return "does not answer: it is stopped" if is_late and state in "Tt" else None
 
 
+class Position(NamedTuple):
+    """The progress of a rank, which it tells when another one asks, and when it leaves."""
+
+    num_calls: int  # that all ranks make; -1: not known
+    last_op: str
+    end: str | None = None  # why it has left
+    has_failed: bool = False
+
+
 class Rendezvous:
     """The ranks of one communicator, memory or pool. Making one is collective.
 
-    ``position`` is a method that returns how many calls this rank has made and the last one's op;
-    a thread calls it. When its object is gone, the others hear that this rank has dropped it.
-    ``facts`` are JSON values, the same on all ranks except for keys that begin with ``_``.
+    ``position`` is a method that returns how many calls this rank has made and the last one's op.
+    When its object is gone, the others hear that this rank has dropped it. ``facts`` are JSON
+    values, the same on all ranks except for keys that begin with ``_``.
 
     Raises CommTimeoutError if ranks do not come, CommError if two are one rank or facts differ.
     """
@@ -88,53 +106,56 @@ class Rendezvous:
         self.timeout_s: float = seconds_arg(name, timeout_s)
         root, rank, size = store_of(name, group, rank, size)
         self.name, self.rank, self.size = name, rank, size
-        self._others = [one for one in range(size) if one != rank]
+        self._others = [other for other in range(size) if other != rank]
         self._end: str | None = None  # why it cannot be used any more
-        self._store: Store | None = None  # this rendezvous's own part of the store
-        self._keys: list[str] = []  # of the last exchange
+        self._has_failed = False
+        self._store: Store | None = None  # None: one rank is alone, or the store has failed
         self._num_exchanges = 0
+        self._last_keys: list[str] = []  # those of the last exchange
         self._position = None if position is None else weakref.WeakMethod(position)
-        facts = {"called": name, "jitkern": jitkern.__version__, "size": size, **(facts or {})}
+        facts = {"called": name, "size": size, **(facts or {})}
         process = os.getpid(), socket.gethostname(), _pids(), serves(root, rank)
-        self._mine = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
-        self._known = {rank: self._mine}
+        self._own = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
+        self._known = {rank: self._own}  # the ranks that have come so far
         if size > 1:
             root = PrefixStore("jitkern", root)
-            self._wait(lambda until: self._meet(root, until), timeout_s)
-            self._store = PrefixStore(_token(self._known), root)
-            watch("answer", self._look)
-        self.peers: list[PeerInfo] = [self._known[one] for one in range(size)]
-        for key in sorted({key for one in self.peers for key in one.facts if key[0] != "_"}):
-            if any(one.facts.get(key) != facts.get(key) for one in self.peers):
-                rows = "".join(f"\n  {one}  {one.facts.get(key)}" for one in self.peers)
+            self._run(lambda until: self._meet(root, until), timeout_s)
+            self._store = PrefixStore(self._token(), root)
+            watch("answer", self._answer)
+        self.peers: list[PeerInfo] = [self._known[peer] for peer in range(size)]
+        for key in sorted({key for peer in self.peers for key in peer.facts if key[0] != "_"}):
+            if any(peer.facts.get(key) != facts.get(key) for peer in self.peers):
+                rows = "".join(f"\n  {peer}  {peer.facts.get(key)}" for peer in self.peers)
                 error = CommError(f"{name}: {key}: differs, expected the same in all ranks:{rows}")
                 self.fail(error)
                 raise error
 
+    # -- on the caller's thread --------------------------------------------------------------------
+
     def check(self, op: str) -> None:
         """Raise CommError if an earlier call has failed, or this was closed."""
         end = self._end
-        if os.getpid() != self._mine.pid:
+        if os.getpid() != self._own.pid:
             end = "has been forked: this process is a child of the one that made it"
         if end is not None:
             raise CommError(f"{op}: {self.name}: this rank {end}; make a new one in all ranks")
 
     def fail(self, error: BaseException) -> None:
         """Allow no more calls, and tell the others. The first error is quoted."""
-        kind = type(error).__name__
-        text = short(error) if isinstance(error, Exception) else f"interrupted by {kind}"
-        self.close(f"has failed: {text}")
+        if self._end is None:
+            self._has_failed = True
+            kind = type(error).__name__
+            text = short(error) if isinstance(error, Exception) else f"interrupted by {kind}"
+            self.close(f"has failed: {text}")
 
     def close(self, how: str = "has closed it") -> None:
         """Allow no more calls, and tell the others."""
         if self._end is None:
             self._end = how
             store = self._store
-            if store is not None and os.getpid() == self._mine.pid:
+            if store is not None and os.getpid() == self._own.pid:
                 with suppress(Exception):  # the store may be gone
                     call_with_timeout(lambda: self._leave(store), 2 * _LEAVE_S)
-
-    # -- together ----------------------------------------------------------------------------------
 
     def exchange(
         self, name: str, value: Any = None, *, number: int = 0, timeout_s: float | None = None
@@ -149,62 +170,34 @@ class Rendezvous:
         store = self._store
         if store is None:
             return [value]
-        self._num_exchanges += 1
-        keys = [f"{self._num_exchanges}/{name}/{one}" for one in range(self.size)]
-        values: list[Any] = []
-
-        def work(until: float) -> Missing:
-            store.set(keys[self.rank], json.dumps(value))
-            for is_last in polls(until):
-                if store.check(keys):
-                    break
-                ends = {
-                    one: self.peers[one].trouble(is_last) or self._at(store, one).get("end")
-                    for one in self._others
-                }
-                # Read after `ends`: a value that a rank gave before it ended counts.
-                lacking = [one for one in self._others if not store.check([keys[one]])]
-                why = {one: text for one in lacking if (text := ends[one])}
-                if why or (is_last and lacking):
-                    return why or dict.fromkeys(lacking, _LACKING)
-            values.extend(json.loads(store.get(key)) for key in keys)
-            # All ranks have come to this exchange, so all have read the one before.
-            if self._keys:
-                store.delete_key(self._keys[self.rank])
-            self._keys = keys
-            return {}
-
-        self._wait(work, self.timeout_s if timeout_s is None else timeout_s, op, number)
-        return values
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        step = partial(self._exchange, store, name, value)
+        return self._run(step, timeout_s, op, number)
 
     def all_or_none(self, name: str, step: Callable[[], T]) -> T:
         """Do a step that every rank does, or raise on every rank: collective.
 
         All raise one kind of error, so that all fall back alike. The caller undoes its step.
         """
-        told, timeout_s = None, self.timeout_s
         try:
             result = step()
         except Exception as error:
-            told = [type(error).__name__, str(error)[:4000]]
-            if isinstance(error, TimeoutError):  # it has waited for the others already
-                timeout_s = _ANSWER_S + 1
+            # After a TimeoutError this rank has waited for the others already.
+            timeout_s = _ANSWER_S + 1 if isinstance(error, TimeoutError) else self.timeout_s
             with suppress(CommError):
-                self.exchange(name, told, timeout_s=timeout_s)
+                failure = [type(error).__name__, str(error)[:4000]]
+                self.exchange(name, failure, timeout_s=timeout_s)
             raise
-        for rank, told in enumerate(self.exchange(name)):
-            if told is not None:
-                kind, text = _STEP_ERRORS.get(told[0], CommError), told[1]
+        for rank, failure in enumerate(self.exchange(name)):
+            if failure is not None:
+                kind, text = _STEP_ERRORS.get(failure[0], CommError), failure[1]
                 raise kind(f"{self.name}: on rank {rank}: {text.removeprefix(f'{self.name}: ')}")
         return result
-
-    # -- who is missing ----------------------------------------------------------------------------
 
     def diagnose(
         self,
         op: str,
         number: int,
-        ops: Sequence[str] = (),
         *,
         peer: int = -1,
         because: BaseException | None = None,
@@ -212,79 +205,73 @@ class Rendezvous:
     ) -> CommError:
         """Find out who is missing in a call, return the error to raise, and allow no more calls.
 
-        Takes 3 s at most. ``ops`` are the call's and the next ones' if it may be one of these;
-        ``peer`` is the other rank of a send or recv. ``because`` is the error that ended the call.
-        Unless it is a TimeoutError, slow ranks still have time and are not missing.
+        Takes 3 s at most. ``peer`` is the other rank of a send or recv. ``because`` is the error
+        that ended the call. Unless it is a TimeoutError, slow ranks still have time and are not
+        missing.
         """
         is_late = because is None or isinstance(because, TimeoutError)
-        at, gone = self._ask([peer] if is_late and peer >= 0 else self._others, is_late)
-        if ops and at and not gone:
-            first = max(number, min(place["issued"] for place in at.values()) + 1)
-            last = min(first, number + len(ops) - 1)
-            op, number = ops[last - number], last
+        positions, gone = self._positions(
+            [peer] if is_late and peer >= 0 else self._others, is_late
+        )
         behind: Missing = {}
-        notes = []  # other ends, which are likely to be a consequence
-        failed = [one for one in at if str(at[one]["end"]).startswith("has failed")]
-        for one, place in at.items():
-            end, issued = place["end"] or "", place["issued"]
-            is_behind, progress = issued < number, "has made no call yet"
+        left_later = []  # ranks that came and left then: likely to be a consequence
+        for rank, position in positions.items():
+            is_behind, progress = position.num_calls < number, "has made no call yet"
             if peer >= 0:
-                is_behind, progress = one == peer, _LACKING
-            elif issued > 0:
-                progress = f"has come to call {issued} ({place['op']}) only"
-            if end and one not in failed and (is_behind or not is_late):
-                gone[one] = f"{progress}, and {end}" if is_behind and issued >= 0 else end
+                is_behind, progress = rank == peer, _NOT_COME
+            elif position.num_calls > 0:
+                progress = f"has come to call {position.num_calls} ({position.last_op}) only"
+            if position.end and not position.has_failed and (is_behind or not is_late):
+                is_told = is_behind and position.num_calls >= 0
+                gone[rank] = f"{progress}, and {position.end}" if is_told else position.end
             elif is_behind:
-                behind[one] = progress
-            elif end:
-                notes.append(f"{self.peers[one]} {end}")
-        why = gone or (behind if is_late or failed else {})
-        slow = [f"{self.peers[one]} {behind[one]}" for one in behind if why is not behind]
-        notes = slow if gone else [*slow, *notes]
-        if is_late or why:
-            limit_s = (self.timeout_s if timeout_s is None else timeout_s) if is_late else None
-            notes += [] if is_late else [short(because)]
-            error: CommError = self._late_error(op, number, peer, why, limit_s, *notes)
+                behind[rank] = progress
+            elif position.end:
+                left_later.append(f"{self.peers[rank]} {position.end}")
+        slow = [f"{self.peers[rank]} {progress}" for rank, progress in behind.items()]
+        if gone:
+            missing, notes = gone, slow
+        elif is_late or any(position.has_failed for position in positions.values()):
+            missing, notes = behind, left_later
         else:
-            notes = [short(because), *(notes or ["no rank has ended"])]
-            error = CommError(f"{op}: {'; '.join(notes)}")
+            missing, notes = {}, [*slow, *left_later] or ["no rank has ended"]
+        error: CommError
+        if is_late:
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            error = self._late_error(op, number, peer, missing, limit_s, *notes)
+        elif missing:
+            error = self._late_error(op, number, peer, missing, None, short(because), *notes)
+        else:
+            error = CommError("; ".join([f"{op}: {short(because)}", *notes]))
         error.__cause__ = because
         self.fail(error)
         return error
 
-    def _ask(self, ranks: Sequence[int], is_late: bool) -> tuple[Places, Missing]:
+    def _positions(
+        self, ranks: Sequence[int], is_late: bool
+    ) -> tuple[dict[int, Position], Missing]:
         """Return the positions of ranks, and why others do not answer."""
-        at: Places = {}
+        positions: dict[int, Position] = {}
         gone: Missing = {}
         silent, why = ranks, "does not answer: it has ended, is stopped, or hangs"
-
-        def work(store: Store) -> None:
-            self._tell(store)
-            store.set("trouble", "1")
-            begun = time.monotonic()
-            for _ in polls(begun + _ANSWER_S):
-                for one in ranks:
-                    at[one] = self._at(store, one)
-                    if text := self.peers[one].trouble(is_late):
-                        gone[one] = text
-                is_news = is_late or gone or time.monotonic() > begun + _NEWS_S
-                if is_news and all(one in gone or at[one] for one in ranks):
-                    return
-
         if (store := self._store) is not None:
+            ask = partial(self._ask, store, ranks, is_late, positions, gone)
             try:
-                call_with_timeout(lambda: work(store), _ANSWER_S + 0.5)
+                call_with_timeout(ask, _ANSWER_S + 0.5)
             except Exception as error:
                 self._store = None  # it hangs, or is gone
                 why = f"serves the store, which has failed: {short(error)}"
-                silent = [one for one in ranks if self.peers[one].serves]
-                gone.update(self._ended())
-        gone.update({one: why for one in silent if not at.get(one) and one not in gone})
-        return {one: place for one, place in at.items() if place and one not in gone}, gone
+                silent = [rank for rank in ranks if self.peers[rank].serves]
+                gone.update(self._in_trouble())
+        for rank in silent:
+            if rank not in positions:
+                gone.setdefault(rank, why)
+        return {rank: told for rank, told in positions.items() if rank not in gone}, gone
 
     def _late_error(
         self, op: str, number: int, peer: int, missing: Missing, limit_s: float | None, *notes: str
     ) -> CommTimeoutError:
+        """Return the error of a call that was late; if `limit_s` is None, that cannot be done."""
         where = f"rank {self.rank} of {self.size}"
         if peer >= 0:
             where = f"{where} {'to' if op == 'send' else 'from'} rank {peer}"
@@ -292,118 +279,203 @@ class Rendezvous:
             where = f"call {number} on {where}" if number else f"the set-up on {where}"
         when = "cannot be done" if limit_s is None else f"was not done within {limit_s:g} s"
         ranks, advice = sorted(missing), "if they are only slow, give a larger timeout_s"
-        texts = [f"{self._known.get(one, f'rank {one}')} {missing[one]}" for one in ranks]
-        if texts:
+        reasons = [f"{self._known.get(rank, f'rank {rank}')} {missing[rank]}" for rank in ranks]
+        if reasons:
             advice = f"see their logs for the reason, and {advice}"
-        why = "; ".join([*(texts or ["all ranks have come to it"]), *notes, advice])
+        why = "; ".join([*(reasons or ["all ranks have come to it"]), *notes, advice])
         text = f"{op}: {where} {when}: {why}"
         return CommTimeoutError(text, op=op, number=number, rank=self.rank, missing=ranks)
 
-    # -- this rank's position, for others ----------------------------------------------------------
-
-    def _look(self) -> bool:
-        """Answer if a rank asks. Returns whether to look again."""
-        if self._position is not None and self._position() is None:
-            self.close("has dropped it")
-        elif self._end is None and self._store is not None and self._store.check(["trouble"]):
-            self._tell(self._store)
-        return self._end is None
-
-    def _tell(self, store: Store) -> None:
-        position = None if self._position is None else self._position()
-        issued, op = (-1, "") if position is None else position()
-        told = {"issued": issued, "op": op, "end": self._end}
-        store.set(f"at/{self.rank}", json.dumps(told))
-
-    def _at(self, store: Store, rank: int) -> dict[str, Any]:
-        """Return what another rank has told, nothing if it has not."""
-        return json.loads(store.get(f"at/{rank}")) if store.check([f"at/{rank}"]) else {}
-
-    def _leave(self, store: Store) -> None:
-        """Tell the others why. The last rank to leave clears the store."""
-        self._tell(store)
-        num_left = store.add("left", 1)
-        if self._mine.serves and str(self._end).startswith("has failed"):
-            # This process is likely to end, and the store with it: first the others read its error.
-            for _ in polls(time.monotonic() + _LEAVE_S):
-                if (num_left := store.add("left", 0)) == self.size:
-                    break
-        if num_left == self.size:
-            keys = [f"{name}/{one}" for one in range(self.size) for name in ("at", "seen")]
-            for key in [*keys, *self._keys, "trouble", "left"]:
-                store.delete_key(key)
-
-    def _wait(
-        self, work: Callable[[float], Missing], timeout_s: float, op: str = "", number: int = 0
-    ) -> None:
-        """Call ``work(until)`` in a thread, and raise for the ranks that it returns."""
-        begun = time.monotonic()
+    def _run(
+        self, step: Callable[[float], T], timeout_s: float, op: str = "", number: int = 0
+    ) -> T:
+        """Run ``step(until)`` on a helper thread; name the ranks that are missing in it."""
+        begin_s = time.monotonic()
         try:
-            missing = call_with_timeout(lambda: work(begun + timeout_s), timeout_s + 1)
+            return call_with_timeout(lambda: step(begin_s + timeout_s), timeout_s + 1)
+        except _RanksMissing as error:
+            missing = error.ranks
         except CommError as error:
             self.fail(error)
             raise
         except (TimeoutError, RuntimeError) as error:
             hangs = isinstance(error, TimeoutError)
             text = "the store hangs" if hangs else f"the store has failed: {short(error)}"
-            missing = self._ended() or dict.fromkeys(self._others, f"{_LACKING}; {text}")
-        if missing:
-            limit_s = timeout_s if time.monotonic() - begun >= timeout_s else None
-            late = self._late_error(op or self.name, number, -1, missing, limit_s)
-            self.fail(late)
-            raise late
+            missing = self._in_trouble() or dict.fromkeys(self._others, f"{_NOT_COME}; {text}")
+        limit_s = timeout_s if time.monotonic() - begin_s >= timeout_s else None
+        late = self._late_error(op or self.name, number, -1, missing, limit_s)
+        self.fail(late)
+        raise late
 
-    def _ended(self) -> Missing:
-        """Return the known ranks that have ended or are stopped."""
-        return {one: why for one, info in self._known.items() if (why := info.trouble())}
+    # -- on a helper thread: these access the store ------------------------------------------------
 
-    def _meet(self, root: Store, until: float) -> Missing:
-        """Post what this rank tells of itself, until all ranks have seen the same of each other.
+    def _meet(self, root: Store, until: float) -> None:
+        """Write this rank's facts, until all ranks have seen the same facts of each other.
 
         A store may be used again, and may hold keys of an earlier run: all are overwritten, and
         ranks compare a token made of all nonces.
         """
-        mine, token = json.dumps(self._mine), ""
-        seen: list[str] = []
-        names = [f"rank/{one}" for one in range(self.size)]
-        root.set(names[self.rank], mine)
+        own_text, token = _packed(self._own), ""
+        seen: list[str] = []  # the keys by which ranks say that they have seen all
+        keys = [f"rank/{rank}" for rank in range(self.size)]
+        root.set(keys[self.rank], own_text)
         for _ in polls(until):
-            texts = [root.get(one).decode() if root.check([one]) else "" for one in names]
+            texts = [root.get(key) if root.check([key]) else None for key in keys]
             # Checked after reading: a rank that meets again has seen this meeting complete.
             if token and root.check(seen):
-                return {}
-            if texts[self.rank] != mine:
-                root.set(names[self.rank], mine)  # for the other process to see
-                both = f"{self._mine} and {PeerInfo(*json.loads(texts[self.rank]))}"
+                return
+            came = texts[self.rank]
+            if came is not None and came != own_text.encode():
+                root.set(keys[self.rank], own_text)  # so that the other process raises too
+                other = PeerInfo(*self._unpacked(keys[self.rank], came))
                 raise CommError(
-                    f"{self.name}: two processes are rank {self.rank}: {both}, expected one; "
-                    "give each set of ranks a PrefixStore of its own"
+                    f"{self.name}: two processes are rank {self.rank}: {self._own} and {other}, "
+                    "expected one; give each set of ranks a PrefixStore of its own"
                 )
-            told = {one: PeerInfo(*json.loads(text)) for one, text in enumerate(texts) if text}
-            self._known |= told
-            if len(self._known) == self.size and token != _token(self._known):
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    self._known[rank] = PeerInfo(*self._unpacked(keys[rank], text))
+            if len(self._known) == self.size and token != self._token():
                 if token:
                     root.delete_key(seen[self.rank])
-                token = _token(self._known)
-                seen = [f"{token}/seen/{one}" for one in range(self.size)]
+                token = self._token()
+                seen = [f"{token}/seen/{rank}" for rank in range(self.size)]
                 root.set(seen[self.rank], "1")
-        ended = self._ended()
-        late = [one for one in self._others if one not in self._known or one in ended]
-        late = late or [one for one in self._others if not root.check([seen[one]])]
-        return {one: ended.get(one, _LACKING) for one in late}
+        in_trouble = self._in_trouble()
+        late = [rank for rank in self._others if rank not in self._known or rank in in_trouble]
+        late = late or [rank for rank in self._others if not root.check([seen[rank]])]
+        raise _RanksMissing({rank: in_trouble.get(rank, _NOT_COME) for rank in late})
+
+    def _exchange(self, store: Store, name: str, value: Any, until: float) -> list[Any]:
+        self._num_exchanges += 1
+        keys = [f"{self._num_exchanges}/{name}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], _packed(value))
+        for is_last in polls(until):
+            if store.check(keys):
+                break
+            ends = {rank: self._end_of(store, rank, is_last) for rank in self._others}
+            # Read after `ends`: a value that a rank gave before it ended counts.
+            absent = [rank for rank in self._others if not store.check([keys[rank]])]
+            ended = {rank: end for rank in absent if (end := ends[rank])}
+            if ended or (is_last and absent):
+                raise _RanksMissing(ended or dict.fromkeys(absent, _NOT_COME))
+        values = [self._unpacked(key, store.get(key)) for key in keys]
+        # All ranks have come to this exchange, so all have read the one before.
+        if self._last_keys:
+            store.delete_key(self._last_keys[self.rank])
+        self._last_keys = keys
+        return values
+
+    def _end_of(self, store: Store, rank: int, is_last: bool) -> str | None:
+        """Return why another rank cannot come any more, None if it can."""
+        if trouble := self.peers[rank].trouble(is_last):
+            return trouble
+        position = self._position_of(store, rank)
+        return None if position is None else position.end
+
+    def _ask(
+        self,
+        store: Store,
+        ranks: Sequence[int],
+        is_late: bool,
+        positions: dict[int, Position],
+        gone: Missing,
+    ) -> None:
+        """Ask ranks for their positions; fill `positions` and `gone` as answers come."""
+        self._tell(store)
+        store.set("trouble", "1")
+        begin_s = time.monotonic()
+        for _ in polls(begin_s + _ANSWER_S):
+            for rank in ranks:
+                try:
+                    position = self._position_of(store, rank)
+                except CommError as error:
+                    gone[rank] = f"has given no sound answer: {short(error)}"
+                    continue
+                if position is not None:
+                    positions[rank] = position
+                if trouble := self.peers[rank].trouble(is_late):
+                    gone[rank] = trouble
+            has_news = is_late or gone or time.monotonic() > begin_s + _NEWS_S
+            if has_news and all(rank in gone or rank in positions for rank in ranks):
+                return
+
+    def _position_of(self, store: Store, rank: int) -> Position | None:
+        key = f"at/{rank}"
+        return Position(*self._unpacked(key, store.get(key))) if store.check([key]) else None
+
+    def _tell(self, store: Store) -> None:
+        """Write this rank's position."""
+        position = None if self._position is None else self._position()
+        num_calls, last_op = (-1, "") if position is None else position()
+        own = Position(num_calls, last_op, self._end, self._has_failed)
+        store.set(f"at/{self.rank}", _packed(own))
+
+    def _leave(self, store: Store) -> None:
+        """Tell the others why this rank leaves. The last rank to leave clears the store."""
+        self._tell(store)
+        num_left = store.add("left", 1)
+        if self._own.serves and self._has_failed:
+            # This process is likely to end, and the store with it: first the others read its error.
+            for _ in polls(time.monotonic() + _LEAVE_S):
+                if (num_left := store.add("left", 0)) == self.size:
+                    break
+        if num_left == self.size:
+            keys = [f"{name}/{rank}" for rank in range(self.size) for name in ("at", "seen")]
+            for key in [*keys, *self._last_keys, "trouble", "left"]:
+                store.delete_key(key)
+
+    # -- on the answering thread -------------------------------------------------------------------
+
+    def _answer(self) -> bool:
+        """Tell this rank's position if another one has asked. Return whether to look again."""
+        if self._position is not None and self._position() is None:
+            self.close("has dropped it")
+        elif self._end is None and self._store is not None and self._store.check(["trouble"]):
+            self._tell(self._store)
+        return self._end is None
+
+    # -- on any thread -----------------------------------------------------------------------------
+
+    def _in_trouble(self) -> Missing:
+        """Return the ranks that have ended or are stopped."""
+        return {rank: why for rank, info in self._known.items() if (why := info.trouble())}
+
+    def _token(self) -> str:
+        nonces = "".join(self._known[rank].nonce for rank in sorted(self._known))
+        return hashlib.sha256(nonces.encode()).hexdigest()[:24]
+
+    def _unpacked(self, key: str, data: bytes) -> Any:
+        """Return a rank's value, or raise CommError if a stranger or another version wrote it."""
+        head, _, text = data.partition(b" ")
+        if head.decode(errors="replace") != _head(text):
+            raise CommError(
+                f"{self.name}: {key} in the ranks' store: {data[:40]!r}, expected a value of "
+                f"jitkern {__version__}; install one version on all ranks, and give each set of "
+                "ranks a PrefixStore of its own"
+            )
+        return json.loads(text)
+
+
+class _RanksMissing(Exception):  # noqa: N818 - never leaves this file
+    def __init__(self, ranks: Missing) -> None:
+        self.ranks = ranks
+
+
+def _packed(value: Any) -> str:
+    """Return JSON after this version and a checksum: strangers may write to the store."""
+    text = json.dumps(value)
+    return f"{_head(text.encode())} {text}"
+
+
+def _head(text: bytes) -> str:
+    return f"jitkern-{__version__}-{zlib.crc32(text):08x}"
 
 
 def short(error: BaseException | None) -> str:
     """Return an error's first line, cut: errors quote each other."""
     line = (str(error).splitlines() or [repr(error)])[0].rstrip(":")
-    line = re.sub(r"^\[\S+:\d+\] ", "", line)  # gloo's source file and line
-    line = line.partition(". This is typically caused by")[0]
     return line if len(line) <= 240 else f"{line[:240]} ..."
-
-
-def _token(known: Mapping[int, PeerInfo]) -> str:
-    nonces = "".join(known[one].nonce for one in sorted(known))
-    return hashlib.sha256(nonces.encode()).hexdigest()[:24]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Waiting: polls with growing pauses, a call with a timeout, a thread that looks at intervals."""
+"""Waiting: polls with growing pauses, calls with a timeout, threads that look at intervals."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jitkern.fs import ForkLocal
 
 T = TypeVar("T")
 
-_LOOK_S = 0.25  # between two looks of a watch
-_STOP_S = 2.0  # for a watch to end with the interpreter
+_LOOK_S = 0.25  # the interval of a watch
+_STOP_S = 2.0  # how long the end of the interpreter waits for a watch
 
 _is_over = ForkLocal(threading.Event)
 _watches: ForkLocal[weakref.WeakSet[threading.Thread]] = ForkLocal(weakref.WeakSet)
 
 
 def polls(until: float) -> Iterator[bool]:
-    """Yield until ``time.monotonic()`` is `until`, each time whether it is; pauses grow."""
+    """Yield False after growing pauses until ``time.monotonic()`` is `until`, then True."""
     pause_s = 0.0005
     while (left_s := until - time.monotonic()) > 0:
         yield False
@@ -33,7 +33,7 @@ def polls(until: float) -> Iterator[bool]:
 
 
 def call_with_timeout(function: Callable[[], T], timeout_s: float) -> T:
-    """Call it in a thread; raise TimeoutError if it takes longer, and leave it running."""
+    """Call `function` in a thread; TimeoutError if it takes longer: then it goes on running."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -53,7 +53,7 @@ def call_with_timeout(function: Callable[[], T], timeout_s: float) -> T:
 
 
 def watch(name: str, look: Callable[[], bool]) -> None:
-    """Call it four times a second, in a thread of its own, until it returns False."""
+    """Call `look` four times a second, in a thread of its own, until it returns False."""
 
     def run() -> None:
         is_watched = True
@@ -64,12 +64,12 @@ def watch(name: str, look: Callable[[], bool]) -> None:
     thread = threading.Thread(target=run, name=f"jitkern-comm-{name}", daemon=True)
     thread.start()
     _watches.value.add(thread)
-    atexit.unregister(_end_watches)  # the last one registered is the first called
+    atexit.unregister(_end_watches)  # registered last, so that it is called first
     atexit.register(_end_watches)
 
 
 def _end_watches() -> None:
-    """End threads: an interpreter that ends while one is in a store's C++ code aborts."""
+    """End the watches: the interpreter aborts if it ends while one is in a store's C++ code."""
     _is_over.value.set()
     for thread in list(_watches.value):
         thread.join(_STOP_S)

@@ -1,66 +1,69 @@
-"""``TorchCommunicator``: the protocol over ``torch.distributed``, of any backend."""
+"""``TorchCommunicator``: the protocol over a gloo group of ``torch.distributed``, on the CPU."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from jitkern.comm import args
-from jitkern.comm.protocol import Closing, ReduceOp, Splits
+from jitkern.args import choice_arg, int_arg
+from jitkern.comm.args import store_of
+from jitkern.comm.protocol import REDUCE_OPS, Closing, ReduceOp
 from jitkern.comm.rendezvous import Rendezvous
+from jitkern.errors import UnsupportedError
 from jitkern.ops import dispatch
 
 dist: Any = torch.distributed
+_CPU = torch.device("cpu")
+_DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"  # that gloo reduces
 _TAG = 0x6A6B21  # nothing is ever sent under it
 _SOON_S = 0.001  # 0 would mean no deadline
-_LEFT_S = 1.0  # for a thread of gloo to leave a call after its connections are closed
-_LOOK_S = 0.25  # between two looks whether a rank of this machine has ended
+_LEAVE_S = 1.0  # a thread of gloo leaves a call this soon after its connections are closed
+_LOOK_S = 0.25  # the interval to look whether a rank of this machine has ended
 
 
 class TorchCommunicator(Closing):
-    """A ``Communicator`` over a group of ``torch.distributed``, of any backend.
+    """A ``Communicator`` over a gloo group of ``torch.distributed``, for tensors on the CPU.
 
-    Making one is collective. One thread at a time uses it; any thread may call ``abort``.
+    Making one is collective. One thread at a time uses it; any thread may call ``abort``. Over
+    NCCL use ``init_pynccl``, also between hosts.
 
-    With gloo, tensors are on the CPU, and a call returns when it is done or at its deadline (the
-    group's own if that is shorter), which closes the group's connections: gloo has no other way
-    out. If ranks give gloo different sizes, it ends their processes (SIGABRT).
-
-    With NCCL, tensors are on the current GPU, and calls are queued on the current stream. Their
-    deadline is that of ``init_process_group(timeout=...)``, after which torch ends the process.
+    A call returns when it is done or at its deadline (the group's own if that is shorter), which
+    closes the group's connections: gloo has no other way out. If ranks give gloo different sizes,
+    it ends their processes (SIGABRT).
 
     Parameters
     ----------
     group
-        Such as one of ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``. Default: torch's default group.
+        Its backend is ``"gloo"``, or ``"cpu:gloo,..."``. Default: torch's default group.
     timeout_s
         Seconds that each call, and this one, waits for other ranks.
 
     Raises
     ------
+    UnsupportedError
+        The group has no gloo.
     CommTimeoutError, CommError
         Ranks did not come, or have ended, and it names them; there is no group.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
-        call, self._group, self._issued, self._op = "TorchCommunicator", group, 0, ""
-        args.store_of(call, group, None, None)
-        backends = dict(one.split(":") for one in str(dist.get_backend_config(group)).split(","))
-        self._devices: list[torch.device] = []
-        if "cpu" in backends:
-            self._devices.append(torch.device("cpu"))
-        if backends.get("cuda", "gloo") != "gloo" and torch.cuda.is_available():
-            self._devices.append(torch.device("cuda", torch.cuda.current_device()))
-        facts = {"backends": backends}
+        call, self._group, self._num_calls, self._op = "TorchCommunicator", group, 0, ""
+        store_of(call, group, None, None)
+        backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+        if backends.get("cpu") != "gloo":
+            cure = "over NCCL use init_pynccl"
+            raise UnsupportedError(f"{call}: group: {backends}, expected cpu:gloo; {cure}")
+        gloo = (group or dist.group.WORLD)._get_backend(_CPU)
+        self._group_timeout_s: float = gloo.options._timeout.total_seconds()
         self._rendezvous = Rendezvous(
-            call, group, None, None, timeout_s=timeout_s, position=self._position, facts=facts
+            call, group, None, None, timeout_s=timeout_s, position=self._position
         )
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
@@ -68,71 +71,49 @@ class TorchCommunicator(Closing):
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
         self._check("all_reduce", x=x)
-        args.reduced_args("all_reduce", x, op)
+        _check_reduction("all_reduce", x, op)
         self._reduce("all_reduce", x.detach().view(-1), op)
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
         """Write every rank's ``x`` to ``output``; see ``Communicator.all_gather``."""
         self._check("all_gather", output=output, x=x)
-        args.gather_args("all_gather", output, x, self.size, "output")
+        self._check_items("all_gather", "output", output, x)
         self._run("all_gather", dist.all_gather_into_tensor, _bytes(output), _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` and write part ``rank`` of it; see ``Communicator.reduce_scatter``."""
-        call = "reduce_scatter"
-        self._check(call, output=output, x=x)
-        args.reduced_args(call, x, op)
-        args.gather_args(call, x, output, self.size, "x")
-        output, x = output.detach().view(-1), x.detach().view(-1)
-        if x.device.type == "cpu":  # what gloo does; its own wait has no deadline
-            whole = x.clone()
-            self._reduce(call, whole, op)
-            output.copy_(whole.view(self.size, output.numel())[self.rank])
-        else:
-            self._run(call, dist.reduce_scatter_tensor, output, x, op=self._reduce_op(op))
+        self._check("reduce_scatter", output=output, x=x)
+        _check_reduction("reduce_scatter", x, op)
+        self._check_items("reduce_scatter", "x", x, output)
+        # The same as gloo's reduce_scatter, whose own wait has no deadline.
+        whole = x.detach().clone().view(-1)
+        self._reduce("reduce_scatter", whole, op)
+        output = output.detach().view(-1)
+        output.copy_(whole.view(self.size, output.numel())[self.rank])
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to all ranks'; see ``Communicator.broadcast``."""
         self._check("broadcast", x=x)
-        args.rank_arg("broadcast", "src", src, self.size)
+        src = int_arg("broadcast", "src", src, 0, self.size - 1)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=src)
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``; see ``Communicator.send``."""
         self._check("send", x=x)
-        args.rank_arg("send", "dst", dst, self.size, other_than=self.rank)
+        dst = self._other_rank("send", "dst", dst)
         self._run("send", dist.isend, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
-        """Write to ``x`` what rank ``src`` sends; see ``Communicator.recv``."""
+        """Receive ``x`` from rank ``src``; see ``Communicator.recv``."""
         self._check("recv", x=x)
-        args.rank_arg("recv", "src", src, self.size, other_than=self.rank)
+        src = self._other_rank("recv", "src", src)
         self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
 
-    def all_to_all(
-        self, output: Tensor, x: Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> None:
-        """Send part r of ``x`` to rank r, and so on; see ``Communicator.all_to_all``."""
-        call = "all_to_all"
-        self._check(call, output=output, x=x)
-        if output.shape[1:] != x.shape[1:]:
-            given, expected = list(output.shape[1:]), list(x.shape[1:])
-            raise ValueError(f"{call}: output: rows of {given}, expected {expected} as x")
-        row_bytes = x.element_size() * prod(x.shape[1:])
-        outs = args.splits_arg(call, "output_splits", output_splits, output, self.size)
-        ins = args.splits_arg(call, "input_splits", input_splits, x, self.size)
-        sizes = [rows * row_bytes for rows in outs], [rows * row_bytes for rows in ins]
-        if row_bytes:  # also if this rank has no rows: others may have some for each other
-            self._run(call, dist.all_to_all_single, _bytes(output), _bytes(x), *sizes)
-
     def barrier(self) -> None:
-        """Return when every rank has come to it; see ``Communicator.barrier``."""
+        """Return when every rank has called it; see ``Communicator.barrier``."""
         self._rendezvous.check("barrier")
-        # A sum, since the barrier of torch's gloo has no deadline in all versions.
-        x = torch.zeros(1, dtype=torch.int32, device=self._devices[-1])
-        self._reduce("barrier", x, "sum")
-        if x.device.type != "cpu":
-            torch.cuda.current_stream(x.device).synchronize()
+        # A sum: the barrier of torch's gloo has a deadline in some versions only.
+        self._reduce("barrier", torch.zeros(1, dtype=torch.int32, device=_CPU), "sum")
 
     def abort(self) -> None:
         """Abort running calls, here and in the other ranks; any thread may.
@@ -140,10 +121,7 @@ class TorchCommunicator(Closing):
         The group's connections are closed. Calls that wait, and later ones, raise CommError.
         """
         self._rendezvous.close("has aborted it")
-        if self._devices[0].type == "cpu":
-            self._break_connections()
-        if self._devices[-1].type != "cpu":
-            (self._group or dist.group.WORLD).abort()
+        self._close_connections()
 
     def close(self) -> None:
         """Make no more calls, and tell the others; does not wait for them. The group stays."""
@@ -151,63 +129,77 @@ class TorchCommunicator(Closing):
 
     destroy = close
 
+    # -- arguments ---------------------------------------------------------------------------------
+
     def _check(self, call: str, **tensors: Any) -> None:
         self._rendezvous.check(call)
         for name, tensor in tensors.items():
-            args.tensor_arg(call, name, tensor, self._devices)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{call}: {name}: {type(tensor).__name__}, expected a tensor")
+            if tensor.device != _CPU:
+                raise ValueError(f"{call}: {name}: on {tensor.device}, expected on cpu")
+            if tensor.layout != torch.strided:
+                raise ValueError(f"{call}: {name}: {tensor.layout}, expected a dense tensor")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{call}: {name}: not contiguous, expected contiguous")
         if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
             dispatch.refuse(call, {}, tensors)
         x, output = tensors["x"], tensors.get("output", tensors["x"])
         if output.dtype != x.dtype:
             raise TypeError(f"{call}: output: {output.dtype}, expected {x.dtype} as x")
-        if output.device != x.device:
-            raise ValueError(f"{call}: output: on {output.device}, expected on {x.device} as x")
+
+    def _check_items(self, call: str, name: str, whole: Tensor, part: Tensor) -> None:
+        """Raise unless `whole`, the argument `name`, has the items of `size` parts."""
+        if whole.numel() != part.numel() * self.size:
+            expected = f"{part.numel() * self.size}, {part.numel()} for each of {self.size} ranks"
+            raise ValueError(f"{call}: {name}: {whole.numel()} items, expected {expected}")
+
+    def _other_rank(self, call: str, name: str, value: Any) -> int:
+        rank = int_arg(call, name, value, 0, self.size - 1)
+        if rank == self.rank:
+            raise ValueError(f"{call}: {name}: {rank}, expected another rank than this one")
+        return rank
+
+    # -- calls -------------------------------------------------------------------------------------
 
     def _position(self) -> tuple[int, str]:
-        return self._issued, self._op
-
-    def _reduce_op(self, op: ReduceOp) -> Any:
-        return getattr(dist.ReduceOp, "PRODUCT" if op == "prod" else op.upper())
+        return self._num_calls, self._op
 
     def _reduce(self, call: str, x: Tensor, op: ReduceOp) -> None:
-        # Gloo has no average; whole numbers are truncated as by NCCL.
-        is_divided = op == "avg" and x.device.type == "cpu"
-        reduce_op = self._reduce_op("sum" if is_divided else op)
-        self._run(call, dist.all_reduce, x, op=reduce_op)
-        if is_divided:
+        # Gloo has no average. Quotients of ints are truncated, as by NCCL.
+        name = {"avg": "SUM", "prod": "PRODUCT"}.get(op, op.upper())
+        self._run(call, dist.all_reduce, x, op=getattr(dist.ReduceOp, name))
+        if op == "avg":
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
     def _run(
         self, call: str, function: Callable[..., Any], x: Tensor, *more: Any,
-        peer: int = -1, **how: Any,
+        peer: int = -1, **options: Any,
     ) -> None:  # fmt: skip
-        """Make torch's call, and wait for it on the CPU. `peer`: of a call between two ranks."""
-        if not x.numel() and call != "all_to_all":
+        """Make torch's call and wait for it. `peer` is the other rank of a send or recv."""
+        if x.numel() == 0:
             return
         self._op = call
-        self._issued += peer < 0  # all ranks count the same calls
-        start_s, is_cpu, work = time.monotonic(), x.device.type == "cpu", None
         if peer < 0:
-            how["async_op"] = is_cpu
+            self._num_calls += 1  # all ranks count the same calls
+            options["async_op"] = True
+        limit_s = min(self._rendezvous.timeout_s, self._group_timeout_s)
+        deadline, work = time.monotonic() + limit_s, None
         try:
-            work = function(x, *more, group=self._group, **how)
-            if is_cpu:
-                self._wait(work, start_s + self._rendezvous.timeout_s, peer)
-            elif work is not None:
-                work.wait()  # on the stream
+            work = function(x, *more, group=self._group, **options)
+            self._wait(work, deadline, peer)
         except RuntimeError as error:
-            if is_cpu:
-                self._break_connections()
-                until = time.monotonic() + _LEFT_S
-                # Until gloo's thread has left the call it may write to the tensors.
-                while work is not None and not work.is_completed() and time.monotonic() < until:
-                    time.sleep(_SOON_S)
+            # An error before the deadline: a connection was closed.
+            because = TimeoutError(str(error)) if time.monotonic() >= deadline else error
+            self._close_connections()
+            until = time.monotonic() + _LEAVE_S
+            # Until gloo's thread has left the call it may write to the tensors.
+            while work is not None and not work.is_completed() and time.monotonic() < until:
+                time.sleep(_SOON_S)
             self._rendezvous.check(call)  # aborted by another thread
             raise self._rendezvous.diagnose(
-                *(call, self._issued),
-                peer=peer, because=TimeoutError(str(error)) if _is_timeout(error) else error,
-                timeout_s=min(self._rendezvous.timeout_s, round(time.monotonic() - start_s, 1)),
-            ) from error  # fmt: skip
+                call, self._num_calls, peer=peer, because=because, timeout_s=limit_s
+            ) from error
 
     def _wait(self, work: Any, deadline: float, peer: int) -> None:
         """Wait for a call of gloo, which may not hear of the end of a rank's process."""
@@ -215,28 +207,31 @@ class TorchCommunicator(Closing):
             try:
                 _wait_until(work, min(deadline, time.monotonic() + _LOOK_S))
                 return
-            except RuntimeError as error:
-                if not _is_timeout(error) or work.is_completed() or time.monotonic() >= deadline:
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() >= deadline:
                     raise
-            if any(one.trouble(is_late=False) for one in self._rendezvous.peers):
+            if any(info.trouble(is_late=False) for info in self._rendezvous.peers):
                 raise RuntimeError("gloo has not heard of it")
         _wait_until(work, deadline)
 
-    def _break_connections(self) -> None:
+    def _close_connections(self) -> None:
         """Have gloo close the group's connections, which ends the calls that wait on them.
 
-        It does so when a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
+        It does so if a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
         thread waiting for the group's own timeout, and so would the group's destructor.
         """
         for rank in range(self.size):
             if rank != self.rank:
-                nothing = torch.empty(1, dtype=torch.uint8)
-                try:
-                    work = dist.irecv(nothing, group=self._group, tag=_TAG, group_src=rank)
+                unused = torch.empty(1, dtype=torch.uint8, device=_CPU)
+                with suppress(RuntimeError):  # a timeout, or a connection that is closed already
+                    work = dist.irecv(unused, group=self._group, tag=_TAG, group_src=rank)
                     _wait_until(work, time.monotonic())
-                except RuntimeError as error:
-                    if _is_timeout(error):
-                        return
+
+
+def _check_reduction(call: str, x: Tensor, op: Any) -> None:
+    choice_arg(call, "op", op, REDUCE_OPS)
+    if str(x.dtype).removeprefix("torch.") not in _DTYPES.split(", "):
+        raise TypeError(f"{call}: x: {x.dtype}, expected one of {_DTYPES}")
 
 
 def _wait_until(work: Any, deadline: float) -> None:
@@ -244,10 +239,6 @@ def _wait_until(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SOON_S)))
 
 
-def _is_timeout(error: RuntimeError) -> bool:
-    return "imed out" in str(error)  # gloo's, or torch's
-
-
 def _bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor that is only moved: no backend then needs to know its dtype."""
+    """Return the bytes of a tensor that is only moved, so that gloo need not know its dtype."""
     return x.detach().view(-1).view(torch.uint8)

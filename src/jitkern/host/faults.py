@@ -49,8 +49,3 @@ def check(device: int | str | torch.device | None = None) -> None:
     if isinstance(device, bool) or not 0 <= device < host.module()["max_devices"]():
         raise ValueError(f"check: device: {device}, expected {_EXPECTED}")
     host.module()["check_faults"](device)
-
-
-def is_of_earlier_call(error: Exception) -> bool:
-    """Tell whether an op raised only the fault of an earlier call, by csrc/host/fault.cc's text."""
-    return "(found by an earlier call on cuda:" in str(error)

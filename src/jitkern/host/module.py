@@ -25,7 +25,7 @@ from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC
 from jitkern.env import settings
-from jitkern.errors import JitkernError
+from jitkern.errors import EarlierIndexError, EarlierRuntimeError, JitkernError
 from jitkern.fs import ForkLocal, digest, sha256
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def _initialised(found: Lookup[Module]) -> Lookup[Module]:
     global _found
     from tvm_ffi.error import register_error
 
-    register_error("jitkern.ThroughCpp", ThroughCpp)
+    for error in (ThroughCpp, EarlierIndexError, EarlierRuntimeError):
+        register_error(f"jitkern.{error.__name__}", error)
     found.loaded["set_resolver"](_resolve)
     found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
     _found = found

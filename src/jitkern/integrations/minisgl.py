@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jitkern
 from jitkern import comm as ranks
-from jitkern.comm.args import choice_arg
+from jitkern.args import choice_arg
 from jitkern.integrations import require_version, say_once
 
 # The engine's functions by their parameters: all of its commits are version 0.1.0.

@@ -10,13 +10,11 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import choice_arg, communicator_arg, int_arg, seconds_arg
+from jitkern.args import choice_arg, int_arg, seconds_arg, type_text
+from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
-from jitkern.errors import UnsupportedError
-from jitkern.host.faults import is_of_earlier_call
-from jitkern.ops import dispatch
-from jitkern.ops.common import type_text
+from jitkern.errors import EarlierFault, UnsupportedError
 from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"
@@ -26,17 +24,17 @@ _SMALL_BYTES = 16 << 20  # whole pages may take this, or twice the bytes of a ra
 
 
 class TPEmbedding(torch.nn.Module):
-    """``torch.nn.Embedding`` with its rows split over the ranks of a communicator.
+    """``torch.nn.Embedding`` with its rows split over the ranks of a communicator, for inference.
 
     All ranks get the table's rows bit for bit, NaN payloads and -0.0 included, in one of two ways:
 
-    ``"all_reduce"``: all ranks look up the same ids, and the result is the sum over the ranks, as
-    integers, of their rows, which are zeros if another rank holds them.
+    ``"all_reduce"``: all ranks look up the same ids. Each rank has the rows that it holds, and
+    zeros for the others; the result is their sum over the ranks, as integers.
 
     ``"peer"``: each rank reads each row from the ``comm.PeerMemory`` of the rank that holds it.
     That is one launch and not collective: ranks may look up different ids at different times.
     Making the module, ``load_full``, ``load_state_dict``, ``reset_parameters`` and ``fence`` are
-    collective. If a gradient is needed, rows are summed.
+    collective.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
     splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` assigns ids to
@@ -51,7 +49,7 @@ class TPEmbedding(torch.nn.Module):
     dtype, device
         A floating dtype, by default PyTorch's; the communicator's device.
     padding_idx : int, optional
-        As in ``torch.nn.Embedding``: its row starts as zeros and gets no gradient.
+        As in ``torch.nn.Embedding``: its row starts as zeros.
     num_added : int
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -65,14 +63,15 @@ class TPEmbedding(torch.nn.Module):
     Attributes
     ----------
     weight : torch.nn.Parameter
-        This rank's rows, those of ``vocab_range`` first, then those of ``added_range``, then zeros.
-        For ``"peer"`` other ranks read it: write to it only between two calls of ``fence``.
+        This rank's rows: those of ``vocab_range``, then those of ``added_range``, then zeros. It
+        requires no gradient. For ``"peer"`` other ranks read it: write to it only between two calls
+        of ``fence``.
     num_embeddings, embedding_dim, full_shape : int, int, (int, int)
-        Of the whole table, added rows included: its rows, the elements of one, and both.
+        Rows of the whole table, added ones included, elements of a row, and both.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
-        The one in use.
+        The method in use.
     """
 
     def __init__(
@@ -121,8 +120,8 @@ class TPEmbedding(torch.nn.Module):
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
         rows = like.new_empty(shape) if peers is None else peers.tensor(shape, like.dtype)
-        self.weight = torch.nn.Parameter(rows)
-        # The weight and all ranks' rows. A tuple: a module takes no parameter out of it.
+        self.weight = torch.nn.Parameter(rows, requires_grad=False)
+        # The weight and all ranks' rows. In a tuple: the module does not register it again.
         self._shared: tuple[Tensor, Tensor] | None = None
         if peers is not None:
             whole = peers.whole((shape[0] * comm.size, hidden_size), like.dtype)
@@ -130,32 +129,30 @@ class TPEmbedding(torch.nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_pretrained(
-        cls, embeddings: Any, freeze: bool = True, *, comm: Communicator, **options: Any
-    ) -> TPEmbedding:
+    def from_pretrained(cls, embeddings: Any, *, comm: Communicator, **options: Any) -> TPEmbedding:
         """Return the module of a whole table, as ``torch.nn.Embedding.from_pretrained`` does.
 
-        ``embeddings`` is what ``load_full`` takes. A tensor also gives the dtype and device,
+        ``embeddings`` is a table as for ``load_full``. A tensor also gives the dtype and device,
         unless ``options``, the other arguments of the module, do. Added tokens are its last rows.
         """
         num_rows, hidden_size = _shape_of(embeddings)
         if isinstance(embeddings, Tensor):
             options = {"dtype": embeddings.dtype, "device": embeddings.device, **options}
         vocab_size = num_rows - options.get("num_added", 0)
-        made = cls(vocab_size, hidden_size, comm=comm, **options)
-        made.load_full(embeddings)
-        made.weight.requires_grad_(not freeze)
-        return made
+        module = cls(vocab_size, hidden_size, comm=comm, **options)
+        module.load_full(embeddings)
+        return module
 
     def reset_parameters(self) -> None:
         """Draw normally distributed rows; that of ``padding_idx`` is zeros. Collective for "peer".
 
-        With one seed the ranks have different rows, and equal generators afterwards.
+        With the same seed, ranks get different rows, and their generators stay equal.
         """
-        held = [id_ for at, n in (self.vocab_range, self.added_range) for id_ in range(at, at + n)]
+        ranges = self.vocab_range, self.added_range
+        held = [id_ for start, length in ranges for id_ in range(start, start + length)]
         with self._fenced(), torch.no_grad():
-            small = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
-            drawn = torch.empty_like(self.weight, dtype=torch.float32 if small else None)
+            is_float8 = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
+            drawn = torch.empty_like(self.weight, dtype=torch.float32 if is_float8 else None)
             for rank in range(self.comm.size):
                 drawn.normal_()
                 if rank == self.comm.rank:
@@ -165,45 +162,43 @@ class TPEmbedding(torch.nn.Module):
                     self.weight.copy_(drawn)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, on the current stream. Differentiable in ``weight``.
+        """Return the rows of `ids`, on the current stream.
 
         ``ids`` are int32 or int64, of any shape, on the device of ``weight``; a negative one gives
-        zeros. An id of ``num_embeddings`` or more is an IndexError, as of ``indexing``.
+        zeros. An id of ``num_embeddings`` or more is an IndexError, as in ``indexing``. If
+        ``weight`` requires a gradient and gradients are enabled, RuntimeError.
 
-        Summing over ranks is collective, with the same ids, and a graph of ``torch.compile`` breaks
-        around it; another tracer is a RuntimeError. For ``"peer"`` that is so only if gradients are
-        enabled and ``weight`` requires one, on all ranks or on none.
+        Summing over ranks is collective, with the same ids. ``torch.compile`` breaks its graph
+        around it; other tracers raise RuntimeError.
         """
+        weight, shared = self.weight, self._shared
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{OP}: weight: requires a gradient, expected none: it is for inference; train "
+                "with torch.nn.functional.embedding, or call under torch.no_grad()"
+            )
         if isinstance(ids, Tensor) and not ids.is_contiguous():
             ids = ids.contiguous()
-        weight, shared = self.weight, self._shared
         if not self._is_split:
-            found = indexing(weight, ids)
-        elif (  # unless another tensor is in its place, by torch.func.functional_call
-            shared is not None
-            and weight is shared[0]
-            and not (torch.is_grad_enabled() and weight.requires_grad)
-        ):
+            return indexing(weight, ids)
+        # torch.func.functional_call may have put another tensor in the place of the weight, which
+        # other ranks cannot read.
+        if shared is not None and weight is shared[0]:
             return indexing(shared[1], ids)
-        else:
-            call = weight, ids, self._part, self.num_embeddings, self.comm
-            if torch.compiler.is_dynamo_compiling():
-                from jitkern.nn import untraced
+        call = weight, ids, self._part, self.num_embeddings, self.comm
+        if torch.compiler.is_dynamo_compiling():
+            from jitkern.nn import untraced
 
-                found = cast("Tensor", untraced.call(look_up, *call))
-            else:
-                found = look_up(*call)
-        if self.padding_idx is None or not (found.requires_grad and torch.is_grad_enabled()):
-            return found
-        return torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
+            return cast("Tensor", untraced.call(look_up, *call))
+        return look_up(*call)
 
     def load_full(self, weight: Any) -> None:
         """Copy this rank's rows of the whole table into ``weight``; read no other rows.
 
-        ``weight`` is a tensor of any device and dtype, also one mapped from a file, or what is
-        sliced like one: ``safetensors.safe_open(...).get_slice(name)``. Collective for ``"peer"``,
-        like ``load_state_dict``. The memory stays the same, and CUDA graphs stay valid. After a
-        CommTimeoutError make a new module to load again.
+        ``weight`` is a tensor of any device and dtype, also one mapped from a file, or an object
+        that can be sliced like one: ``safetensors.safe_open(...).get_slice(name)``. Collective for
+        ``"peer"``, like ``load_state_dict``. The memory stays the same, and CUDA graphs stay valid.
+        After a CommTimeoutError make a new module to load again.
         """
         shape = _shape_of(weight)
         if shape != self.full_shape:
@@ -215,8 +210,8 @@ class TPEmbedding(torch.nn.Module):
     def fence(self) -> None:
         """Wait for this rank's GPU, then for all ranks; nothing for ``"all_reduce"``. Collective.
 
-        For writes to ``weight`` other than by ``load_full``: call it before and after them. Not
-        inside a stream capture.
+        Call it before and after writes to ``weight`` other than by ``load_full``, and not inside a
+        stream capture.
         """
         if self._peers is None:
             return
@@ -225,10 +220,10 @@ class TPEmbedding(torch.nn.Module):
         self._peers.barrier()
 
     def extra_repr(self) -> str:
-        """Return what ``print`` shows of the module."""
+        """Return the text of the module for ``print``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        given = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}"
-        return f"{given}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
+        sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}"
+        return f"{sizes}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
@@ -245,20 +240,20 @@ class TPEmbedding(torch.nn.Module):
             # Not by PyTorch: with assign=True it would replace `weight` by another tensor.
             with self._fenced():
                 _write(self.weight, [value])
-            state_dict = {name: one for name, one in state_dict.items() if name != key}
+            state_dict = {name: entry for name, entry in state_dict.items() if name != key}
             missing = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *more)
 
     def _apply(self, fn: Any, recurse: bool = True) -> TPEmbedding:
         if self._peers is None:
             return cast("TPEmbedding", super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
-        like = self.weight.new_empty(0)
-        made = fn(like)
-        if (made.dtype, made.device) != (like.dtype, like.device):
-            given, own = (f"{str(one.dtype)[6:]} on {one.device}" for one in (made, like))
+        before = self.weight.new_empty(0)
+        after = fn(before)
+        if (after.dtype, after.device) != (before.dtype, before.device):
+            came, expected = (f"{str(x.dtype)[6:]} on {x.device}" for x in (after, before))
             raise RuntimeError(
-                f"{OP}: weight: {given}, expected {own}: it is in memory that other ranks read; "
-                "make a new module with dtype= and device="
+                f"{OP}: weight: {came}, expected {expected}: it is in memory that other ranks "
+                "read; make a new module with dtype= and device="
             )
         return self
 
@@ -281,32 +276,17 @@ class TPEmbedding(torch.nn.Module):
 # -- a look-up that sums over ranks ----------------------------------------------------------------
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """In place. The gradient of the sum, which every rank has, is that of its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, comm: Communicator) -> Tensor:
-        ctx.mark_dirty(_add_up(rows, comm))
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
     ranges: dict[str, Any] = {"vocab_range": part.vocab_range, "added_range": part.added_range}
-    earlier: Exception | None = None
+    earlier: EarlierFault | None = None
     while True:
         try:
             rows = indexing(weight, ids, **ranges, vocab_size=num_ids)
             break
-        except Exception as error:
-            if not is_of_earlier_call(error):
-                raise
-            # Ranks hear of an earlier fault at different calls. This one makes its sum all the
-            # same: otherwise its next sum would meet this one of the others.
+        except EarlierFault as error:
+            # Ranks hear of an earlier fault at different calls. This call makes its sum all the
+            # same: otherwise this rank's next sum would meet the others' sum of this call.
             earlier = earlier or error
     if (
         type(rows).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -319,32 +299,28 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
             "place in torch.export, make_fx, torch.jit.trace and torch.func; torch.compile ends a "
             "graph here"
         )
-    if dispatch.wants_gradient(rows):
-        rows = cast("Tensor", _SumOverRanks.apply(rows, comm))  # type: ignore[no-untyped-call]
-    else:
-        _add_up(rows, comm)
+    _add_up(rows, comm)
     if earlier is not None:
         raise earlier
     return rows
 
 
-def _add_up(rows: Tensor, comm: Communicator) -> Tensor:
+def _add_up(rows: Tensor, comm: Communicator) -> None:
     """Sum over ranks, at most one of which has bits other than zero: exact for any bits.
 
     A sum of floats would turn -0.0 into 0.0 and change NaNs. NCCL and gloo both sum int32 and
     uint8, and not int16.
     """
     if rows.numel() > 0:  # on every rank
-        flat = rows.detach().view(-1)
+        flat = rows.view(-1)
         comm.all_reduce(flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8))
-    return rows
 
 
 # -- which rows a rank holds -----------------------------------------------------------------------
 
 
 class Part(NamedTuple):
-    """What one rank holds: ids of the vocabulary, then added ones, then zeros."""
+    """The rows of one rank: ids of the vocabulary, then added ones, then zeros."""
 
     num_rows: int  # the same on all ranks
     vocab_range: tuple[int, int]  # (start, length)
@@ -354,7 +330,7 @@ class Part(NamedTuple):
 def part_of(
     vocab_size: int, num_added: int, rank: int, size: int, rows_per_rank: int | None = None
 ) -> Part:
-    """Return a rank's part; without ``rows_per_rank`` added ids are split by themselves."""
+    """Return a rank's part. Without ``rows_per_rank``, added ids are split separately."""
 
     def range_of(first: int, count: int, begin: int, end: int) -> tuple[int, int]:
         start = min(max(first, begin), end)
@@ -376,23 +352,23 @@ def part_of(
 def _parts_of(whole: Any, part: Part) -> list[Tensor]:
     """Return a rank's rows of the whole table, those of each range that is not empty."""
     parts = [whole[start : start + n] for start, n in (part.vocab_range, part.added_range) if n]
-    for one in parts:
-        if not isinstance(one, Tensor):
-            raise TypeError(f"{OP}: weight: slices are {type_text(one)}, expected tensors")
+    for rows in parts:
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{OP}: weight: slices are {type_text(rows)}, expected tensors")
     return parts
 
 
 def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy `parts` to `to`, one after the other, and write zeros after them."""
+    """Copy `parts` to the first rows of `to`, and zero the rest."""
     with torch.no_grad():
         row = 0
-        for one in parts:
-            to[row : row + len(one)].copy_(one)
-            row += len(one)
+        for rows in parts:
+            to[row : row + len(rows)].copy_(rows)
+            row += len(rows)
         to[row:].zero_()
 
 
-# -- memory that ranks read each other's rows in ---------------------------------------------------
+# -- memory in which ranks read each other's rows --------------------------------------------------
 
 
 def rows_in_pages(num_rows: int, size: int, row_bytes: int) -> int:

@@ -1,11 +1,10 @@
 // The calls of an NCCL communicator for Python.
-#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/function.h>
 
 #include <memory>
-#include <vector>
 
 #include "comm/communicator.h"
 #include "host/objects.h"
@@ -14,7 +13,6 @@ namespace jitkern {
 
 namespace {
 
-using tvm::ffi::Array;
 using tvm::ffi::Function;
 using tvm::ffi::Map;
 using tvm::ffi::String;
@@ -40,9 +38,10 @@ constexpr Reducible kReducible[] = {
 
 // NCCL's number for a dtype that it can reduce, or TypeError.
 int reduced_as(const Operand& x) {
-  for (const Reducible& one : kReducible) {
-    if (x.dl->dtype.code == one.code && x.dl->dtype.bits == one.bits && x.dl->dtype.lanes == 1) {
-      return one.nccl;
+  const DLDataType dtype = x.dl->dtype;
+  for (const Reducible& known : kReducible) {
+    if (dtype.code == known.code && dtype.bits == known.bits && dtype.lanes == 1) {
+      return known.nccl;
     }
   }
   x.type_error("dtype " + x.dtype_name(),
@@ -82,7 +81,7 @@ int64_t reduce_scatter(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg
   });
 }
 
-// Calls that only copy send bytes, so that they take any dtype with any version of NCCL.
+// Calls that only copy send bytes: so they take any dtype with any version of NCCL.
 
 int64_t all_gather(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg) {
   const Operand output = operand(comm, "all_gather", "output", output_arg);
@@ -134,67 +133,6 @@ int64_t recv(NcclCommunicator& comm, AnyView x, AnyView src) {
                         });
 }
 
-// The bytes of each rank's part: the splits count rows of the first dimension; None: equal parts.
-std::vector<i64> part_bytes(const NcclCommunicator& comm, const Operand& tensor,
-                            const char* splits_arg, AnyView splits_given) {
-  const i64 size = comm.size;
-  const i64 rows = tensor.dl->ndim == 0 ? 1 : tensor.dl->shape[0];
-  if (is_none(splits_given)) {
-    if (rows % size != 0) {
-      tensor.shape_error(
-          str("a first dimension that divides by ", size, " ranks; else give ", splits_arg));
-    }
-    return std::vector<i64>(static_cast<size_t>(size), tensor.bytes / size);
-  }
-  const auto splits = splits_given.cast<Array<int64_t>>();  // none is negative: see rows_arg
-  std::vector<i64> parts;
-  i64 total = 0;
-  for (const int64_t split : splits) {
-    parts.push_back(rows == 0 ? 0 : split * (tensor.bytes / rows));
-    total += split;
-  }
-  if (static_cast<i64>(parts.size()) != size || total != rows) {
-    raise_value_error("all_to_all", splits_arg,
-                      str(parts.size(), " numbers, ", total, " rows in all"),
-                      str(size, ", one for each rank, and ", rows, " rows as in ", tensor.arg));
-  }
-  return parts;
-}
-
-int64_t all_to_all(NcclCommunicator& comm, AnyView output_arg, AnyView x_arg, AnyView output_splits,
-                   AnyView input_splits) {
-  const Operand output = operand(comm, "all_to_all", "output", output_arg);
-  const Operand x = operand(comm, "all_to_all", "x", x_arg);
-  x.same_dtype(output);
-  const auto received = part_bytes(comm, output, "output_splits", output_splits);
-  const auto sent = part_bytes(comm, x, "input_splits", input_splits);
-  const size_t own = static_cast<size_t>(comm.rank);
-  if (received[own] != sent[own]) {
-    output.value_error(str(received[own], " bytes from this rank itself"),
-                       str(sent[own], ", as x has for it"));
-  }
-  output.apart_from(x, nullptr, kOwnMemory);
-  const int size = comm.size;
-  return comm.call("all_to_all", -1, [=](const Nccl& nccl, NcclComm handle, CUstream stream) {
-    NcclResult first = nccl.ncclGroupStart();
-    if (first != kNcclSuccess) return first;
-    const auto note = [&first](NcclResult result) {
-      if (first == kNcclSuccess) first = result;
-    };
-    const char* from = x.data;
-    char* to = output.data;
-    for (int peer = 0; peer < size; ++peer) {
-      const auto out = static_cast<size_t>(sent[peer]), in = static_cast<size_t>(received[peer]);
-      if (out > 0) note(nccl.ncclSend(from, out, kNcclUint8, peer, handle, stream));
-      if (in > 0) note(nccl.ncclRecv(to, in, kNcclUint8, peer, handle, stream));
-      from += out;
-      to += in;
-    }
-    note(nccl.ncclGroupEnd());
-    return first;
-  });
-}
-
 // Puts the work on torch's current stream under the deadline.
 int64_t watch(NcclCommunicator& comm, AnyView word) {
   operand(comm, "watch", "word", word);
@@ -217,7 +155,6 @@ Map<String, Function> make_nccl_communicator(int ordinal, int rank, int size, do
           {"broadcast", bound(comm, broadcast)},
           {"send", bound(comm, send)},
           {"recv", bound(comm, recv)},
-          {"all_to_all", bound(comm, all_to_all)},
           {"barrier", bound(comm, barrier)},
           {"watch", bound(comm, watch)},
           {"open", method(comm, &NcclCommunicator::open)},
@@ -225,7 +162,6 @@ Map<String, Function> make_nccl_communicator(int ordinal, int rank, int size, do
           {"finish", method(comm, &NcclCommunicator::finish)},
           {"free", method(comm, &NcclCommunicator::free)},
           {"abort", method(comm, &NcclCommunicator::abort)},
-          {"mark", method(comm, &NcclCommunicator::mark)},
           {"register_memory", method(comm, &NcclCommunicator::register_memory)},
           {"progress", method(comm, &NcclCommunicator::progress)}};
 }

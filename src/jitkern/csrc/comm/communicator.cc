@@ -1,12 +1,10 @@
 #include "comm/communicator.h"
 
-#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <thread>
 #include <utility>
 
@@ -15,7 +13,6 @@
 namespace jitkern {
 
 using tvm::ffi::Any;
-using tvm::ffi::Array;
 using tvm::ffi::Map;
 using tvm::ffi::String;
 
@@ -26,11 +23,8 @@ double now_s() {
   return std::chrono::duration<double>(now).count();
 }
 
-// Calls within this time of each other are one burst.
-constexpr double kBurstS = 1e-3;
-
 // How long an abort waits for a thread to return from NCCL by itself.
-constexpr std::chrono::seconds kWayOut{1};
+constexpr std::chrono::seconds kAbortGrace{1};
 
 }  // namespace
 
@@ -43,7 +37,8 @@ NcclCommunicator::NcclCommunicator(int ordinal, int rank, int size, double timeo
       nccl_(Nccl::get()) {}
 
 NcclCommunicator::~NcclCommunicator() {
-  for (const Entry& entry : log_) destroy_event(entry.event);
+  forget_oldest(pending_.size());
+  for (const CUevent event : free_events_) destroy_event(event);
 }
 
 CallStatus NcclCommunicator::open(const tvm::ffi::Bytes& unique_id) {
@@ -57,13 +52,13 @@ CallStatus NcclCommunicator::open(const tvm::ffi::Bytes& unique_id) {
   comm_ = comm;
   is_stopped_ = false;
   if (!is_aborted_) return kCallDone;
-  abort();  // its maker has given up meanwhile
+  abort();  // the thread that made it has given up meanwhile
   return kCallStopped;
 }
 
 CallStatus NcclCommunicator::failed(const std::string& why) {
-  const std::lock_guard<std::mutex> lock(asking_);
-  trouble_ = why;
+  const std::lock_guard<std::mutex> lock(log_);
+  error_ = why;
   is_broken_ = true;
   return kCallFailed;
 }
@@ -72,91 +67,87 @@ CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run)
   const ContextScope scope(device_);
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
   const bool is_captured = is_capturing(stream);
-  // A call of two ranks always has an event: its order among the calls of all ranks is not known.
-  const bool begins_burst =
-      std::isfinite(timeout_s_) && (peer >= 0 || now_s() - marked_s_ > kBurstS);
   if (!is_captured) {
-    const bool has_moved = stream != last_stream_;
-    if (has_moved || begins_burst) mark_now();
-    if (has_moved && last_event_ != nullptr) wait_for(stream, last_event_);
-  }
-  const u64 begun = num_begun_.load(std::memory_order_relaxed) + 1;
-  if (begun % kStep == 0 && begun > 2 * kStep && !is_captured) {
-    const Entry& older = log_[(begun - 2 * kStep) % kLog];
-    const CallStatus status = older.state == kMarked ? wait_until(older.event) : kCallDone;
+    const CallStatus status = wait_for_room();
     if (status != kCallDone) return status;
+    if (last_event_ != nullptr && stream != last_stream_) wait_for(stream, last_event_);
   }
-  Entry& entry = log_[begun % kLog];
-  entry.op = op;
-  entry.peer = peer;
-  entry.number = peer < 0 ? ++num_of_all_ : num_of_all_.load();
-  entry.begin_s = now_s();
-  entry.state = kOpen;
-  num_begun_.store(begun, std::memory_order_release);
+  {
+    const std::lock_guard<std::mutex> lock(log_);
+    if (peer < 0) ++num_calls_;
+    last_op_ = op;
+    pending_.push_back({op, num_calls_, peer, now_s(), nullptr});
+  }
   try {
-    const CallStatus status = queue_now(entry, is_captured, stream, run);
-    if (status == kCallDone && !is_captured) {
-      last_stream_ = stream;
-      last_open_ = begun;
-      if (begins_burst || (begun % kStep == 0 && std::isfinite(timeout_s_))) mark_now();
+    const CallStatus status = queue_now(stream, run);
+    if (status != kCallDone) return status;
+    const CUevent event = is_captured ? nullptr : record_event(stream);
+    const std::lock_guard<std::mutex> lock(log_);
+    if (is_captured) {
+      // It runs when the graph is replayed, which is not seen here.
+      ++num_captured_;
+      pending_.pop_back();
+    } else {
+      pending_.back().event = event;
     }
-    if (status == kCallDone) num_queued_.store(begun, std::memory_order_release);
-    return status;
+    return kCallDone;
   } catch (...) {  // an error of the driver: the queued work has no event
     failed(str(op, " has failed, and may have been sent"));
     throw;
   }
 }
 
-CallStatus NcclCommunicator::queue_now(Entry& entry, bool is_captured, CUstream stream,
-                                       const Queue& run) {
+CallStatus NcclCommunicator::queue_now(CUstream stream, const Queue& run) {
   const std::lock_guard<std::timed_mutex> lock(used_);
   if (is_stopped_) return kCallStopped;
   const NcclResult result = run(nccl_, comm_, stream);
   if (is_stopped_) return kCallStopped;  // aborted meanwhile
-  if (result != kNcclSuccess) return failed(nccl_.text_of(result));
-  if (is_captured) {
-    // It is done when the graph is replayed, which is not seen here.
-    ++num_captured_;
-    entry.state = kUntold;
+  return result == kNcclSuccess ? kCallDone : failed(nccl_.text_of(result));
+}
+
+CallStatus NcclCommunicator::wait_for_room() {
+  CUevent event = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(log_);
+    if (pending_.size() < kMostPending) return kCallDone;
+    event = pending_[kStep - 1].event;
   }
+  const CallStatus status = wait_until(event);
+  if (status != kCallDone) return status;
+  const std::lock_guard<std::mutex> lock(log_);
+  // `progress` may have forgotten them meanwhile.
+  if (pending_.size() == kMostPending) forget_oldest(kStep);
   return kCallDone;
 }
 
-void NcclCommunicator::mark_now() {
-  if (last_open_ <= last_marked_) return;
-  Entry& entry = log_[last_open_ % kLog];
-  const RelaxedCapture relaxed;
-  if (entry.event == nullptr) entry.event = make_event();
-  if (!is_capturing(last_stream_)) {
-    record(entry.event, last_stream_);
-    // Another thread may have begun to capture meanwhile: then the event may not be queried.
-    if (!is_capturing(last_stream_)) {
-      last_event_ = entry.event;
-      entry.state = kMarked;
+CUevent NcclCommunicator::record_event(CUstream stream) {
+  CUevent event = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(log_);
+    if (!free_events_.empty()) {
+      event = free_events_.back();
+      free_events_.pop_back();
     }
   }
-  // Earlier calls are done before a capture: PyTorch has waited for the GPU.
-  for (u64 n = last_marked_ + 1; entry.state == kOpen && n < last_open_; ++n) {
-    log_[n % kLog].state = kUntold;
-  }
-  if (entry.state == kOpen) entry.state = kUntold;
-  last_marked_ = last_open_;
-  marked_s_ = now_s();
+  const RelaxedCapture relaxed;
+  if (event == nullptr) event = make_event();
+  record(event, stream);
+  last_event_ = event;
+  last_stream_ = stream;
+  return event;
 }
 
-void NcclCommunicator::mark() {
-  // A thread that holds it is in a call, perhaps for ever, or has marked what it waits for.
-  const std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-  if (!turn.owns_lock() || is_stopped_) return;
-  const ContextScope scope(device_);
-  mark_now();
+void NcclCommunicator::forget_oldest(size_t count) {
+  for (; count > 0; --count) {
+    const CUevent event = pending_.front().event;
+    if (event != nullptr) free_events_.push_back(event);
+    pending_.pop_front();
+  }
 }
 
 CallStatus NcclCommunicator::wait_done() {
   const std::lock_guard<std::mutex> turn(turn_);
   const ContextScope scope(device_);
-  mark_now();
   if (last_event_ != nullptr) return wait_until(last_event_);
   return is_stopped_ ? kCallStopped : kCallDone;
 }
@@ -202,7 +193,7 @@ void NcclCommunicator::abort() {
   // Kernels that wait for missing ranks end within 4 ms each, and NCCL waits for them. A thread
   // that is connecting to missing ranks in NCCL returns too, as with PyTorch's watchdog.
   std::unique_lock<std::timed_mutex> lock(used_, std::defer_lock);
-  static_cast<void>(lock.try_lock_for(kWayOut));
+  static_cast<void>(lock.try_lock_for(kAbortGrace));
   const NcclComm comm = comm_.exchange(nullptr);
   if (comm != nullptr) nccl_.ncclCommAbort(comm);
 }
@@ -217,45 +208,30 @@ CallStatus NcclCommunicator::register_memory(i64 address, size_t bytes) {
 Map<String, Any> NcclCommunicator::progress() {
   const ContextScope scope(device_);
   const RelaxedCapture relaxed;
-  const std::lock_guard<std::mutex> lock(asking_);
-  const u64 begun = num_begun_.load(std::memory_order_acquire);
-  const u64 queued = num_queued_.load(std::memory_order_acquire);
-  // Older entries are overwritten.
-  num_done_ = std::max(num_done_, queued > kKnown ? queued - kKnown : 0);
-  for (u64 n = num_done_ + 1; n <= queued; ++n) {
-    const Entry& next = log_[n % kLog];
-    const EntryState state = next.state;
-    if (state == kOpen || (state == kUntold && n != num_done_ + 1)) continue;
-    if (state == kMarked && Driver::get().cuEventQuery(next.event) == kCudaErrorNotReady) break;
-    num_done_ = n;
+  const std::lock_guard<std::mutex> lock(log_);
+  while (!pending_.empty()) {
+    const CUevent event = pending_.front().event;
+    if (event == nullptr || Driver::get().cuEventQuery(event) == kCudaErrorNotReady) break;
+    forget_oldest(1);
   }
-  const bool is_waiting = num_done_ < begun;
-  const Entry& oldest = log_[(is_waiting ? num_done_ + 1 : begun) % kLog];
-  const u64 number = is_waiting ? oldest.number : num_of_all_;
-  Array<String> ops;
-  for (u64 n = num_done_ + 1; n <= begun && n <= num_done_ + kKnown; ++n) {
-    const Entry& later = log_[n % kLog];
-    // Calls of two ranks have the number of the call before.
-    if (later.number >= number + ops.size()) ops.push_back(String(later.op));
-    if (later.state == kMarked) break;
-  }
-  std::string trouble = trouble_;
+  std::string error = error_;
   const std::unique_lock<std::timed_mutex> use(used_, std::try_to_lock);
   if (use.owns_lock() && comm_ != nullptr && !is_stopped_) {
-    NcclResult state = kNcclSuccess;
-    if (nccl_.ncclCommGetAsyncError(comm_, &state) == kNcclSuccess && state != kNcclSuccess) {
-      trouble = nccl_.text_of(state);
+    NcclResult result = kNcclSuccess;
+    if (nccl_.ncclCommGetAsyncError(comm_, &result) == kNcclSuccess && result != kNcclSuccess) {
+      error = nccl_.text_of(result);
     }
   }
-  return {{"num_calls", static_cast<int64_t>(num_of_all_)},
-          {"last_op", String(log_[begun % kLog].op)},
-          {"is_open", queued > 0 && log_[queued % kLog].state == kOpen},
+  const bool is_waiting = !pending_.empty();
+  const PendingCall oldest =
+      is_waiting ? pending_.front() : PendingCall{last_op_, num_calls_, -1, 0, nullptr};
+  return {{"num_calls", static_cast<int64_t>(num_calls_)},
+          {"last_op", String(last_op_)},
           {"waiting_s", is_waiting ? now_s() - oldest.begin_s : -1.0},
           {"op", String(oldest.op)},
-          {"number", static_cast<int64_t>(number)},
-          {"peer", int64_t{is_waiting ? oldest.peer.load() : -1}},
-          {"ops", ops},
-          {"trouble", String(trouble)},
+          {"number", static_cast<int64_t>(oldest.number)},
+          {"peer", int64_t{oldest.peer}},
+          {"error", String(error)},
           {"num_captured", static_cast<int64_t>(num_captured_)}};
 }
 

@@ -1,10 +1,8 @@
 // An NCCL communicator whose calls have deadlines.
 //
-// Events tell which calls are done. A Python thread calls `progress`, which tells how long the
-// oldest call has waited in NCCL or on the GPU, and `abort`, which ends both waits. So a missing
-// rank is noticed even while this rank hangs in a synchronisation. An event costs 2 us of host
-// time: the first call of a burst and every 16th have one; the Python thread calls `mark` for the
-// others.
+// An event is recorded after each call (2 us of host time). A Python thread calls `progress`, which
+// tells how long the oldest call has waited in NCCL or on the GPU, and `abort`, which ends both
+// waits. So a missing rank is noticed even if this rank's host hangs in a synchronisation.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -12,8 +10,10 @@
 #include <tvm/ffi/container/map.h>
 #include <tvm/ffi/string.h>
 
+#include <deque>
 #include <functional>
 #include <mutex>
+#include <vector>
 
 #include "comm/nccl.h"
 #include "comm/operand.h"
@@ -33,15 +33,14 @@ class NcclCommunicator {
   using Queue = std::function<NcclResult(const Nccl&, NcclComm, CUstream)>;
 
   NcclCommunicator(int ordinal, int rank, int size, double timeout_s);
-  // Does not end NCCL's communicator, as `free` and `abort` do.
+  // Does not end NCCL's communicator: `free` and `abort` do.
   ~NcclCommunicator();
 
   const int ordinal;
   const int rank;
   const int size;
 
-  // Queues a call on torch's current stream. `peer` is the other rank if only two take part, else
-  // -1.
+  // Queues a call on torch's current stream. `peer` is the other rank of a send or recv, else -1.
   template <class Run>
   CallStatus call(const char* op, int peer, const Run& run) {
     const std::lock_guard<std::mutex> turn(turn_);
@@ -59,50 +58,41 @@ class NcclCommunicator {
   CallStatus finish();
   // Call it after `finish`, in a thread of its own: NCCL waits for graphs that have captured it.
   void free();
-  // Called by any thread. Calls that wait for other ranks return. Waits for graphs.
+  // Makes calls that wait for other ranks return. Any thread may call it. Waits for graphs.
   void abort();
-  // Records an event after the last call, unless a thread is in a call. Call it in a thread of its
-  // own: the driver may block if the launch queue is full.
-  void mark();
 
   // Registers memory, which NCCL then accesses without a copy. Collective; call it once.
   CallStatus register_memory(i64 address, size_t bytes);
 
-  // How far this rank is; called by any thread:
-  //   num_calls, last_op   of the calls that all ranks make
-  //   is_open              the last call has no event yet: see `mark`
+  // The progress of this rank. Any thread may call it.
+  //   num_calls, last_op   the calls that all ranks make
   //   waiting_s            the age of the oldest call that is not done; -1 if there is none
-  //   op, number, peer     of that call, or the last one
-  //   ops                  the calls from that one to the next event: one of them is that call
-  //   trouble              NCCL's error
+  //   op, number, peer     that call, or the last one
+  //   error                NCCL's error, or empty
   //   num_captured         calls in graphs
   tvm::ffi::Map<tvm::ffi::String, tvm::ffi::Any> progress();
 
  private:
-  // At most 32 to 48 calls are pending; the next one waits here. A GPU's launch queue holds 1,024
-  // kernels. If it is full, a call waits inside NCCL, and an abort destroys the CUDA context (an
-  // illegal access, NCCL 2.28.9).
-  static constexpr u64 kStep = 16;
-  static constexpr u64 kLog = 128;
-  static constexpr u64 kKnown = 64;  // entries that are read; later calls overwrite others
+  // At most 48 calls are pending; the next one waits until 16 are done. A GPU's launch queue holds
+  // 1,024 kernels. If it is full, a call waits inside NCCL, and an abort destroys the CUDA context
+  // (an illegal access, NCCL 2.28.9).
+  static constexpr size_t kMostPending = 48;
+  static constexpr size_t kStep = 16;
 
-  enum EntryState {
-    kOpen,    // counts as done with the next marked call
-    kMarked,  // has an event
-    kUntold,  // captured: counts as done with the calls before
+  struct PendingCall {
+    const char* op;
+    u64 number;  // among the calls that all ranks make; a send or recv has that of the one before
+    int peer;
+    double begin_s;
+    CUevent event;  // recorded after the call; null while NCCL queues it
   };
-  struct Entry {
-    std::atomic<const char*> op{""};
-    std::atomic<u64> number{0};  // among the calls that all ranks make
-    std::atomic<double> begin_s{0};
-    std::atomic<EntryState> state{kOpen};
-    CUevent event = nullptr;
-    std::atomic<int> peer{-1};
-  };
+
   CallStatus run_now(const char* op, int peer, const Queue& run);
-  CallStatus queue_now(Entry& entry, bool is_captured, CUstream stream, const Queue& run);
+  CallStatus queue_now(CUstream stream, const Queue& run);
+  CallStatus wait_for_room();
   CallStatus wait_until(CUevent event);
-  void mark_now();  // `turn_` is held
+  CUevent record_event(CUstream stream);
+  void forget_oldest(size_t count);  // `log_` is held
   CallStatus failed(const std::string& why);
 
   Device& device_;
@@ -113,22 +103,18 @@ class NcclCommunicator {
   std::atomic<NcclComm> comm_{nullptr};
   std::atomic<bool> is_stopped_{true};  // until it is open
   std::atomic<bool> is_aborted_{false};
+  std::atomic<bool> is_broken_{false};  // a call has failed
   CUstream last_stream_ = nullptr;
   CUevent last_event_ = nullptr;
-  u64 last_open_ = 0;    // the last call that was not captured
-  u64 last_marked_ = 0;  // the last of these with an event
-  double marked_s_ = -1;
   NcclWindow window_ = nullptr;
 
-  std::array<Entry, kLog> log_;
-  std::atomic<u64> num_begun_{0};  // calls of all kinds
-  std::atomic<u64> num_queued_{0};
-  std::atomic<u64> num_of_all_{0};
-  std::atomic<u64> num_captured_{0};
-  std::atomic<bool> is_broken_{false};  // a call has failed
-  std::mutex asking_;                   // guards the following
-  u64 num_done_ = 0;                    // of all kinds
-  std::string trouble_;
+  std::mutex log_;                    // guards the following
+  std::deque<PendingCall> pending_;   // the oldest first: calls are done in their order
+  std::vector<CUevent> free_events_;  // only calls take one, so a recorded event is not reused
+  u64 num_calls_ = 0;                 // that all ranks make
+  u64 num_captured_ = 0;
+  const char* last_op_ = "";
+  std::string error_;
 };
 
 }  // namespace jitkern

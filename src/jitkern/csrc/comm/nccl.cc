@@ -17,7 +17,7 @@ std::mutex loading;
 Nccl library{};
 std::atomic<bool> is_loaded{false};
 
-// Such as "2.28.9".
+// Returns "2.28.9" for 22809.
 std::string name_of(int version) {
   return str(version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
@@ -34,23 +34,23 @@ String nccl_load(String path) {
   if (is_loaded) return name_of(library.version);
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_error("RuntimeError", dlerror());
-  Nccl found{};
+  Nccl loaded{};
   bool is_complete = true;
 #define JITKERN_RESOLVE(name, parameters) \
-  resolve(handle, #name, found.name);     \
-  is_complete = is_complete && found.name != nullptr;
+  resolve(handle, #name, loaded.name);    \
+  is_complete = is_complete && loaded.name != nullptr;
   JITKERN_NCCL_SYMBOLS(JITKERN_RESOLVE)
 #undef JITKERN_RESOLVE
-  resolve(handle, "ncclGetErrorString", found.ncclGetErrorString);
-  resolve(handle, "ncclGetLastError", found.ncclGetLastError);
-  if (found.ncclGetVersion != nullptr) found.ncclGetVersion(&found.version);
-  if (!is_complete || found.version < kLeastNccl || found.ncclGetErrorString == nullptr) {
-    const std::string what = found.version > 0 ? "NCCL " + name_of(found.version) : "no NCCL";
+  resolve(handle, "ncclGetErrorString", loaded.ncclGetErrorString);
+  resolve(handle, "ncclGetLastError", loaded.ncclGetLastError);
+  if (loaded.ncclGetVersion != nullptr) loaded.ncclGetVersion(&loaded.version);
+  if (!is_complete || loaded.version < kLeastNccl || loaded.ncclGetErrorString == nullptr) {
+    const std::string came = loaded.version > 0 ? "NCCL " + name_of(loaded.version) : "no NCCL";
     dlclose(handle);
     raise_error("RuntimeError",
-                str(std::string(path), ": ", what, ", expected NCCL 2.27 or newer"));
+                str(std::string(path), ": ", came, ", expected NCCL 2.27 or newer"));
   }
-  library = found;
+  library = loaded;
   is_loaded = true;
   return name_of(library.version);
 }
@@ -69,7 +69,7 @@ const Nccl& Nccl::get() {
 }
 
 std::string Nccl::text_of(NcclResult result) const {
-  // The last error is the process's, whatever communicator is given.
+  // The last error of the process: NCCL ignores the communicator.
   const char* const last = ncclGetLastError == nullptr ? nullptr : ncclGetLastError(nullptr);
   const std::string text = ncclGetErrorString(result);
   return last == nullptr || *last == '\0' ? text : text + ": " + last;

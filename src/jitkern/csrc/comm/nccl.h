@@ -1,5 +1,5 @@
-// The part of NCCL's C interface that is used; it is stable within 2.x. Python names the libnccl
-// that it is resolved from, so building needs no NCCL header.
+// The functions of NCCL's C interface that we use. They are stable within 2.x, and resolved from
+// the libnccl that Python names, so a build needs no NCCL header.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -61,8 +61,6 @@ static_assert(sizeof(NcclConfig) == 48, "ncclConfig_t of NCCL 2.18");
   USE(ncclSend,                                                                                    \
       (const void* x, size_t count, int dtype, int peer, NcclComm comm, CUstream stream))          \
   USE(ncclRecv, (void* x, size_t count, int dtype, int peer, NcclComm comm, CUstream stream))      \
-  USE(ncclGroupStart, ())                                                                          \
-  USE(ncclGroupEnd, ())                                                                            \
   USE(ncclMemAlloc, (void** pointer, size_t bytes))                                                \
   USE(ncclMemFree, (void* pointer))                                                                \
   USE(ncclCommWindowRegister,                                                                      \
@@ -77,7 +75,7 @@ struct Nccl {
   const char* (*ncclGetLastError)(NcclComm comm);
   int version;
 
-  // The process's library, which `nccl_load` has loaded.
+  // The library that `nccl_load` has loaded in this process.
   static const Nccl& get();
 
   // NCCL's text for a result.

@@ -5,7 +5,7 @@
 
 namespace jitkern {
 
-// RuntimeError if a tracer or a dispatch mode of PyTorch is active: it would not see the call.
+// RuntimeError if a tracer or a dispatch mode of PyTorch is active: the call would not be traced.
 inline void refuse_tracers(const char* op) {
   if (!torch_has_to_see_it()) return;
   raise_error("RuntimeError",
@@ -17,7 +17,7 @@ inline void refuse_tracers(const char* op) {
 // A contiguous tensor on the device of `owner`, such as "the communicator".
 struct Operand : Tensor {
   char* data;
-  i64 count;  // of items
+  i64 count;  // items
   i64 bytes;
 
   // `owner_ordinal` is the GPU's; -1 means the CPU.

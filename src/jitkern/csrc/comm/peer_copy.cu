@@ -1,5 +1,5 @@
-// The copies of peer_gather, which reads a row once and writes it to the memory of every rank, and
-// of peer_scatter.
+// Copies rows for peer_gather, which reads a row once and writes it to the memory of every rank,
+// and for peer_scatter.
 #include "comm/peer_rows.h"
 #include "ops/pairs.cuh"
 #include "ops/system_memory.cuh"

@@ -46,7 +46,7 @@ struct PlacePeerPairs {
   static constexpr int kMinBlocks = kMaxOccupancy;
 
   static __device__ void run(const Params& p) {
-    __shared__ u32 part_start;  // where this rank's first region begins
+    __shared__ u32 part_start;  // the begin of this rank's first region
     __shared__ i32 last_fetch;
     __shared__ u32 num_copies;
     __shared__ u32 copies_start;
@@ -58,7 +58,7 @@ struct PlacePeerPairs {
     }
     __syncthreads();
     const i64 number = thread_number();
-    i64 owner = -1;  // of the row, if it is another pair
+    i64 owner = -1;  // the pair that fetches the row, if it is another one
     if (number < p.num_pairs && p.places[number] != kNotListed) {
       owner = p.table == nullptr ? number : i64(p.table[p.places[number]]);
       if (owner == number) {

@@ -1,5 +1,5 @@
-// PeerMemory: the memory of all ranks of a host in one address range of this process: on the CPU
-// memfds, on GPUs the driver's virtual memory management, without multicast.
+// PeerMemory: the memory of all ranks of a host in one address range of this process. It is made of
+// memfds on the CPU, and by the driver's virtual memory management on GPUs, without multicast.
 #include <jitkern/launch.h>
 #include <sys/mman.h>
 #include <tvm/ffi/container/map.h>
@@ -85,7 +85,7 @@ class HostRange : public PeerRange {
   }
   ~HostRange() { release(); }
 
-  int create(i64) { return -1; }  // Python makes it
+  int create(i64) { return -1; }  // Python makes the memfd
   // Maps the memory of `rank`. The caller closes the descriptor.
   void map(i64 rank, int fd) {
     const size_t length = static_cast<size_t>(share_bytes);
@@ -119,8 +119,8 @@ class HostRange : public PeerRange {
   size_t reserved_bytes_ = 0;
 };
 
-// For small copies with a GPU, on their own stream: torch's may be full of work. Lives as long as
-// the process.
+// Small copies with a GPU use a stream of their own: torch's may be full of work. It lives as long
+// as the process.
 struct Probe {
   static constexpr i64 kBytes = 4096;  // the patterns of comm/peer_memory.py are shorter
   std::mutex mutex;                    // held by a copy
@@ -133,13 +133,13 @@ struct Probe {
     static std::mutex mutex;
     static std::array<Probe*, kMaxDevices> probes{};
     const std::lock_guard<std::mutex> lock(mutex);
-    Probe*& found = probes[static_cast<size_t>(device.ordinal)];
-    if (found == nullptr) {
+    Probe*& probe = probes[static_cast<size_t>(device.ordinal)];
+    if (probe == nullptr) {
       const RelaxedCapture relaxed;
       const ContextScope scope(device);
-      found = new Probe();
+      probe = new Probe();
     }
-    return *found;
+    return *probe;
   }
 };
 
@@ -241,8 +241,8 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
-  // Queues a copy and polls for its end: the GPU may hang. Returns the first bytes of `pinned`
-  // then.
+  // Queues a copy and polls for its end, since the GPU may hang. Returns the first `bytes` of
+  // `pinned`.
   template <class Queue>
   Bytes run(double timeout_s, const Queue& queue, size_t bytes = 0) {
     Probe& probe = Probe::of(device_);
@@ -267,7 +267,7 @@ class GpuRange : public PeerRange {
 
   const Device& device_;
   const size_t length_ = static_cast<size_t>(share_bytes);
-  std::vector<bool> is_mapped_;  // by rank
+  std::vector<bool> is_mapped_;  // an entry for each rank
   bool is_busy_ = false;         // the GPU may still write, so nothing is released
 };
 

@@ -2,7 +2,10 @@
 #include "comm/peer_reduce.h"
 
 #include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <cstring>
@@ -18,13 +21,16 @@ namespace jitkern {
 
 namespace {
 
+using tvm::ffi::Any;
 using tvm::ffi::Array;
 using tvm::ffi::Function;
+using tvm::ffi::Map;
+using tvm::ffi::String;
 
 // -- calls ---------------------------------------------------------------------------------------
 
-// The grid for parts of up to `most_bytes`, the same on all ranks; in one shot the message is one
-// part. 8 KiB on two H200s take 2.31 us with 4 blocks of 128 threads.
+// The grid for a part of up to `most_bytes`, the same on all ranks. In one shot the whole message
+// is one part. On two H200s 8 KiB take 2.31 us with 4 blocks of 128 threads.
 struct PeerShape {
   i64 most_bytes;
   u32 blocks;
@@ -38,10 +44,10 @@ constexpr PeerShape kShapes[] = {
 
 // The constants of a reducer.
 struct PeerPlan {
-  int ordinal;  // of the GPU; -1 means the CPU
+  int ordinal;  // the GPU's; -1 means the CPU
   int rank;
   PeerSlots slots;
-  i64 one_shot_bytes;  // the most bytes for which "auto" is one shot
+  i64 one_shot_bytes;  // "auto" is one shot up to this size
 };
 
 // A call with checked arguments, and its grid.
@@ -160,17 +166,35 @@ std::string ranks_text(i64 missing) {
   return (count == 1 ? "rank " : "ranks ") + text;
 }
 
-// Python makes a CommTimeoutError from the text (comm/peer_reduce.py).
-[[noreturn]] void raise_late(const char* op, const char*, i64 missing, i64 number, i64 rank,
-                             const char* note) {
-  raise_error("jitkern.PeersLate", str(op, ": call ", number, " of rank ", rank, ": ",
-                                       ranks_text(missing), " did not come in time", note));
+// The last late call that this thread has raised, for the CommTimeoutError that Python makes of it.
+struct LateCall {
+  const char* op;
+  i64 number;
+  i64 rank;
+  i64 missing;  // ranks, as bits
+};
+thread_local LateCall last_late{};
+
+[[noreturn]] void raise_late(const char* kind, const LateCall& call, const std::string& note) {
+  last_late = call;
+  raise_error(kind, str(call.op, ": call ", call.number, " of rank ", call.rank, ": ",
+                        ranks_text(call.missing), " did not come in time", note));
+}
+
+// Raises the fault that a kernel has recorded for its device. Any call on the device may find it.
+[[noreturn]] void raise_late_fault(const char* op, const char*, i64 missing, i64 number, i64 rank,
+                                   const char* note) {
+  raise_late("jitkern.EarlierPeersLate", {op, number, rank, missing}, note);
+}
+
+Array<Any> last_late_call() {
+  return {String(last_late.op), last_late.number, last_late.rank, last_late.missing};
 }
 
 constexpr const char* kOutcome = "the workspace is broken until reset()";
-const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late, kOutcome),
-                            fault_site("reduce_scatter", "x", raise_late, kOutcome),
-                            fault_site("device_barrier", "", raise_late, kOutcome)};
+const FaultSite kSites[] = {fault_site("all_reduce", "x", raise_late_fault, kOutcome),
+                            fault_site("reduce_scatter", "x", raise_late_fault, kOutcome),
+                            fault_site("device_barrier", "", raise_late_fault, kOutcome)};
 const char* op_of(FaultSite site) {
   return site == kSites[0] ? "all_reduce" : site == kSites[1] ? "reduce_scatter" : "device_barrier";
 }
@@ -210,10 +234,10 @@ class PeerReducer {
     refuse_tracers("reduce_scatter");
     run(reduce_scatter_call(plan_, output, x), kSites[1]);
   }
-  // With a tensor of the GPU, from which the FFI takes PyTorch's stream. None: inside another
-  // collective call, which raises earlier faults itself.
+  // The FFI takes PyTorch's stream from `word`, a tensor on the GPU. If it is None, the call is
+  // part of another collective call, which raises earlier faults itself.
   void device_barrier(AnyView word) { run(meet_call(plan_), kSites[2], is_none(word)); }
-  // The address of this rank's word that is kUnwritten unless its workspace is broken.
+  // The address of this rank's word `intact`, which is kUnwritten unless its workspace is broken.
   i64 intact() {
     const auto* const control = reinterpret_cast<const PeerControl*>(workspaces_[plan_.rank]);
     return static_cast<i64>(address(&control->intact));
@@ -259,7 +283,8 @@ class PeerReducer {
     std::atomic_thread_fence(std::memory_order_acquire);
     const FaultRecord& f = *failure_;
     if (plan_.ordinal >= 0) forget_fault(Device::get(plan_.ordinal), f);
-    raise_late(op_of(f.site), "", f.position, f.value, f.bound, str("; ", kOutcome).c_str());
+    raise_late("jitkern.PeersLate", {op_of(f.site), f.value, f.bound, f.position},
+               str("; ", kOutcome));
   }
 
   void run_by_gpu(const LaunchScope& scope, PeerCall& call) {
@@ -276,7 +301,7 @@ class PeerReducer {
                        call.num_threads);
   }
 
-  // A call on another stream waits for the last one: calls at the same time would mix their values.
+  // A call on another stream waits for the last one: concurrent calls would mix their values.
   void order(const char* op, CUstream stream) {
     if (last_ == stream && !last_is_captured_) return;
     const bool is_captured = is_capturing(stream);
@@ -322,7 +347,7 @@ class PeerReducer {
   const PeerPlan plan_;
   const u64 deadline_ns_;
   char* workspaces_[kMostPeers] = {};
-  FaultRecord* failure_ = nullptr;  // the first one, until reset()
+  FaultRecord* failure_ = nullptr;  // the first failure, until reset()
   FaultRecord* failure_on_gpu_ = nullptr;
 
   std::mutex turn_;
@@ -346,18 +371,19 @@ PeerPlan plan_of(int ordinal, int rank, u32 size, i64 workspace_bytes, i64 one_s
   return {ordinal, rank, {size, static_cast<u32>(std::min<i64>(vecs, 1 << 20))}, one_shot_bytes};
 }
 
-// Returns all_reduce, reduce_scatter, reset, device_barrier and intact.
-Array<Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
-                                  i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
+Map<String, Function> make_peer_reducer(int ordinal, Array<int64_t> addresses, int rank,
+                                        i64 workspace_bytes, u64 deadline_ns, i64 one_shot_bytes) {
   const auto size = static_cast<u32>(addresses.size());
-  const auto made = std::make_shared<PeerReducer>(
+  const auto reducer = std::make_shared<PeerReducer>(
       plan_of(ordinal, rank, size, workspace_bytes, one_shot_bytes), addresses, deadline_ns);
-  return {method(made, &PeerReducer::all_reduce), method(made, &PeerReducer::reduce_scatter),
-          method(made, &PeerReducer::reset), method(made, &PeerReducer::device_barrier),
-          method(made, &PeerReducer::intact)};
+  return {{"all_reduce", method(reducer, &PeerReducer::all_reduce)},
+          {"reduce_scatter", method(reducer, &PeerReducer::reduce_scatter)},
+          {"device_barrier", method(reducer, &PeerReducer::device_barrier)},
+          {"intact", method(reducer, &PeerReducer::intact)},
+          {"reset", method(reducer, &PeerReducer::reset)}};
 }
 
-// The bytes of a workspace in which messages of up to `max_bytes` take one epoch.
+// The size of a workspace in which messages of up to `max_bytes` take one epoch.
 i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
   i64 slot_bytes = 1;
   for (const i64 part : {std::min(max_bytes, one_shot_bytes), ceil_div(max_bytes, size)}) {
@@ -372,6 +398,7 @@ i64 peer_workspace_bytes(u32 size, i64 max_bytes, i64 one_shot_bytes) {
 
 }  // namespace
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(last_late_call, last_late_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_reducer, make_peer_reducer);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(peer_workspace_bytes, peer_workspace_bytes);
 

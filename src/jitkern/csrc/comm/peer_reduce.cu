@@ -1,7 +1,8 @@
 // all_reduce and reduce_scatter of small tensors by writes into peers' memory; see peer_reduce.h.
 //
-// A thread handles the same vectors of all ranks, from sending to resetting the slots. So threads
-// of a block do not synchronise, and threads of different ranks synchronise by the values alone.
+// A thread handles the same vectors of all ranks, from sending to resetting the slots. So the
+// threads of a block need not synchronise, and threads of different ranks synchronise by the values
+// alone.
 #include <jitkern/pdl.cuh>
 
 #include "ops/floats.cuh"
@@ -51,13 +52,13 @@ struct PeerReduce {
     const u32 epoch = load_fresh(&control->epochs[blockIdx.x]);
     const bool is_intact = load_fresh(&control->intact) == kUnwritten;
     for (u32 i = 0;;) {
-      const Epoch one(p, epoch + i, span);
-      one.send(is_intact);
+      const Epoch current(p, epoch + i, span);
+      current.send(is_intact);
       if (i == 0) {
         __syncthreads();  // all have read the epoch; values are being sent meanwhile
         if (threadIdx.x == 0) control->epochs[blockIdx.x] = epoch + chunks.num;
       }
-      const bool is_done = is_intact && one.add_up() && one.gather();
+      const bool is_done = is_intact && current.add_up() && current.gather();
       if (++i == chunks.num) return;
       // Other ranks may write in the next epoch only after all threads here have finished this one.
       // Some threads may have no part of the last chunk.
@@ -74,14 +75,14 @@ struct PeerReduce {
   struct Epoch {
     const Params& p;
     const u32 epoch;
-    const PeerSpan span;  // of vectors of each part
+    const PeerSpan span;  // the vectors of each part
 
     __device__ Epoch(const Params& p, u32 epoch, PeerSpan span) : p(p), epoch(epoch), span(span) {}
 
     // Sends values to the ranks that sum them: in one shot all to all, else to each rank its part.
     // Sends nothing if the workspace is broken.
     __device__ void send(bool is_intact) const {
-      if constexpr (kWay == kMeet) __threadfence_system();  // what earlier kernels wrote, too
+      if constexpr (kWay == kMeet) __threadfence_system();  // also covers writes of earlier kernels
       constexpr int kDistinct = kToAll ? 1 : kOthers;
       const auto part_of = [&](int k) -> u32 { return kToAll ? 0 : other(k); };
       uint4* to[kOthers];  // in an even epoch
@@ -133,7 +134,7 @@ struct PeerReduce {
           store(kWay == kScatter ? 0 : p.part_begin(part), part, i, sum);
         }
       }
-      if constexpr (kWay == kMeet) __threadfence_system();  // for reads of later kernels
+      if constexpr (kWay == kMeet) __threadfence_system();  // before reads of later kernels
       return true;
     }
 
@@ -291,17 +292,17 @@ struct PeerReduce {
 
     // Adds in rank order and rounds once. The sum is in the form that is sent.
     __device__ Vector sum_of(const Vector& own, const Vector (&vectors)[kOthers]) const {
-      const auto of = [&](u32 w) {
-        if (kRanks == 2) return w == 0 ? own : vectors[0];  // of two the order does not matter
+      const auto vector_of = [&](u32 w) {
+        if (kRanks == 2) return w == 0 ? own : vectors[0];  // a + b = b + a
         if (w == p.rank) return own;
         return w < p.rank ? vectors[w < kOthers ? w : 0] : vectors[w > 0 ? w - 1 : 0];
       };
       float sums[kItems];
-      floats_of<kType, kItems>(of(0), sums);
+      floats_of<kType, kItems>(vector_of(0), sums);
 #pragma unroll
       for (u32 w = 1; w < kNumRanks; ++w) {
         float values[kItems];
-        floats_of<kType, kItems>(of(w), values);
+        floats_of<kType, kItems>(vector_of(w), values);
 #pragma unroll
         for (int k = 0; k < kItems; ++k) sums[k] = peer_sum(sums[k], values[k]);
       }
@@ -340,7 +341,7 @@ struct PeerReduce {
     }
   }
 
-  // By items, in loops that take few registers: a part has only one such vector.
+  // Loops over items, which take few registers: a part has only one such vector.
   static __device__ Vector load_tail(const char* from, u32 num_bytes) {
     u64 halves[2] = {0, 0};
 #pragma unroll 1

@@ -29,10 +29,11 @@ struct RowsCall : PairArgs {
   // On the stream that the FFI has set from this call's tensors.
   void barrier() const { barrier_of_ranks(nullptr); }
 
-  bool repeats() const { return host_side == kHostSource; }  // rows may be requested again
+  // Whether several pairs may ask for one row of the host.
+  bool repeats() const { return host_side == kHostSource; }
 };
 
-// Checks the memory of each rank, which must be shaped as this rank's.
+// Checks the memory of each rank, which must have the shape and strides of this rank's.
 void take_targets(RowsCall& call, const Array<Any>& dsts) {
   static const auto& names = *new auto(item_names("dsts", kMostPeers));
   for (size_t r = 0; r < dsts.size(); ++r) {
@@ -52,7 +53,8 @@ void take_targets(RowsCall& call, const Array<Any>& dsts) {
   }
 }
 
-// peer_gather: each rank copies all rows to its own memory. peer_scatter: its part of the pairs.
+// In peer_gather each rank copies all rows to its own memory, in peer_scatter its part of the
+// pairs.
 void run_on_cpu(const RowsCall& call) {
   call.check_pairs();
   call.barrier();
@@ -108,7 +110,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   call.params.fault = scope.device.fault_device;
   // Everything is compiled before the barrier.
   const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
-  u64 bits = 0;  // of all addresses: vectors must be aligned on each rank
+  u64 bits = 0;  // the bits of all addresses: vectors must be aligned on each rank
   for (const Rows& rows : call.all) bits |= address(rows.data);
   const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
@@ -121,7 +123,8 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   fetch.last_pair = lists.params.last_entries;
   fetch.last_batch = lists.last_batch;
   fetch.num_shifts = 1;
-  // Each rank begins with its own memory and goes on to the next, so that not all write to one.
+  // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
+  // to the same one.
   for (u32 k = 1; k < call.all.size(); ++k) {
     fetch.shifts[fetch.num_shifts++] =
         call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;

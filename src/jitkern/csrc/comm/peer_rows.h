@@ -17,7 +17,7 @@ namespace jitkern {
 struct PeerCopyParams : PairCopyParams {
   i64 shifts[kMostPeers];  // from a row of `dst` to its other copies; the first is 0
   u32 num_shifts;
-  const u32* intact;  // of PeerControl: not kUnwritten if a barrier has failed
+  const u32* intact;  // PeerControl's: not kUnwritten if a barrier has failed
 
   static constexpr bool kHasShifts = true;
 };

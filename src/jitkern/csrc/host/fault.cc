@@ -70,8 +70,11 @@ void raise_pending_fault(Device& device) {
   try {
     site.raise(site.op, site.arg, taken->position, taken->value, taken->bound, note.c_str());
   } catch (const tvm::ffi::Error& error) {
-    if (fault_handler == nullptr) throw;
-    fault_handler(error.message());
+    if (fault_handler != nullptr) return static_cast<void>(fault_handler(error.message()));
+    // Python tells an earlier call's fault from this call's error by the class: see errors.py.
+    const std::string kind = error.kind();
+    const bool is_builtin = kind == "IndexError" || kind == "RuntimeError";
+    raise_error((is_builtin ? "jitkern.Earlier" + kind : kind).c_str(), error.message());
   }
 }
 
