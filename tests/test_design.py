@@ -22,7 +22,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # A wing is a folder, or a module of the top level. It imports its own modules and the lines above.
 # Wings of one line do not import each other.
 WINGS = """
-errors
+errors args
 env fs
 arch
 cache compilers

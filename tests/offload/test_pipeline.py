@@ -301,8 +301,8 @@ test_mistakes = refusals(
     ({"slot_shape": (True,)}, TypeError, "slot_shape: [True], expected a sequence of ints"),
     ({"slot_shape": "44"}, TypeError, "slot_shape: str, expected a sequence of ints"),
     ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
-    ({"device": "gpu"}, ValueError, "device: gpu, expected cpu"),
-    ({"device": "cuda:77"}, ValueError, "device: cuda:77, expected cpu"),
+    ({"device": "gpu"}, ValueError, "device: gpu, expected a GPU or the CPU"),
+    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
     ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
 )  # fmt: skip

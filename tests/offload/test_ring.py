@@ -236,7 +236,7 @@ test_mistakes = refusals(
     ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
     ({"num_slots": 65_536, "max_descriptors": 65_535}, MemoryError,
      "num_slots, max_descriptors: 256 GiB, expected at most the "),
-    ({"device": "meta"}, ValueError, "device: meta, expected cpu"),
+    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
 )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def test_mistakes_of_other_calls() -> None:
             ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected at least 0"),
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
-            ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: NoneType, "),
+            ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: None, "),
             ("reserve", {"num_descriptors": 0}, ValueError, "num_descriptors: 0, expected 1 to 5"),
             ("reserve", {"num_descriptors": 6}, ValueError, "num_descriptors: 6, expected 1 to 5"),
             ("reserve", {"timeout_s": "1"}, TypeError, "timeout_s: str, expected a number"),

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import choice_arg, int_arg
-from jitkern.comm.protocol import Closing
+from jitkern.args import choice_arg, device_arg, dtype_arg, int_arg, optional_arg, shape_arg
 from jitkern.host.faults import check
 from jitkern.offload import memory
-from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 from jitkern.ops.copy_blocks import copy_blocks
@@ -31,7 +29,7 @@ _STEP_BYTES = 256 << 20  # of load_all: 5 ms of the link, after which the displa
 _SHOWN_BYTES = 64 << 30  # progress is shown from this size on: more than a second
 
 
-class OffloadEngine(Closing):
+class OffloadEngine(AbstractContextManager["OffloadEngine"]):
     """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
 
     A call is one ``copy_blocks`` of K and V, asynchronous on torch's current stream. The caller, or
@@ -94,7 +92,7 @@ class OffloadEngine(Closing):
         self.block_size: int = int_arg(_CALL, "block_size", block_size, 1)
         self.token_shape: tuple[int, ...] = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
-        self.device: torch.device = device_arg(_CALL, device)
+        self.device: torch.device = device_arg(_CALL, "device", device)
         self.kind: str = choice_arg(_CALL, "kind", kind, tuple(_PARTS))
         self.layout: str = choice_arg(_CALL, "layout", layout, ("layer_first", "block_first"))
         self._method: str = choice_arg(_CALL, "method", method, ("auto", "sm", "engine"))
@@ -238,6 +236,9 @@ class OffloadEngine(Closing):
         self._buffers.clear()
         for name in ("_cpu", "_gpu", *_CACHES):
             self.__dict__.pop(name, None)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __repr__(self) -> str:
         if not self._is_open:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from jitkern.comm.args import int_arg
-from jitkern.offload.args import number_arg
+from jitkern.args import int_arg, number_arg
 from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")

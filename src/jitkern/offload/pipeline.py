@@ -7,16 +7,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from jitkern.comm.args import int_arg
-from jitkern.comm.protocol import Closing
+from jitkern.args import device_arg, dtype_arg, int_arg, optional_arg, shape_arg
 from jitkern.host import module as host
-from jitkern.offload.args import device_arg, dtype_arg, optional_arg, shape_arg
 from jitkern.offload.depth import DepthController
 from jitkern.offload.monitor import OverlapMonitor
 
@@ -117,7 +116,7 @@ class Slot:
     block: Any = None
 
 
-class Run(Closing, Iterator[Slot]):
+class Run(AbstractContextManager["Run"], Iterator[Slot]):
     """The slots of one run, in the order of the blocks; what the methods of a pipeline return.
 
     The run begins with the first slot that is asked for, and is for the thread that asks. It ends
@@ -136,6 +135,9 @@ class Run(Closing, Iterator[Slot]):
     def close(self) -> None:
         """End the run, if it goes on."""
         self._steps.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class SlotPipeline:
@@ -185,7 +187,7 @@ class SlotPipeline:
         depth = int_arg(_CALL, "num_slots", num_slots, 1, _MAX_SLOTS)
         self._shape = shape_arg(_CALL, "slot_shape", slot_shape)
         self._dtype = dtype_arg(_CALL, dtype)
-        self.device: torch.device = device_arg(_CALL, device)
+        self.device: torch.device = device_arg(_CALL, "device", device)
         self.slot_bytes: int = math.prod(self._shape) * dtype.itemsize
         optional_arg(_CALL, "monitor", monitor, OverlapMonitor)
         self._controller: DepthController | None = None

@@ -6,24 +6,23 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from jitkern import fs
-from jitkern.comm.args import int_arg
-from jitkern.comm.descriptors import Descriptors, hand_over
-from jitkern.comm.protocol import Closing
-from jitkern.comm.rendezvous import Rendezvous
+from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg
 from jitkern.errors import ShareError
 from jitkern.offload import memory
-from jitkern.offload.args import dtype_arg, optional_arg, shape_arg
 from jitkern.offload.memory import PinnedMemory
+
+if TYPE_CHECKING:
+    from jitkern.comm.rendezvous import Rendezvous
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
 _MEMORY_NAME = "jitkern-pool-"  # followed by the name of the pool
@@ -92,7 +91,7 @@ class PoolStats:
     is_registered: bool  # false without a GPU, and once the pool is closed
 
 
-class PinnedPool(Closing):
+class PinnedPool(AbstractContextManager["PinnedPool"]):
     """Pinned host memory of exactly the size that is asked for, cut into tensors.
 
     Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
@@ -156,11 +155,14 @@ class PinnedPool(Closing):
         if not isinstance(handle, PoolHandle):
             given = type(handle).__name__
             raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
-        with Descriptors({0: handle.open()}) as fds:
+        fd = handle.open()
+        try:
             pool = cls.__new__(cls)
-            pool._shape, pool._dtype = [os.fstat(fds[0]).st_size], None
-            pool._make(pool._shape[0], None, fds[0])
+            pool._shape, pool._dtype = [os.fstat(fd).st_size], None
+            pool._make(pool._shape[0], None, fd)
             return pool
+        finally:
+            os.close(fd)
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -206,6 +208,9 @@ class PinnedPool(Closing):
             self.stats = replace(self.stats, is_registered=False)
             self._close_fd()
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def __repr__(self) -> str:
         stats = self.stats
         state = "pinned" if stats.is_registered else "pageable"
@@ -225,6 +230,8 @@ class PinnedPool(Closing):
 
     def _make_shared(self, num_bytes: int, share: Share, progress: bool | None) -> None:
         """Make it together with the other ranks: all of them have it, or none has."""
+        # Imported here, as in _meeting: only shared pools need the ranks.
+        from jitkern.comm.descriptors import Descriptors, hand_over
 
         def make() -> None:
             if share.rank == 0:
@@ -261,6 +268,8 @@ class PinnedPool(Closing):
 @contextmanager
 def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
     """Meet the ranks of a shared pool while they make it; an error of any is a ShareError."""
+    from jitkern.comm.rendezvous import Rendezvous
+
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
         expected = "1 to 200 letters, digits, '.', '_', '+' and '-'"
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")

@@ -7,20 +7,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from jitkern.comm.args import int_arg
-from jitkern.comm.protocol import Closing
+from jitkern.args import device_arg, int_arg, number_arg
 from jitkern.errors import name_unreadable
 from jitkern.fs import make_memory
 from jitkern.host import module as host
 from jitkern.offload import memory
-from jitkern.offload.args import device_arg, number_arg
 from jitkern.offload.memory import PinnedMemory
 from jitkern.offload.ring_server import CALL as SERVE
 from jitkern.offload.ring_server import RingServer
@@ -37,7 +35,7 @@ _WAIT_S = 10.0
 _PUSH = "DescriptorRing.push"
 
 
-class DescriptorRing(Closing):
+class DescriptorRing(AbstractContextManager["DescriptorRing"]):
     """Slots of descriptors in pinned host memory, which a CPU thread fills and a consumer empties.
 
     A descriptor says which bytes of a source go where in a destination. A push writes descriptors
@@ -72,9 +70,7 @@ class DescriptorRing(Closing):
         most = int_arg(call, "max_descriptors", max_descriptors, 1, _MAX_DESCRIPTORS)
         num_slots = int_arg(call, "num_slots", num_slots, 1, _MAX_SLOTS)
         self.num_slots, self.max_descriptors = num_slots, most
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device: torch.device = device_arg(call, device)
+        self.device: torch.device = device_arg(call, "device", device)
         num_bytes, self._first, self._slot_bytes = module["ring_layout"](num_slots, most)
         memory.require_free(num_bytes, f"{call}: num_slots, max_descriptors")
         # Memory of a descriptor, which a producer in another process can map.
@@ -211,6 +207,9 @@ class DescriptorRing(Closing):
         self._memory.close()
         self._shut("the ring is closed; make another one")
         self._close_fd()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __enter__(self) -> DescriptorRing:
         self._next()  # raises once it is closed
