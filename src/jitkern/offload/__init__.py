@@ -9,7 +9,6 @@ from jitkern.offload.pipeline import Run as Run
 from jitkern.offload.pipeline import Slot as Slot
 from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool
-from jitkern.offload.pool import PoolHandle as PoolHandle
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.pool import Share as Share
 from jitkern.offload.ring import DescriptorRing as DescriptorRing

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from jitkern.comm.rendezvous import Rendezvous
 
 _ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
-_MEMORY_NAME = "jitkern-pool-"  # followed by the name of the pool
 _SHARED = Path("/dev/shm")  # where ranks without a group meet
 
 
@@ -51,33 +49,6 @@ class Share:
     num_ranks: int
     timeout_s: float = 300.0
     group: Any = None
-
-
-@dataclass(frozen=True)
-class PoolHandle:
-    """Lets a process that is not one of the ranks attach to a pool; it can be pickled.
-
-    The pool has to be open in process `pid`, as descriptor `fd`.
-    """
-
-    name: str
-    num_bytes: int
-    pid: int
-    fd: int
-
-    def open(self) -> int:
-        """Return a descriptor of the memory. Linux opens it for this user's processes only."""
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        prefix = f"PinnedPool.attach: handle: pool {self.name!r}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{_MEMORY_NAME}{self.name} "):
-                raise FileNotFoundError
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            text = f"process {self.pid} has it no more, expected one that has the pool open"
-            raise ShareError(f"{prefix}: {text}, in this PID namespace") from None
-        except OSError as error:
-            raise ShareError(f"{prefix}: of process {self.pid}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -126,8 +97,6 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     stats: PoolStats
     _used = 0  # bytes, by tensors
     _memory: PinnedMemory | None = None
-    _shared: tuple[str, int] | None = None  # its name, and a descriptor of it
-    _close_fd: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -145,24 +114,6 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             self._make(num_bytes, progress)
         else:
             self._make_shared(num_bytes, share, progress)
-
-    @classmethod
-    def attach(cls, handle: PoolHandle) -> PinnedPool:
-        """Return the pool of other processes, registered here too.
-
-        `handle` is the ``handle`` of an open shared pool of this user on this node.
-        """
-        if not isinstance(handle, PoolHandle):
-            given = type(handle).__name__
-            raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
-        fd = handle.open()
-        try:
-            pool = cls.__new__(cls)
-            pool._shape, pool._dtype = [os.fstat(fd).st_size], None
-            pool._make(pool._shape[0], None, fd)
-            return pool
-        finally:
-            os.close(fd)
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -187,15 +138,6 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             part = bytes_[begin : begin + num_bytes]
             return part.view(dtype or torch.uint8).view(sizes)
 
-    @property
-    def handle(self) -> PoolHandle:
-        """What ``attach`` takes in a process that is not one of the ranks; picklable."""
-        self._usable("handle")
-        if self._shared is None:
-            raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")
-        name, fd = self._shared
-        return PoolHandle(name, self.stats.num_bytes, self._pid, fd)
-
     def close(self) -> None:
         """Wait for the GPUs and unregister the memory; again: do nothing.
 
@@ -206,7 +148,6 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             self._memory.close()
             self._memory = None
             self.stats = replace(self.stats, is_registered=False)
-            self._close_fd()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -223,7 +164,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     def _usable(self, what: str) -> PinnedMemory:
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's pool"
-            raise RuntimeError(f"PinnedPool.{what}: {text}; make one, or attach to its handle")
+            raise RuntimeError(f"PinnedPool.{what}: {text}; make one")
         if self._memory is None:
             raise RuntimeError(f"PinnedPool.{what}: the pool is closed")
         return self._memory
@@ -236,15 +177,13 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         def make() -> None:
             if share.rank == 0:
                 memory.require_free(num_bytes)
-                name = _MEMORY_NAME + share.name
+                name = f"jitkern-pool-{share.name}"
                 fds[0] = fs.make_memory("PinnedPool: share", name, num_bytes)
 
         with _meeting(share, num_bytes) as met, Descriptors() as fds:
             met.all_or_none("made", make)
             hand_over(met, fds, [0])
             self._make(num_bytes, progress, fds[0], met)
-            self._shared = share.name, fds.pop(0)
-            self._close_fd = weakref.finalize(self, os.close, self._shared[1])
 
     def _make(
         self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
