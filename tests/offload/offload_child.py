@@ -200,19 +200,6 @@ def check_a_batch_is_one_copy_for_each_run() -> None:
     assert asked() == [f"copy 6 x {3 * PIECE}, {PITCHES}", f"copy 6 x {PIECE}, {PITCHES}"]
 
 
-def check_all_slots_are_one_copy_a_step() -> None:
-    engine = engine_of(2, False)
-    engine.load_all(11)
-    assert asked() == [f"copy 6 x {SLOTS * PIECE}, {PITCHES}"]
-    whole, module._STEP_BYTES = module._STEP_BYTES, 4 * 6 * PIECE
-    try:
-        engine.load_all()
-    finally:
-        module._STEP_BYTES = whole
-    assert asked() == [f"copy 6 x {count * PIECE}, {PITCHES}" for count in (4, 4, 1)]
-    assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
-
-
 # -- DescriptorRing
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
