@@ -39,7 +39,8 @@ class Simulated:
         self.depths.append(len(self.freed))
         if self.controller is None:
             return
-        self.controller.observe(Iteration(load_ms, compute_ms, store_ms, stall_ms, follows))
+        iteration = Iteration(load_ms, compute_ms, store_ms, stall_ms, follows)
+        self.controller.observe(iteration, self.num_iterations)
         while len(self.freed) < self.controller.depth:
             self.freed.appendleft(self.computed)  # a new slot is free at once
         while len(self.freed) > self.controller.depth:
@@ -134,7 +135,7 @@ def test_what_more_slots_do_not_change_is_given_back() -> None:
     depths = []
     for number in range(400):
         load_ms = 10.0 if number % 8 == 5 else 1.0
-        controller.observe(Iteration(load_ms, 3.0, 0.0, load_ms, number > 0))
+        controller.observe(Iteration(load_ms, 3.0, 0.0, load_ms, number > 0), number + 1)
         depths.append(controller.depth)
     assert max(depths) > 2
     assert depths[60:] == [2] * 340
