@@ -152,7 +152,7 @@ def test_a_forked_child_has_no_part_of_it() -> None:
         try:
             ring.push(rows((0, 0, 1)))
         except RuntimeError as error:
-            text = "DescriptorRing: a forked child cannot use its parent's ring; make one"
+            text = "DescriptorRing: a forked child has no part of its parent's ring; make one"
             status = 0 if str(error) == text else 2
         finally:
             ring.close()

@@ -263,11 +263,12 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         """Return views of both caches for ``copy_blocks``, with K and V as twice the layers."""
         views = self._views.get((layer, num_tokens))
         if views is None:
-            layer_dim = 2 - self._block_dim  # of the CPU cache
+            cpu_layer_dim = 2 - self._block_dim
             if layer is None:
-                views = self._gpu.flatten(0, 1), self._cpu.flatten(layer_dim - 1, layer_dim)
+                cpu = self._cpu.flatten(cpu_layer_dim - 1, cpu_layer_dim)
+                views = self._gpu.flatten(0, 1), cpu
             else:
-                views = self._gpu.select(1, layer), self._cpu.select(layer_dim, layer)
+                views = self._gpu.select(1, layer), self._cpu.select(cpu_layer_dim, layer)
             if num_tokens is not None:
                 views = views[0].narrow(2, 0, num_tokens), views[1].narrow(2, 0, num_tokens)
             self._views[layer, num_tokens] = views

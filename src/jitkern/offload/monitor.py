@@ -41,8 +41,8 @@ class OverlapSnapshot:
     stall_ms: float  # mean time that the compute stream waited for a copy between two bodies
     ratio: float  # compute_ms / transfer_ms; below 1 no number of slots hides the copies
     stall_share: float  # the share of iterations that waited for over 5 % of their time
-    bytes_moved: int  # by the copies of all iterations, each of a whole slot
-    gb_s: float  # of the copies, both directions together
+    bytes_moved: int  # in all iterations; each copy counts as a whole slot
+    gb_s: float  # speed of the copies, both directions together
     alarms: int  # how often the ratio fell below the limit
     depth: int  # slots of the pipeline; 0 after it is closed
 

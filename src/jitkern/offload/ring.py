@@ -258,7 +258,7 @@ _open: weakref.WeakSet[DescriptorRing] = weakref.WeakSet()
 def _close_in_child() -> None:
     # The memory is shared, so the child would be a second producer.
     for ring in _open:
-        ring._closed = "a forked child cannot use its parent's ring; make one"
+        ring._closed = "a forked child has no part of its parent's ring; make one"
 
 
 os.register_at_fork(after_in_child=_close_in_child)
