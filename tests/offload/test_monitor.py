@@ -1,4 +1,4 @@
-"""OverlapMonitor on the CPU, where its times are the host's; and what it says, of given times."""
+"""OverlapMonitor: counts of real runs on the CPU, figures and alarms of given times."""
 
 from __future__ import annotations
 
