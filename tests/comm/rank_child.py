@@ -47,7 +47,7 @@ from jitkern.comm import (
 )
 from jitkern.errors import CommTimeoutError
 from jitkern.host import module as host
-from jitkern.offload import PinnedPool, PoolHandle, Share  # noqa: F401
+from jitkern.offload import PinnedPool, Share
 from jitkern.offload.memory import PinnedMemory
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine

@@ -24,7 +24,7 @@ from rings import LINE, is_mapped, memory_of, rows
 import jitkern
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, OffloadEngine, PinnedPool, memory, ring, ring_server
+from jitkern.offload import DescriptorRing, OffloadEngine, PinnedPool, memory, ring
 from jitkern.offload import engine as module
 
 
@@ -111,7 +111,6 @@ def check_a_forked_child_leaves_it_alone() -> None:
         try:
             assert not is_mapped(address)
             raises(RuntimeError, "PinnedPool.tensor: a forked child .*", pool.tensor)
-            raises(RuntimeError, "PinnedPool.handle: a forked child .*", lambda: pool.handle)
             pool.close()
             # Memory of the child's own where its parent has the pool: anonymous, at this address.
             mmap = ctypes.CDLL(None).mmap
@@ -201,19 +200,6 @@ def check_a_batch_is_one_copy_for_each_run() -> None:
     assert asked() == [f"copy 6 x {3 * PIECE}, {PITCHES}", f"copy 6 x {PIECE}, {PITCHES}"]
 
 
-def check_all_slots_are_one_copy_a_step() -> None:
-    engine = engine_of(2, False)
-    engine.load_all(11)
-    assert asked() == [f"copy 6 x {SLOTS * PIECE}, {PITCHES}"]
-    whole, module._STEP_BYTES = module._STEP_BYTES, 4 * 6 * PIECE
-    try:
-        engine.load_all()
-    finally:
-        module._STEP_BYTES = whole
-    assert asked() == [f"copy 6 x {count * PIECE}, {PITCHES}" for count in (4, 4, 1)]
-    assert torch.equal(engine._gpu, engine._cpu[:, :, :SLOTS])
-
-
 # -- DescriptorRing
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
@@ -263,8 +249,6 @@ def check_registered_with_the_gpu_and_given_back() -> None:
     assert repr(made) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
     assert made.device == torch.device("cuda", 0)
     made.push(rows((0, 0, 1)))
-    with made.reserve(1) as slot:
-        slot.len[:] = 1
     assert made.done(0) is False
     assert log() == "", "a push asked the driver for something"
     made.close()
@@ -385,7 +369,7 @@ def pretend() -> None:
     fake.ExternalStream = OwnStream
     fake.get_device_capability = lambda _: (9, 0)
     fake.is_current_stream_capturing = lambda: False
-    ring_server._pinned_zero = lambda: next(words)
+    ring._pinned_zero = lambda: next(words)
     module.copy_blocks = copy_on_gpu
 
 

@@ -88,7 +88,7 @@ def check_copies_that_hide_and_that_do_not() -> None:
         found, copies = monitor.snapshot(), 2 if kind == "update" else 1
         assert (found.compute_ms, found.transfer_ms) == (compute_ms, load_ms), found
         assert (found.stall_ms, found.stall_share) == (stall_ms, stall_ms / 3), found
-        assert (found.ratio, found.fill_ms) == (compute_ms / load_ms, load_ms), found
+        assert found.ratio == compute_ms / load_ms, found
         assert found.bytes_moved == 20 * copies * MIB, found
         assert abs(found.gb_s - copies * MIB / 1e6 / load_ms) < 1e-9, found
         assert stall_ms or took == 2 + 20 * 3
@@ -116,7 +116,7 @@ def check_sessions_do_not_wait_for_each_other() -> None:
         machine.current = CALLERS[0]
         work(100.0)
     found = monitor.snapshot()
-    assert found.iterations == 12 and found.stall_share == 0.0 and found.fill_ms == 4.0, found
+    assert found.iterations == 12 and found.stall_share == 0.0, found
     chained = OverlapMonitor()
     pipeline = pipeline_of(2, monitor=chained)
     with pipeline:
@@ -126,7 +126,7 @@ def check_sessions_do_not_wait_for_each_other() -> None:
     assert chained.snapshot().stall_share == 11 / 12, chained.snapshot()
 
 
-def check_captures_are_counted_and_not_timed() -> None:
+def check_captures_are_not_timed() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(3, monitor=monitor)
     go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
@@ -138,7 +138,7 @@ def check_captures_are_counted_and_not_timed() -> None:
     driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
     go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
     found = monitor.snapshot()
-    assert (found.iterations, found.captured, found.compute_ms) == (20, 7, 3.0), found
+    assert (found.iterations, found.compute_ms) == (20, 3.0), found
 
 
 def check_events_are_given_back() -> None:

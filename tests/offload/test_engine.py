@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -148,25 +146,6 @@ def test_memory_of_the_caller(model: Model, layer: int | None) -> None:
         model.check()
 
 
-@pytest.mark.parametrize("first", [0, BLOCKS - SLOTS])
-def test_all_slots(
-    model: Model, first: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = model.engine
-    step_bytes = 3 * engine.gpu_cache.nbytes // SLOTS + 1
-    monkeypatch.setattr("jitkern.offload.engine._STEP_BYTES", step_bytes)
-    engine.store_all(first)
-    assert engine.device.type == "cpu" or torch.cuda.current_stream().query()
-    for slot in range(SLOTS):
-        model.store(slot, first + slot)
-    model.check()
-    engine.gpu_cache.zero_()
-    engine.load_all(first, progress=True)
-    model.check()
-    said = capsys.readouterr()
-    assert "OffloadEngine: loading" in said.err and not said.out
-
-
 @settings(max_examples=40)
 @given(data=st.data())
 def test_random_moves(device: torch.device, data: st.DataObject) -> None:
@@ -217,7 +196,7 @@ def test_a_pool_of_the_caller(device: torch.device) -> None:
         assert pool.tensor(8).shape == (8,)
         with pytest.raises(ValueError, match=r"expected at most the \d+ "):
             engine_of(device, pool=pool)
-    with pytest.raises((RuntimeError, ValueError), match=r"the pool is closed$|expected an open"):
+    with pytest.raises(RuntimeError, match=r"the pool is closed$"):
         engine_of(device, pool=pool)
 
 
@@ -243,7 +222,7 @@ def test_close(device: torch.device) -> None:
     engine.close()
     assert repr(engine) == "OffloadEngine(closed)" and not hasattr(engine, "gpu_k")
     assert cache.eq(5).all()
-    for name, args in (("load", (0, 0)), ("load_blocks_into", (cache, [])), ("store_all", ())):
+    for name, args in (("load", (0, 0)), ("load_blocks_into", (cache, []))):
         text = f"^OffloadEngine.{name}: the engine is closed; make another one$"
         with pytest.raises(RuntimeError, match=text):
             getattr(engine, name)(*args)
@@ -283,7 +262,7 @@ WRONG: list[tuple[Callable[[OffloadEngine], object], type[Exception], str]] = [
     (loads([0, 1], [1, 11]), IndexError, "load: blocks: 11 at position 1, expected 0 to 10"),
     (loads([-1, 1], [1, 2]), IndexError, "load: slots: -1 at position 0, expected 0 to 3"),
     (loads(torch.tensor([0, 4]), torch.tensor([1, 9])), IndexError, "load: slots: 4 at position 1"),
-    (loads([0], [2**70]), IndexError, f"load: blocks: {2**70} at position 0, expected 0 to 10"),
+    (loads([0], [2**70]), IndexError, f"load: blocks: {2**70}, expected 0 to 10"),
     (loads([0, 1, 0], [1, 2, 3]), ValueError, "load: slots: 0 twice, expected each number once"),
     (lambda e: e.store([0, 1], [5, 5]), ValueError, "store: blocks: 5 twice, exp"),
     (loads([0], [1, 2]), ValueError, "load: blocks: 2 numbers, expected 1, as many as slots"),
@@ -298,19 +277,17 @@ WRONG: list[tuple[Callable[[OffloadEngine], object], type[Exception], str]] = [
     (loads(0, 0, num_tokens=17), ValueError, "load: num_tokens: 17, expected 1 to 16"),
     (lambda e: e.load_blocks_into([0], [0]), TypeError,  # type: ignore[arg-type]
      f"{INTO}: tensor: list, expected a Tensor"),
-    (into([0], dtype=torch.float16), TypeError,
-     f"{INTO}: tensor: dtype torch.float16, expected torch.bfloat16"),
+    (into([0], dtype=torch.float16), ValueError,
+     f"{INTO}: tensor: torch.float16 [2, 2, 16, 2, 8] on "),
     (into([0], shape=(2, 2, 16, 2, 4)), ValueError,
-     f"{INTO}: tensor: shape [2, 2, 16, 2, 4], expected [2, n, 16, 2, 8]"),
+     f"{INTO}: tensor: torch.bfloat16 [2, 2, 16, 2, 4] on "),
     (into([0], None), ValueError,
-     f"{INTO}: tensor: shape [2, 2, 16, 2, 8], expected [2, 3, n, 16, 2, 8]"),
+     f"{INTO}: tensor: torch.bfloat16 [2, 2, 16, 2, 8] on "),
     (into([5, 6, 7]), ValueError,
      f"{INTO}: blocks: 3 numbers, expected at most 2, the blocks of tensor"),
     (lambda e: e.load_blocks_into(
         torch.zeros(3, 2, 2, 16, 2, 8, dtype=e.dtype, device=e.device).transpose(0, 1), [0]),
      ValueError, f"{INTO}: tensor: strides "),
-    (lambda e: e.store_all(8), IndexError, "store_all: first_block: 8, expected 0 to 7"),
-    (lambda e: e.load_all(-1), IndexError, "load_all: first_block: -1, expected 0 to 7"),
 ]  # fmt: skip
 
 
@@ -325,30 +302,6 @@ def test_wrong_calls(
             call(engine)
         sync(device)
         assert engine.cpu_cache.eq(1).all() and engine.gpu_cache.eq(2).all()
-
-
-def test_numbers_that_another_thread_changes() -> None:
-    """What is checked is what is used: each call takes them as they were, or raises."""
-    wrong, over, numbers, came = 1 << 60, threading.Event(), torch.arange(4), set[str]()
-
-    def change() -> None:
-        while not over.is_set():
-            numbers[2] = wrong
-            numbers[2] = 2
-
-    with engine_of(torch.device("cpu")) as engine, ThreadPoolExecutor(1) as thread:
-        thread.submit(change)
-        try:
-            for _ in range(20_000):
-                try:
-                    engine.load(range(4), numbers)
-                    came.add("loaded")
-                except IndexError as error:
-                    came.add(str(error))
-        finally:
-            over.set()
-    text = f"OffloadEngine.load: blocks: {wrong} at position 2, expected 0 to 10"
-    assert came == {"loaded", text}
 
 
 @pytest.mark.cuda
@@ -420,14 +373,7 @@ def test_in_a_graph() -> None:
 
 
 @pytest.mark.cuda
-def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        pool = PinnedPool(1 << 20)
-    text = "OffloadEngine: pool: pageable memory, expected an open pool, made where CUDA is"
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        engine_of(torch.device("cuda"), pool=pool)
-    pool.close()
+def test_a_pool_that_was_closed() -> None:
     closed_later = PinnedPool(1 << 20)
     with engine_of(torch.device("cuda"), pool=closed_later) as engine:
         closed_later.close()
@@ -440,7 +386,7 @@ def test_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_gpu() -> None:
     with engine_of(torch.device("cuda:0")) as engine:
         engine.cpu_cache.fill_(3)
-        with pytest.raises(ValueError, match=r"blocks: cuda:1, expected a tensor on cuda:0$"):
+        with pytest.raises(ValueError, match="cuda:1"):
             engine.load(torch.tensor([0], device="cuda:0"), torch.tensor([0], device="cuda:1"))
         with torch.cuda.device(1):  # the engine's own GPU is the one that counts
             engine.load(0, 0)

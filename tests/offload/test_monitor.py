@@ -1,4 +1,4 @@
-"""OverlapMonitor on the CPU, where its times are the host's; and what it says, of given times."""
+"""OverlapMonitor: counts of real runs on the CPU, figures and alarms of given times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import math
 import re
 import threading
-import time
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +35,7 @@ class Given:
         self.rows: list[bytes] = []
         self.reads: list[int] = []  # iterations that were read, call by call
         self.end = 0.0
-        monitor._attach(self, self, None)
-
-    def num_dropped(self) -> int:
-        return 0
+        monitor._attach(self, self.harvest, None)
 
     def harvest(self, most: int) -> bytes:
         rows, self.rows = self.rows[:most], self.rows[most:]
@@ -56,8 +52,8 @@ class Given:
 
     def add(self, rows: Iterable[Row]) -> None:
         self.queue(rows)
-        self.monitor._poll()
-        self.monitor._look()
+        while self.rows:
+            self.monitor._update()
 
 
 def test_counts_of_every_kind_of_run(device: torch.device) -> None:
@@ -74,29 +70,15 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     sync(device)
     found = monitor.snapshot()
     assert found.name == "weights"
-    assert (found.iterations, found.window, found.dropped, found.captured) == (21, 10, 0, 0)
+    assert found.iterations == 21
     assert found.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
     for _ in pipeline.load(blocks, copy=bring):
         break
     assert monitor.snapshot().iterations == 22  # a body that ends its run counts
-    assert found.compute_ms > 0 and found.transfer_ms > 0 and found.fill_ms > 0
+    assert found.compute_ms > 0 and found.transfer_ms > 0
     assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.depth = 4  # type: ignore[misc]
-
-
-def test_times_on_the_cpu() -> None:
-    """Are the host's; slot_times_child.py has what follows from times."""
-    monitor = OverlapMonitor(window=8)
-    pipeline = pipeline_of(torch.device("cpu"), 1, monitor=monitor)
-    begin = time.perf_counter()
-    for _ in pipeline.load(range(8), copy=lambda tensor, block: time.sleep(0.002)):
-        time.sleep(0.006)
-    all_ms = 1e3 * (time.perf_counter() - begin)
-    found = monitor.snapshot()
-    assert found.compute_ms >= 6 and min(found.transfer_ms, found.fill_ms) >= 2
-    assert found.stall_ms >= 2 * 7 / 8 and found.stall_share == 7 / 8  # the first one's is the fill
-    assert found.fill_ms + 8 * (found.stall_ms + found.compute_ms) <= all_ms
 
 
 def test_means_of_a_window() -> None:
@@ -105,7 +87,7 @@ def test_means_of_a_window() -> None:
     given.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
     given.add([(4.0, 4.0, 2.0)])
     found = monitor.snapshot()
-    assert (found.iterations, found.window) == (9, 4)
+    assert found.iterations == 9
     assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 1.0)
     assert found.ratio == 1.5
     assert found.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
@@ -132,9 +114,9 @@ def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     assert alarms[0].ratio == 0.5
     assert caplog.messages == [
         "pipeline: compute takes 0.50 times as long as its copies, expected at least 1.50 "
-        "(1 ms and 2 ms, 100 % of 4 iterations stalled, depth 3)",
+        "(1 ms and 2 ms, 100 % of iterations stalled, depth 3)",
         "pipeline: compute takes 1.40 times as long as its copies, expected at least 1.50 "
-        "(1.4 ms and 1 ms, 0 % of 4 iterations stalled, depth 3)",
+        "(1.4 ms and 1 ms, 0 % of iterations stalled, depth 3)",
     ]
 
 
@@ -143,10 +125,10 @@ def test_a_poll_is_bounded() -> None:
     monitor = OverlapMonitor(window=8)
     given = Given(monitor)
     given.queue([(2.0, 1.0, 0.0)] * 90)
-    monitor._poll(24)
-    assert given.reads == [16, 8]
-    assert monitor.snapshot().timed == 90
-    assert given.reads[2:] == [16, 16, 16, 16, 2, 0]
+    monitor._update()
+    assert given.reads == [16]
+    monitor.snapshot()
+    assert given.reads[1:] == [16, 16, 16, 16, 10, 0]
 
 
 def test_a_monitor_is_of_one_pipeline() -> None:
@@ -163,7 +145,7 @@ def test_a_monitor_is_of_one_pipeline() -> None:
 
 
 def test_asked_by_other_threads_while_it_runs() -> None:
-    """As by a thread that serves metrics; the runs notice nothing of it."""
+    """A thread that serves metrics; the runs do not wait for it."""
     monitor = OverlapMonitor()
     pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
     over = threading.Event()
@@ -181,8 +163,7 @@ def test_asked_by_other_threads_while_it_runs() -> None:
         over.set()
     found = monitor.snapshot()
     assert found.iterations == 10_000
-    # Those are dropped for which no thread came round to ask.
-    assert found.timed > 0 and found.timed + found.dropped == 64 + 32 * 38 + 16
+    assert found.compute_ms > 0
     assert 0 < max(one.result() for one in asking) <= 10_000
 
 

@@ -152,8 +152,7 @@ def test_in_a_graph(depth: int, mode: str) -> None:
     torch.cuda.synchronize()
     assert all(block.eq(10).all() for block in blocks)
     assert total.item() == 6 * WORDS * sum(range(1, 11))
-    snapshot = p._monitor.snapshot()  # type: ignore[union-attr]
-    assert (snapshot.iterations, snapshot.captured) == (24, 12)
+    assert p._monitor.snapshot().iterations == 24  # type: ignore[union-attr]
 
 
 def test_a_capture_inside_a_session_is_refused() -> None:
@@ -231,7 +230,7 @@ def test_what_the_monitor_measures() -> None:
             torch.cuda._sleep(body_cycles)
         torch.cuda.synchronize()
         found = monitor.snapshot()
-        assert (found.iterations, found.timed, found.dropped) == (32 * run, 32 * run, 0)
+        assert found.iterations == 32 * run
         rows = [times[:4] for times, _ in list(monitor._rows)[-32:]]
         for number, (load, loaded, body, done) in enumerate(rows):
             assert load + sleep_ms <= loaded + NEAR_MS
@@ -241,7 +240,6 @@ def test_what_the_monitor_measures() -> None:
                 assert load >= rows[number - 3][3] - NEAR_MS
         bodies_ms = sum(row[3] - row[2] for row in rows)
         assert 32 * found.compute_ms == pytest.approx(bodies_ms, rel=1e-3)
-        assert found.fill_ms == pytest.approx(rows[0][2] - rows[0][0], abs=NEAR_MS)
         if body_cycles:  # a load runs beside the body before its own
             assert any(row[0] < before[3] for before, row in pairwise(rows))
         else:  # a body that does nothing waits for its load

@@ -20,7 +20,7 @@ from rings import is_mapped
 import jitkern
 from jitkern.errors import ShareError
 from jitkern.host import module as host
-from jitkern.offload import PinnedPool, PoolHandle, Share, memory
+from jitkern.offload import PinnedPool, Share, memory
 
 MIB = 1 << 20
 
@@ -215,21 +215,9 @@ def three(pool: Pool) -> list[Rank]:
 
 
 def test_all_have_the_same_memory(three: list[Rank]) -> None:
-    handle = [[NAME, NUM_BYTES]] * NUM_RANKS
-    assert all_do(three, "[held.handle.name, held.handle.num_bytes]") == handle
+    assert all_do(three, "held.stats.num_bytes") == [NUM_BYTES] * NUM_RANKS
     all_do(three, "table[1000 * {rank}] = {rank} + 5")
     assert all_do(three, "table[:3000:1000].tolist()") == [[5, 6, 7]] * NUM_RANKS
-
-
-def test_one_that_is_no_rank_attaches(pool: Pool, three: list[Rank]) -> None:
-    three[1].ask("table[77] = 3")
-    pid, fd = three[0].ask("[held.handle.pid, held.handle.fd]")
-    (other,) = pool.start(1)
-    other.ask(f"table = words(PinnedPool.attach(PoolHandle({NAME!r}, {NUM_BYTES}, {pid}, {fd})))")
-    assert other.ask("table[77].item()") == 3
-    other.ask("table[78] = 4")
-    other.kill()
-    assert three[0].ask("table[78].item()") == 4
 
 
 def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,27 +279,6 @@ def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
     for rank in (ranks[0], ranks[2]):
         said = rank.error()["error"]
         assert said.startswith("ShareError: ") and "rank 1" in said, said
-
-
-def test_attach_to_what_is_no_pool() -> None:
-    made = PinnedPool(NUM_BYTES, share=Share(f"test-attach-{os.getpid()}", 0, 1))
-    handle = made.handle
-    with PinnedPool.attach(handle) as other:
-        assert other.stats.num_bytes == NUM_BYTES
-    with pytest.raises(ShareError, match="has it no more"):
-        PinnedPool.attach(PoolHandle("other", NUM_BYTES, handle.pid, handle.fd))
-    with pytest.raises(TypeError, match="handle: int, expected a PoolHandle"):
-        PinnedPool.attach(handle.fd)  # type: ignore[arg-type]
-    made.close()
-    with pytest.raises(ShareError, match="has it no more"):
-        PinnedPool.attach(handle)
-
-
-def test_nobody_truncates_the_memory() -> None:
-    with PinnedPool(NUM_BYTES, share=Share(f"test-seal-{os.getpid()}", 0, 1)) as made:
-        for num_bytes in (0, NUM_BYTES + 1):
-            with pytest.raises(PermissionError):
-                os.ftruncate(made.handle.fd, num_bytes)
 
 
 def test_a_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

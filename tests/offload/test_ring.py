@@ -108,8 +108,6 @@ def test_full_and_empty() -> None:
         with pytest.raises(TimeoutError, match=f"^{re.escape(text)}$"):
             ring.push(rows((0, 0, 1)), timeout_s=0.02)
         assert 0.02 <= time.monotonic() - started < 5
-        with pytest.raises(TimeoutError, match=r"^DescriptorRing\.reserve: slot 0 is still being"):
-            ring.reserve(1, timeout_s=0)
         unpack(src, dst, ring, num_slots=2)
         assert dst.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
         assert ring.try_push(rows((5, 5, 1))) == 2
@@ -135,69 +133,6 @@ def test_threads_push_one_after_the_other() -> None:
                 assert take_next(dst, src, ring, ticket)
     assert sorted(tickets) == list(range(256))
     assert torch.equal(dst, src)
-
-
-def test_a_slot_is_written_in_place() -> None:
-    src, dst = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
-    with DescriptorRing(3, 8, device="cpu") as ring:
-        ring.push(rows((9, 9, 9, 9, 9, 9)))
-        layout = memory_of(ring)
-        with ring.reserve(3) as slot:
-            assert (slot.index, slot.ticket) == (1, 1)
-            assert layout.word(1).value == 0
-            slot.src_off[:] = torch.tensor([10, 50, 70])
-            slot.dst_off[1] = 20
-            slot.len[:] = torch.tensor([5, 7, 0])
-            slot.count[1] = 2
-            slot.src_stride[1] = 10
-            slot.dst_stride[1] = 30
-        seals = (ring_word(1, 3), ring_word(1, 3))
-        assert layout.descriptor(1, 0) == (10, 0, 5, 1, 0, 0, *seals)
-        assert layout.descriptor(1, 1) == (50, 20, 7, 2, 10, 30, *seals)
-        assert layout.descriptor(1, 2) == (70, 0, 0, 1, 0, 0, *seals)
-        unpack(src, dst, ring)
-        dst.zero_()
-        unpack(src, dst, ring)
-        wanted = torch.zeros(100, dtype=torch.uint8)
-        wanted[:5], wanted[20:27], wanted[50:57] = src[10:15], src[50:57], src[60:67]
-        assert torch.equal(dst, wanted)
-
-        # Of a slot of all, the first few; and nothing where the body raises.
-        slot = ring.reserve()
-        assert len(slot.len) == 8
-        assert slot.publish(2) == 2
-        assert layout.word(2).value == ring_word(1, 2)
-        with pytest.raises(KeyError), ring.reserve(1, timeout_s=0):
-            raise KeyError
-        assert ring.push(rows((0, 0, 1)), timeout_s=0) == 3
-
-
-def test_others_wait_for_a_reserved_slot() -> None:
-    with DescriptorRing(3, 8, device="cpu") as ring:
-        slot = ring.reserve(1)
-        with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(ring.try_push, ONE).result() is None
-            error = thread.submit(ring.push, ONE, timeout_s=0.01).exception()
-            text = "DescriptorRing.push: another thread has slot 0 reserved for over 0.01 s"
-            assert isinstance(error, TimeoutError) and str(error) == text
-            ticket = thread.submit(ring.push, ONE)
-            slot.cancel()
-            assert ticket.result() == 0
-
-
-def test_a_slot_that_is_dropped_is_the_next_ones() -> None:
-    with DescriptorRing(3, 8, device="cpu") as ring:
-
-        def use() -> None:
-            slot = ring.reserve(2)
-            slot.len[:] = 7
-
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(use).result()
-        with ring.reserve(1, timeout_s=0) as slot:
-            assert [slot.ticket, slot.len.item(), slot.count.item()] == [0, 0, 1]
-        use()
-        assert ring.push(ONE, timeout_s=0) == 1
 
 
 def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +235,6 @@ def test_mistakes_of_other_calls() -> None:
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
             ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: None, "),
-            ("reserve", {"num_descriptors": 0}, ValueError, "num_descriptors: 0, expected 1 to 5"),
-            ("reserve", {"num_descriptors": 6}, ValueError, "num_descriptors: 6, expected 1 to 5"),
-            ("reserve", {"timeout_s": "1"}, TypeError, "timeout_s: str, expected a number"),
         ]
         for name, how, kind, text in calls:
             with pytest.raises(kind, match=f"^DescriptorRing.{name}: {re.escape(text)}"):
@@ -310,41 +242,15 @@ def test_mistakes_of_other_calls() -> None:
         assert ring.push(ONE) == 1
 
 
-def test_a_reserved_slot() -> None:
-    with DescriptorRing(2, 5, device="cpu") as ring:
-        slot = ring.reserve(3)
-        own = "this thread has a slot reserved; publish() or cancel() it first"
-        for name, arguments in (("push", (ONE,)), ("try_push", (ONE,)), ("reserve", ())):
-            text = f"DescriptorRing.{name.removeprefix('try_')}: {own}"
-            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-                getattr(ring, name)(*arguments)
-        assert repr(slot) == "RingSlot(0, ticket 0, being written)"
-        with pytest.raises(ValueError, match=r"^RingSlot.publish: num_descriptors: 4, expected 1 "):
-            slot.publish(4)
-        assert slot.publish() == 0
-        over = "the slot was pushed or cancelled; reserve another one"
-        for name, use in (
-            (".publish", slot.publish),
-            (".cancel", slot.cancel),
-            ("", lambda: slot.src_off),
-            ("", slot.__enter__),
-        ):
-            with pytest.raises(RuntimeError, match=f"^RingSlot{name}: {re.escape(over)}$"):
-                use()
-        assert ring.push(ONE) == 1
-
-
 def test_a_closed_one() -> None:
     ring = DescriptorRing(2, 5, device="cpu")
     assert repr(ring) == "DescriptorRing(2 slots of 5 descriptors on cpu, 0 pushed)"
-    slot = ring.reserve(1)
-    lengths = slot.len
     ring.close()
     ring.close()
     assert repr(ring) == "DescriptorRing(2 slots of 5 descriptors on cpu, closed)"
     buffer = torch.zeros(8, dtype=torch.uint8)
     for use in (
-        *(ring.reserve, slot.publish, ring.fileno, ring.__enter__),
+        *(ring.fileno, ring.__enter__),
         *(lambda: ring.push(ONE), lambda: ring.try_push(ONE)),
         *(lambda: ring.done(0), lambda: ring.wait(0)),
         *(lambda: ring.address, lambda: ring.num_pushed),
@@ -352,8 +258,6 @@ def test_a_closed_one() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"^DescriptorRing: the ring is closed"):
             use()
-    lengths[:] = 3  # memory that a view keeps
-    assert lengths.tolist() == [3]
 
 
 def test_a_ring_of_the_cpu_has_no_server() -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
 from jitkern import BlockBuffers, LayerSignals, copy_blocks
-from jitkern.offload import OffloadEngine, PinnedPool
+from jitkern.offload import PinnedPool
 
 LAYERS, BLOCKS, HOST_BLOCKS = 5, 17, 29
 
@@ -244,31 +244,6 @@ def test_signals(device: torch.device, num_signals: int) -> None:
         for a, b in pairs.tolist():
             for layer in range(LAYERS if a >= 0 and b >= 0 else 0):
                 assert torch.equal(seen[layer][b].cpu(), src[a, layer])
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "block_first"])
-@pytest.mark.parametrize("kind", ["kv", "mla"])
-def test_an_engine_signals_layers(device: torch.device, kind: Any, layout: Any) -> None:
-    shape = (2, 8) if kind == "kv" else (24,)
-    counts = {"num_layers": 3, "num_cpu_blocks": 7, "num_slots": 4, "block_size": 16}
-    how = {"token_shape": shape, "dtype": torch.float16, "kind": kind, "layout": layout}
-    with OffloadEngine(**counts, **how, device=device) as engine:  # type: ignore[arg-type]
-        signals = LayerSignals(3, device)
-        for tokens in (16, 5):
-            engine.cpu_cache.normal_()
-            wanted, store = engine.cpu_cache.clone(), (1, 4)
-            engine.load([2, 0], [6, 3], num_tokens=tokens, signals=signals)
-            engine.store([2, 0], store, num_tokens=tokens, signals=signals)
-            synchronize(device)
-            assert all(map(signals.done, range(3)))
-            dim = 0 if layout == "block_first" else 2 - (kind == "mla")
-            sides = (engine.cpu_cache, wanted)
-            stored, loaded = (
-                one.movedim(dim, 0).narrow(-1 - len(shape), 0, tokens) for one in sides
-            )
-            assert torch.equal(stored[list(store)], loaded[[6, 3]])
-        with pytest.raises(ValueError, match=r"OffloadEngine\.load: signals: with layer=1"):
-            engine.load(0, 0, layer=1, signals=signals)
 
 
 def test_signals_of_an_empty_copy(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Host memory for GPUs: pools of pinned memory, and what moves blocks between them and the GPU."""
+"""Pools of pinned host memory, and pipelines, engines and rings that copy between them and GPUs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from jitkern.offload.pipeline import Run as Run
 from jitkern.offload.pipeline import Slot as Slot
 from jitkern.offload.pipeline import SlotPipeline as SlotPipeline
 from jitkern.offload.pool import PinnedPool as PinnedPool
-from jitkern.offload.pool import PoolHandle as PoolHandle
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.pool import Share as Share
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
-from jitkern.offload.ring import RingSlot as RingSlot
-from jitkern.offload.ring_server import RingServer as RingServer
+from jitkern.offload.ring import RingServer as RingServer
 from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
 from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async

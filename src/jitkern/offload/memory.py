@@ -20,24 +20,23 @@ from jitkern.host import module as host
 
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
-_MAX_THREADS = 32  # 8 back 38 GB/s of used memory, 16 52: what is left is the kernel's zeroing
-# A step of the first touch; the display and Ctrl-C come in between.
-_TOUCH_BYTES = _GIB
+_MAX_THREADS = 32  # 8 threads back 38 GB/s of used memory, 16 52: the kernel's zeroing is the rest
+_TOUCH_BYTES = _GIB  # per call into C++; progress and Ctrl-C are handled between calls
 _SHOWN_BYTES = 4 * _GIB  # progress is shown from this size on
 
 Shown = Callable[[str, float], None]
-"""Is told the step, and the part of it that is done, 0 to 1."""
+"""Displays a step and its progress, 0 to 1."""
 
 
-def _quiet(what: str, done: float) -> None:
+def _quiet(step: str, done: float) -> None:
     pass
 
 
 class PinnedMemory:
-    """Bytes that one or several processes map, as `tensor`; the last tensor gives them back.
+    """Bytes mapped by one or several processes, as `tensor`; the last tensor frees them.
 
-    ``fd`` is a descriptor of the memory; by default it is private. Each rank touches its part only,
-    on the node of its GPU as far as that has room.
+    ``fd`` is a descriptor of shared memory; by default the memory is private. Each rank touches its
+    part only, on the NUMA node of its GPU while that has room.
     """
 
     def __init__(
@@ -48,40 +47,40 @@ class PinnedMemory:
         num_ranks: int = 1,
         shown: Shown = _quiet,
     ) -> None:
-        made = host.module()["make_pinned_memory"](num_bytes, fd)
-        with torch.inference_mode(False):  # or it could not be written outside of that
-            self.tensor: torch.Tensor = from_dlpack(made[0])
-        self._bind, self._touch, self._register, self.close = made[1:]
+        memory, *methods = host.module()["make_pinned_memory"](num_bytes, fd)
+        self._bind, self._touch, self._register, self.close = methods
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of it
+            self.tensor: torch.Tensor = from_dlpack(memory)
         self.is_registered = False
         self.register_s = 0.0
         begin = time.perf_counter()
-        pages = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES))  # of each rank, rounded up
-        first, last = (min(i * pages * _HUGE_PAGE_BYTES, num_bytes) for i in (rank, rank + 1))
+        part_bytes = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES
+        first, last = (min(i * part_bytes, num_bytes) for i in (rank, rank + 1))
         self.numa_node = self._touch_part(first, last, shown)
         self.touch_s: float = time.perf_counter() - begin
 
     def _touch_part(self, first: int, last: int, shown: Shown) -> int | None:
-        """Have Linux back a part of the memory; the pages of an attached pool are there."""
+        """Make Linux back a part of the memory with pages; return their NUMA node."""
         node = _node_of_gpu()
         if node is not None and not self._bind(first, last - first, node):
-            node = None  # as in a container without SYS_NICE
+            node = None  # a container without SYS_NICE refuses
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         for begin in range(first, last, _TOUCH_BYTES):
             count = min(_TOUCH_BYTES, last - begin)
-            failed = self._touch(begin, count, threads)
-            if failed:
-                done, whole = size_text(begin - first), size_text(len(self.tensor))
+            errno = self._touch(begin, count, threads)
+            if errno:
+                done, total = size_text(begin - first), size_text(len(self.tensor))
                 raise MemoryError(
-                    f"PinnedPool: {os.strerror(failed)} after {done} of {whole}; "
+                    f"PinnedPool: {os.strerror(errno)} after {done} of {total}; "
                     "free memory, or raise the limit of the container"
                 )
             shown("touching", (begin + count - first) / (last - first))
         return node
 
     def register(self, shown: Shown = _quiet) -> None:
-        """Register it for all GPUs, if there are any, after all ranks have touched their parts.
+        """Register the memory for all GPUs, if there are any.
 
-        CUDA would touch the rest by one thread.
+        All ranks must have touched their parts: CUDA would touch the rest with one thread.
         """
         if not torch.cuda.is_available():
             return
@@ -107,13 +106,13 @@ _registered: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Unregister before CUDA goes."""
+    """Unregister before CUDA shuts down."""
     for memory in list(_registered):
         memory.close()
 
 
 def _node_of_gpu() -> int | None:
-    """Return the NUMA node of the current GPU, if Linux tells."""
+    """Return the NUMA node of the current GPU if Linux reports it."""
     if torch.cuda.is_available():
         gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         with suppress(AttributeError, OSError, ValueError):  # AttributeError: before torch 2.10
@@ -124,7 +123,7 @@ def _node_of_gpu() -> int | None:
 
 
 def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
-    """Raise MemoryError if less is free: Linux would kill the process later."""
+    """Raise MemoryError if less memory is free: Linux would kill the process later."""
     free = free_bytes()
     if free is not None and num_bytes > free:
         text = f"{size_text(num_bytes)}, expected at most the {size_text(free)} that are free"
@@ -132,7 +131,7 @@ def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size for people."""
+    """Return a size for messages."""
     for unit, size in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
@@ -140,24 +139,21 @@ def size_text(num_bytes: float) -> str:
 
 
 @contextmanager
-def display(
-    num_bytes: int,
-    progress: bool | None,
-    title: str = "PinnedPool",
-    shown_bytes: int = _SHOWN_BYTES,
-) -> Iterator[Shown]:
-    """Show progress on standard error, if it is asked for or the size is large."""
-    console = None
-    if num_bytes >= shown_bytes if progress is None else progress:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True, force_terminal=True if progress else None)
-    if console is None or not console.is_terminal:
+def display(num_bytes: int, progress: bool | None) -> Iterator[Shown]:
+    """Show progress on standard error, if it is requested or the size is large."""
+    if num_bytes < _SHOWN_BYTES if progress is None else not progress:
         yield _quiet
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, force_terminal=True if progress else None)
     with Progress(
-        console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
     ) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda what, done: bar.update(task, description=f"{title}: {what}", completed=done)
+        task = bar.add_task("PinnedPool", total=1.0)
+        yield lambda step, done: bar.update(task, description=f"PinnedPool: {step}", completed=done)

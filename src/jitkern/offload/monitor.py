@@ -1,11 +1,10 @@
-"""``OverlapMonitor``: whether a ``SlotPipeline``'s copies hide behind its compute, as it runs."""
+"""``OverlapMonitor``: whether a ``SlotPipeline``'s copies are hidden by its compute."""
 
 from __future__ import annotations
 
 import logging
 import math
 import struct
-import sys
 import threading
 import weakref
 from collections import deque
@@ -19,55 +18,55 @@ from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")
 
-_ROW = struct.Struct("9d")  # of csrc/offload/slots.cc
-_BATCH = 16  # iterations that are read in one call, in which the pipeline's thread may wait
-_SHOWN = 1024  # iterations of a timeline, at most
-_HYSTERESIS = 1.1  # times `min_ratio`: the ratio needed before the next alarm
+_ROW = struct.Struct("9d")  # as csrc/offload/slots.cc returns it
+_BATCH = 16  # iterations per read, during which the pipeline's thread may wait
+_TIMELINE = 1024  # iterations of a timeline
+_STALLED = 0.05  # the share of its time that a stalled iteration waits
+_HYSTERESIS = 1.1  # after an alarm the ratio must exceed this times `min_ratio` first
 
 _CALL = "OverlapMonitor"
 
 
 @dataclass(frozen=True)
 class OverlapSnapshot:
-    """Figures of an ``OverlapMonitor`` at one time; NaN: not known yet."""
+    """Figures of an ``OverlapMonitor``. Means are over the last `window` timed iterations.
+
+    Ratios and times are NaN if no iteration has been timed.
+    """
 
     name: str
-    iterations: int  # queued so far, also those still under way
-    captured: int  # in captures, which `iterations` leaves out
-    timed: int  # whose times are known
-    dropped: int  # whose times were not read in time
-    window: int  # timed iterations that the means are of
-    compute_ms: float  # mean of a body
-    transfer_ms: float  # mean of a copy, the longer one if there are two
-    stall_ms: float  # mean that the compute stream waited for a copy between two bodies
-    fill_ms: float  # before the first body of a session, in which nothing can be hidden
-    ratio: float  # compute by transfer; below 1 copies cannot be hidden
-    stall_share: float  # part of the window's iterations that waited for over 5 % of their time
-    bytes_moved: int  # a slot's bytes for each copy of all iterations
-    gb_s: float  # of copies in the window; both directions together
+    iterations: int  # queued so far, without those in captured graphs
+    compute_ms: float  # mean time of a body
+    transfer_ms: float  # mean time of a copy; of the longer one if a block is loaded and stored
+    stall_ms: float  # mean time that the compute stream waited for a copy between two bodies
+    ratio: float  # compute_ms / transfer_ms; below 1 no number of slots hides the copies
+    stall_share: float  # the share of iterations that waited for over 5 % of their time
+    bytes_moved: int  # in all iterations; each copy counts as a whole slot
+    gb_s: float  # speed of the copies, both directions together
     alarms: int  # how often the ratio fell below the limit
-    depth: int  # slots of the pipeline; 0 once it is closed
+    depth: int  # slots of the pipeline; 0 after it is closed
 
 
 class OverlapMonitor:
-    """Times of the iterations of a ``SlotPipeline``, without a synchronisation.
+    """Times the iterations of a ``SlotPipeline`` without synchronising.
 
-    Events time copies and bodies, and are read a few iterations later. All iterations are counted;
-    the first 64 are timed, then 32 of every 256. A timed one costs the host about 10 us more and
-    the GPU's streams 6. Captured ones are not timed. A monitor is for one pipeline, its
-    ``monitor=``. On the CPU the times are the host's.
+    Events time copies and bodies and are read a few iterations later. The first 64 iterations are
+    timed, then 32 of every 256. Timing an iteration takes the host about 10 us and the GPU's
+    streams 6. Iterations in captured graphs are not timed. A monitor is for one pipeline, which
+    takes it as ``monitor=``. On the CPU the times are the host's.
 
     Parameters
     ----------
     window : int, optional
-        Timed iterations that means and alarms are of.
+        The number of timed iterations for means and alarms.
     min_ratio : float, optional
-        If the ratio of compute to transfer of a full window is below this: one line in the log
-        ``jitkern.offload``, and `on_alarm`. The next alarm needs a ratio 10 % above it first.
+        If the ratio of compute to transfer of a full window is below this, the monitor logs one
+        warning to ``jitkern.offload`` and calls `on_alarm`. The ratio must rise 10 % above it
+        before the next alarm.
     on_alarm : callable, optional
-        ``on_alarm(snapshot)``, called in the run's thread between two iterations.
+        ``on_alarm(snapshot)``, called by the run's thread between two iterations.
     name : str, optional
-        In the log and in snapshots.
+        The pipeline's name in the log and in snapshots.
     """
 
     def __init__(
@@ -81,145 +80,156 @@ class OverlapMonitor:
         self._window = int_arg(_CALL, "window", window, 1)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         self._on_alarm, self._name = on_alarm, name
-        self._lock = threading.Lock()
-        # Times of begin and end of load, compute and store, and what follows from them.
-        self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_SHOWN, self._window))
-        self._harvest: Any = None  # of a pipeline
-        self._num_dropped: Callable[[], int] = lambda: 0
-        self._observe: Callable[[Iteration], object] | None = None
-        self._iterations = self._copies = self._captured = 0  # by the pipeline
-        self._timed = self._looked_at = self._alarms = 0
+        # Set by _attach.
         self._pipeline: Callable[[], Any] = lambda: None
         self._slot_bytes = 0
+        self._harvest: Callable[[int], bytes] | None = None
+        self._observe: Callable[[Iteration, int], object] | None = None
+        # Counted by the pipeline.
+        self._iterations = self._copies = 0
+        # The lock guards the rest. A row has begin and end of load, compute and store, in ms.
+        self._lock = threading.Lock()
+        self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_TIMELINE, self._window))
+        self._timed = self._checked_at = self._alarms = 0
         self._is_alarmed = False
-        # Of the iteration that was read last.
-        self._number, self._end, self._fill_ms = 0, 0.0, math.nan
-        self._link_ends = [-math.inf, -math.inf]  # of loads and of stores
-        self._stored: dict[float, float] = {}  # when a slot was stored last
+        # The last iteration that was read.
+        self._number, self._end = 0, 0.0
+        self._stored: dict[float, float] = {}  # the end of each slot's last store
 
     def snapshot(self) -> OverlapSnapshot:
-        """Return what is known; any thread. Times of what is still under way are not in it."""
-        self._poll()
+        """Return the figures so far, without iterations in flight; callable from any thread."""
         pipeline = self._pipeline()
         with self._lock:
-            iterations, copies = self._iterations, self._copies
+            self._read_all()
             rows = self._last(self._window)
-            timed, fill_ms = self._timed, self._fill_ms
-        count, stall_ms = len(rows), sum(one.stall_ms for _, one in rows)
         compute_ms, transfer_ms = _sums(rows)
-        num_transfers = sum(2 - math.isnan(times[0]) - math.isnan(times[4]) for times, _ in rows)
-
-        def by(value: float, other: float) -> float:
-            return value / other if other else math.nan
-
+        iterations = [iteration for _, iteration in rows]
+        num_stalled = sum(
+            iteration.stall_ms > _STALLED * (iteration.compute_ms + iteration.stall_ms)
+            for iteration in iterations
+        )
+        num_copies = sum(2 - math.isnan(times[0]) - math.isnan(times[4]) for times, _ in rows)
         return OverlapSnapshot(
-            *(self._name, iterations, self._captured, timed, self._num_dropped(), count),
-            compute_ms=by(compute_ms, count),
-            transfer_ms=by(transfer_ms, count),
-            stall_ms=by(stall_ms, count),
-            fill_ms=fill_ms,
-            ratio=by(compute_ms, transfer_ms),
-            stall_share=by(sum(one.is_stalled() for _, one in rows), count),
-            bytes_moved=copies * self._slot_bytes,
-            gb_s=by(num_transfers * self._slot_bytes, transfer_ms * 1e6),
+            name=self._name,
+            iterations=self._iterations,
+            compute_ms=_quotient(compute_ms, len(rows)),
+            transfer_ms=_quotient(transfer_ms, len(rows)),
+            stall_ms=_quotient(sum(iteration.stall_ms for iteration in iterations), len(rows)),
+            ratio=_quotient(compute_ms, transfer_ms),
+            stall_share=_quotient(num_stalled, len(rows)),
+            bytes_moved=self._copies * self._slot_bytes,
+            gb_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
             alarms=self._alarms,
             depth=0 if pipeline is None else pipeline.depth,
         )
 
     def timeline(self) -> dict[str, list[tuple[float, float]]]:
         """Return (begin, length) in ms of the last timed loads, computes, stores and stalls."""
-        self._poll()
         with self._lock:
-            rows = self._last(_SHOWN)
+            self._read_all()
+            rows = self._last(_TIMELINE)
         spans = {}
         for i, lane in enumerate(("load", "compute", "store")):
-            both = [times[2 * i : 2 * i + 2] for times, _ in rows]
-            spans[lane] = [(begin, end - begin) for begin, end in both if not math.isnan(begin)]
-        could_begin = [(times[3] - one.compute_ms, one.stall_ms) for times, one in rows]
-        spans["stall"] = [(end - ms, ms) for end, ms in could_begin if ms > 0]
+            pairs = [times[2 * i : 2 * i + 2] for times, _ in rows]
+            spans[lane] = [(begin, end - begin) for begin, end in pairs if not math.isnan(begin)]
+        spans["stall"] = [
+            (times[3] - iteration.compute_ms - iteration.stall_ms, iteration.stall_ms)
+            for times, iteration in rows
+            if iteration.stall_ms > 0
+        ]
         return spans
 
-    # -- what a pipeline does ----------------------------------------------------------------------
+    # -- called by the pipeline --------------------------------------------------------------------
 
     def _attach(
-        self, pipeline: Any, streams: Any, observe: Callable[[Iteration], object] | None
+        self,
+        pipeline: Any,
+        harvest: Callable[[int], bytes],
+        observe: Callable[[Iteration, int], object] | None,
     ) -> None:
         if self._harvest is not None:
             raise ValueError("SlotPipeline: monitor: that of another pipeline, expected a new one")
-        self._harvest, self._num_dropped = streams.harvest, streams.num_dropped
-        self._observe = observe
+        self._harvest, self._observe = harvest, observe
         self._pipeline, self._slot_bytes = weakref.ref(pipeline), pipeline.slot_bytes
 
-    def _poll(self, most: int = sys.maxsize) -> None:
-        """Take the times of `most` iterations that are over, unless another thread does."""
-        if self._harvest is None or not self._lock.acquire(blocking=False):
-            return
+    def _update(self) -> None:
+        """Read a batch of times and raise an alarm if one is due."""
+        if not self._lock.acquire(blocking=False):
+            return  # a snapshot in another thread reads them
         try:
-            while most > 0:
-                rows = list(_ROW.iter_unpack(self._harvest(min(_BATCH, most))))
-                for row in rows:
-                    self._add(*row)
-                most = most - len(rows) if rows else 0
+            self._read()
+            is_due = self._is_alarm_due()
         finally:
             self._lock.release()
-
-    def _add(self, *row: float) -> None:
-        load, loaded, begin, end, store, stored, slot, number, is_first = row
-        # A compute waits for the one before it, and for the last transfer of its slot.
-        waited = self._stored.get(slot, 0.0) if math.isnan(load) else loaded
-        could_begin, stall_ms = begin, 0.0
-        follows = not is_first and number == self._number + 1
-        if follows:
-            could_begin = max(self._end, min(waited, begin))
-            stall_ms = could_begin - self._end
-        elif is_first:
-            self._fill_ms = 0.0 if math.isnan(load) else begin - load
-        load_ms, store_ms = self._link_ms(0, load, loaded), self._link_ms(1, store, stored)
-        iteration = Iteration(load_ms, end - could_begin, store_ms, stall_ms, follows)
-        self._number, self._end = int(number), end
-        if not math.isnan(store):
-            self._stored[slot] = stored
-        self._rows.append((row[:6], iteration))
-        self._timed += 1
-        if self._observe is not None:
-            self._observe(iteration)
-
-    def _link_ms(self, direction: int, begin: float, end: float) -> float:
-        """Return by how much longer a copy kept its link busy."""
-        if math.isnan(begin):
-            return 0.0
-        last_end = self._link_ends[direction]
-        self._link_ends[direction] = max(last_end, end)
-        return max(end - max(begin, last_end), 0.0)
-
-    def _last(self, count: int) -> list[tuple[Sequence[float], Iteration]]:
-        """Return the last rows; the caller has the lock."""
-        return list(islice(self._rows, max(0, len(self._rows) - count), None))
-
-    def _look(self) -> None:
-        """Give an alarm if one is due; in the run's thread."""
-        if len(self._rows) < self._window or self._timed - self._looked_at < self._window // 4:
-            return
-        with self._lock:
-            self._looked_at = self._timed
-            compute_ms, transfer_ms = _sums(self._last(self._window))
-        if compute_ms >= _HYSTERESIS * self._min_ratio * transfer_ms:
-            self._is_alarmed = False
-        elif not self._is_alarmed and compute_ms < self._min_ratio * transfer_ms:
-            self._is_alarmed = True
+        if is_due:
             self._alarms += 1
             now = self.snapshot()
             _log.warning(
                 "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
-                "(%.3g ms and %.3g ms, %.0f %% of %d iterations stalled, depth %d)",
-                *(self._name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
-                *(100 * now.stall_share, now.window, now.depth),
+                "(%.3g ms and %.3g ms, %.0f %% of iterations stalled, depth %d)",
+                *(now.name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
+                *(100 * now.stall_share, now.depth),
             )
             if self._on_alarm is not None:
                 self._on_alarm(now)
 
+    # -- with the lock held ------------------------------------------------------------------------
+
+    def _is_alarm_due(self) -> bool:
+        if len(self._rows) < self._window or self._timed - self._checked_at < self._window // 4:
+            return False
+        self._checked_at = self._timed
+        compute_ms, transfer_ms = _sums(self._last(self._window))
+        was_alarmed = self._is_alarmed
+        if compute_ms >= _HYSTERESIS * self._min_ratio * transfer_ms:
+            self._is_alarmed = False
+        elif compute_ms < self._min_ratio * transfer_ms:
+            self._is_alarmed = True
+        return self._is_alarmed and not was_alarmed
+
+    def _read_all(self) -> None:
+        while self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Add up to 16 iterations that are over; return whether there were any."""
+        if self._harvest is None:
+            return False
+        rows = list(_ROW.iter_unpack(self._harvest(_BATCH)))
+        for row in rows:
+            self._add(*row)
+        return len(rows) > 0
+
+    def _add(self, *row: float) -> None:
+        load, loaded, begin, end, store, stored, slot, number, is_first = row
+        # A body waits for the body before it, and for the last copy of its slot.
+        ready = self._stored.get(slot, 0.0) if math.isnan(load) else loaded
+        could_begin, stall_ms = begin, 0.0
+        follows = not is_first and number == self._number + 1
+        if follows:
+            could_begin = max(self._end, min(ready, begin))
+            stall_ms = could_begin - self._end
+        load_ms = 0.0 if math.isnan(load) else loaded - load
+        store_ms = 0.0
+        if not math.isnan(store):
+            store_ms, self._stored[slot] = stored - store, stored
+        iteration = Iteration(load_ms, end - could_begin, store_ms, stall_ms, follows)
+        self._number, self._end = int(number), end
+        self._rows.append((row[:6], iteration))
+        self._timed += 1
+        if self._observe is not None:
+            self._observe(iteration, self._iterations)
+
+    def _last(self, count: int) -> list[tuple[Sequence[float], Iteration]]:
+        return list(islice(self._rows, max(0, len(self._rows) - count), None))
+
 
 def _sums(rows: Sequence[tuple[Sequence[float], Iteration]]) -> tuple[float, float]:
-    """Return the ms of bodies, and of the longer copy of each iteration."""
+    """Return the total ms of bodies, and of the longer copy of each iteration."""
     compute_ms = sum(times[3] - times[2] for times, _ in rows)
-    return compute_ms, sum(max(one.load_ms, one.store_ms) for _, one in rows)
+    transfer_ms = sum(max(iteration.load_ms, iteration.store_ms) for _, iteration in rows)
+    return compute_ms, transfer_ms
+
+
+def _quotient(value: float, by: float) -> float:
+    return value / by if by else math.nan

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,26 +23,25 @@ from jitkern.offload.memory import PinnedMemory
 if TYPE_CHECKING:
     from jitkern.comm.rendezvous import Rendezvous
 
-_ALIGN_BYTES = 128  # tensors begin on a line, so that rows of whole lines lie on lines
-_MEMORY_NAME = "jitkern-pool-"  # followed by the name of the pool
-_SHARED = Path("/dev/shm")  # where ranks without a group meet
+_ALIGN_BYTES = 128  # a cache line, so that rows of whole lines are aligned
+_SHARED = Path("/dev/shm")  # for the rendezvous of ranks without a group
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the processes that share a pool this one is.
+    """This process's place among the processes of one node that share a pool.
 
     Parameters
     ----------
     name
-        The same in all ranks, and of no other pool of this user: letters, digits, ``._+-``.
+        The pool's name, the same in all ranks and unique per user: letters, digits, ``._+-``.
     rank, num_ranks
-        This process's number, from 0 on, and how many there are, all on this node.
+        This process's number, counted from 0, and the number of processes.
     timeout_s
         How long a rank waits for the others at each step.
     group
-        How the ranks meet: a group of just these ranks, or a ``Store`` of torch.distributed. By
-        default over a file in ``/dev/shm``.
+        The rendezvous of the ranks: a group of exactly these ranks, or a ``Store`` of
+        torch.distributed. By default a file in ``/dev/shm``.
     """
 
     name: str
@@ -54,80 +52,51 @@ class Share:
 
 
 @dataclass(frozen=True)
-class PoolHandle:
-    """Lets a process that is not one of the ranks attach to a pool; it can be pickled.
-
-    The pool has to be open in process `pid`, as descriptor `fd`.
-    """
-
-    name: str
-    num_bytes: int
-    pid: int
-    fd: int
-
-    def open(self) -> int:
-        """Return a descriptor of the memory. Linux opens it for this user's processes only."""
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        prefix = f"PinnedPool.attach: handle: pool {self.name!r}"
-        try:
-            if not os.readlink(path).startswith(f"/memfd:{_MEMORY_NAME}{self.name} "):
-                raise FileNotFoundError
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            text = f"process {self.pid} has it no more, expected one that has the pool open"
-            raise ShareError(f"{prefix}: {text}, in this PID namespace") from None
-        except OSError as error:
-            raise ShareError(f"{prefix}: of process {self.pid}: {error}") from error
-
-
-@dataclass(frozen=True)
 class PoolStats:
-    """What a pool is, and what it took to make it, here and not in other ranks."""
+    """Size and place of a pool, and the seconds that this process took to make it."""
 
     num_bytes: int
     touch_s: float
     register_s: float
-    numa_node: int | None  # where it, or this rank's part, lies if there is room
-    is_registered: bool  # false without a GPU, and once the pool is closed
+    numa_node: int | None  # the preferred node of the memory, or of this rank's part
+    is_registered: bool  # False without a GPU, and after the pool is closed
 
 
 class PinnedPool(AbstractContextManager["PinnedPool"]):
-    """Pinned host memory of exactly the size that is asked for, cut into tensors.
+    """Pinned host memory of exactly the requested size, split into tensors.
 
     Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
-    registered with CUDA: 24 GB/s of 64 GiB, where ``cuMemHostAlloc`` makes 2.8
-    (``bench/results/pinned_pool.json``). Without a GPU it is the same memory, not registered. It
-    lives as long as the pool or a tensor of it; the end of the last one waits for the GPUs. A
-    forked child must not touch the tensors of a private pool.
+    registered with CUDA: 24 GB/s for 64 GiB, ``cuMemHostAlloc`` reaches 2.8
+    (``bench/results/pinned_pool.json``). Without a GPU the memory is not registered. It lives as
+    long as the pool or one of its tensors; freeing it waits for the GPUs. A forked child must not
+    touch the tensors of a private pool.
 
     Parameters
     ----------
     size : int or sequence of int
         Bytes, or the shape of a tensor of ``dtype``.
     dtype : torch.dtype, optional
-        With a shape. ``tensor`` without arguments is then that tensor.
+        Required with a shape. ``tensor()`` returns that tensor.
     share : Share, optional
         One pool for all ranks of a node; every rank makes it, with the same name and size.
     progress : bool, optional
-        Whether to show progress on standard error; by default from 4 GiB on, on a terminal.
+        Shows progress on standard error; by default from 4 GiB on, on a terminal.
 
     Raises
     ------
     TypeError, ValueError
         A wrong argument.
     MemoryError
-        More than is free: Linux would kill the process later.
+        Less memory is free: Linux would kill the process later.
     RuntimeError
         CUDA does not register the memory.
     ShareError
-        In every rank: one did not come, went away, failed, or asked for another size.
+        In every rank: a rank is missing, has ended or failed, or asked for another size.
     """
 
     stats: PoolStats
-    _used = 0  # bytes, by tensors
+    _used = 0  # bytes given to tensors
     _memory: PinnedMemory | None = None
-    _shared: tuple[str, int] | None = None  # its name, and a descriptor of it
-    _close_fd: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -146,34 +115,21 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         else:
             self._make_shared(num_bytes, share, progress)
 
-    @classmethod
-    def attach(cls, handle: PoolHandle) -> PinnedPool:
-        """Return the pool of other processes, registered here too.
-
-        `handle` is the ``handle`` of an open shared pool of this user on this node.
-        """
-        if not isinstance(handle, PoolHandle):
-            given = type(handle).__name__
-            raise TypeError(f"PinnedPool.attach: handle: {given}, expected a PoolHandle")
-        fd = handle.open()
-        try:
-            pool = cls.__new__(cls)
-            pool._shape, pool._dtype = [os.fstat(fd).st_size], None
-            pool._make(pool._shape[0], None, fd)
-            return pool
-        finally:
-            os.close(fd)
-
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return the next tensor of the pool, from the next multiple of 128 bytes on.
+        """Return the next tensor of the pool, at the next multiple of 128 bytes.
 
-        By default the tensor that the pool was made for, or all of its bytes. In a shared pool all
-        ranks that ask for the same tensors get the same memory. ValueError if not as much is left,
+        The default is the shape that the pool was made with, or all of its bytes. In a shared pool,
+        ranks that make the same calls get the same memory. ValueError if less memory is left,
         RuntimeError if the pool is closed.
         """
-        bytes_ = self._usable("tensor").tensor
+        if os.getpid() != self._pid:
+            text = "a forked child has no part of its parent's pool; make one"
+            raise RuntimeError(f"PinnedPool.tensor: {text}")
+        if self._memory is None:
+            raise RuntimeError("PinnedPool.tensor: the pool is closed")
+        bytes_ = self._memory.tensor
         if shape is None:
             shape, dtype = self._shape, dtype or self._dtype
         sizes, num_bytes = _size_arg(shape, dtype or torch.uint8, "PinnedPool.tensor", "shape")
@@ -183,30 +139,20 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             text = f"{num_bytes} bytes, expected at most the {left} that are left"
             raise ValueError(f"PinnedPool.tensor: shape: {text} of {len(bytes_)}")
         self._used = begin + num_bytes
-        with torch.inference_mode(False):  # or it could not be written outside of that
+        with torch.inference_mode(False):  # inference tensors cannot be written outside of it
             part = bytes_[begin : begin + num_bytes]
             return part.view(dtype or torch.uint8).view(sizes)
 
-    @property
-    def handle(self) -> PoolHandle:
-        """What ``attach`` takes in a process that is not one of the ranks; picklable."""
-        self._usable("handle")
-        if self._shared is None:
-            raise ValueError("PinnedPool.handle: a private pool, expected one made with share=")
-        name, fd = self._shared
-        return PoolHandle(name, self.stats.num_bytes, self._pid, fd)
-
     def close(self) -> None:
-        """Wait for the GPUs and unregister the memory; again: do nothing.
+        """Wait for the GPUs and unregister the memory; a second call does nothing.
 
-        Tensors stay valid on the CPU, and keep the memory; a call that takes one to a GPU raises.
-        While a stream is being captured it raises RuntimeError, and the pool stays open.
+        Tensors stay valid on the CPU and keep the memory; ops that pass one to a GPU raise. While
+        a stream is being captured it raises RuntimeError, and the pool stays open.
         """
         if self._memory is not None:
             self._memory.close()
             self._memory = None
             self.stats = replace(self.stats, is_registered=False)
-            self._close_fd()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -220,54 +166,44 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         size = memory.size_text(stats.num_bytes)
         return f"PinnedPool({size}, {state}{node}; touched in {stats.touch_s:.2f} s{registered})"
 
-    def _usable(self, what: str) -> PinnedMemory:
-        if os.getpid() != self._pid:
-            text = "a forked child has no part of its parent's pool"
-            raise RuntimeError(f"PinnedPool.{what}: {text}; make one, or attach to its handle")
-        if self._memory is None:
-            raise RuntimeError(f"PinnedPool.{what}: the pool is closed")
-        return self._memory
-
     def _make_shared(self, num_bytes: int, share: Share, progress: bool | None) -> None:
-        """Make it together with the other ranks: all of them have it, or none has."""
+        """Make the pool in all ranks, or in none."""
         # Imported here, as in _meeting: only shared pools need the ranks.
         from jitkern.comm.descriptors import Descriptors, hand_over
 
         def make() -> None:
             if share.rank == 0:
                 memory.require_free(num_bytes)
-                name = _MEMORY_NAME + share.name
+                name = f"jitkern-pool-{share.name}"
                 fds[0] = fs.make_memory("PinnedPool: share", name, num_bytes)
 
         with _meeting(share, num_bytes) as met, Descriptors() as fds:
             met.all_or_none("made", make)
             hand_over(met, fds, [0])
             self._make(num_bytes, progress, fds[0], met)
-            self._shared = share.name, fds.pop(0)
-            self._close_fd = weakref.finalize(self, os.close, self._shared[1])
 
     def _make(
         self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
     ) -> None:
-        """Touch and register it, each step with the other ranks if there are any."""
+        """Touch and register the memory, in step with the other ranks if there are any."""
         self._pid = os.getpid()
         with memory.display(num_bytes, progress) as shown:
             if met is None:
-                made = PinnedMemory(num_bytes, fd, shown=shown)
-                made.register(shown)
+                pinned = PinnedMemory(num_bytes, fd, shown=shown)
+                pinned.register(shown)
             else:
                 make = partial(PinnedMemory, num_bytes, fd, met.rank, met.size, shown)
-                made = met.all_or_none("touched", make)
-                met.all_or_none("registered", partial(made.register, shown))
+                pinned = met.all_or_none("touched", make)
+                met.all_or_none("registered", partial(pinned.register, shown))
+        self._memory = pinned
         self.stats = PoolStats(
-            num_bytes, made.touch_s, made.register_s, made.numa_node, made.is_registered
+            num_bytes, pinned.touch_s, pinned.register_s, pinned.numa_node, pinned.is_registered
         )
-        self._memory = made
 
 
 @contextmanager
 def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
-    """Meet the ranks of a shared pool while they make it; an error of any is a ShareError."""
+    """Connect the ranks of a shared pool while they make it; turn errors into ShareError."""
     from jitkern.comm.rendezvous import Rendezvous
 
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
@@ -286,18 +222,18 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
             met.fail(error)
             raise
     except (TypeError, ValueError):
-        raise  # an argument of this rank's
+        raise  # a wrong argument of this rank
     except Exception as error:
         raise ShareError(f"{name}: {str(error).removeprefix(name + ': ')}") from error
 
 
 def _file_store(name: str) -> Any:
-    """Return a store in a file that only this user can read."""
+    """Return a store in a file that only this user can access."""
     folder = _SHARED / f"jitkern-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o177077 != 0o040000:
-        text = f"uid {found.st_uid}, mode {found.st_mode & 0o7777:o}"
+    status = folder.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o177077 != 0o040000:
+        text = f"uid {status.st_uid}, mode {status.st_mode & 0o7777:o}"
         expected = f"a folder of uid {os.geteuid()} alone, mode 700"
         raise ShareError(f"{folder}: {text}, expected {expected}")
     path = str(folder / f"pool-{name}")
@@ -307,7 +243,7 @@ def _file_store(name: str) -> Any:
 def _size_arg(
     size: Any, dtype: torch.dtype | None, call: str = "PinnedPool", name: str = "size"
 ) -> tuple[list[int], int]:
-    """Return the shape, and its bytes."""
+    """Return the shape and its size in bytes."""
     if dtype is not None:
         dtype_arg(call, dtype)
     if not isinstance(size, Sequence):

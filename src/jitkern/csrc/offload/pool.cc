@@ -31,7 +31,7 @@ using tvm::ffi::Function;
 constexpr i64 kHugePageBytes = i64(2) << 20;
 constexpr i64 kPageBytes = i64(4) << 10;
 constexpr int kMadvPopulateWrite = 23;  // from Linux 5.14 on
-constexpr int kPreferred = 1;           // of mbind
+constexpr int kPreferred = 1;           // MPOL_PREFERRED
 
 // Waits for all work on this process's GPUs, which may still access the memory.
 void synchronize_devices() {
@@ -48,13 +48,13 @@ void synchronize_devices() {
 }
 
 void* map(void* at, i64 bytes, int protection, int flags, int fd) {
-  void* const found = mmap(at, static_cast<size_t>(bytes), protection, flags, fd, 0);
-  if (found != MAP_FAILED) return found;
+  void* const mapped = mmap(at, static_cast<size_t>(bytes), protection, flags, fd, 0);
+  if (mapped != MAP_FAILED) return mapped;
   raise_error(errno == ENOMEM ? "MemoryError" : "RuntimeError",
               str("PinnedPool: mmap: ", std::strerror(errno)));
 }
 
-// Makes Linux back [base, base + num_bytes) with memory, and keeps its content. Returns errno.
+// Makes Linux back [base, base + num_bytes) with pages and keeps the content. Returns errno.
 int populate(char* base, i64 num_bytes) {
   while (madvise(base, static_cast<size_t>(num_bytes), kMadvPopulateWrite) != 0) {
     if (errno == EINTR || errno == EAGAIN) continue;
@@ -67,15 +67,15 @@ int populate(char* base, i64 num_bytes) {
   return 0;
 }
 
-// Lives as long as its tensors and the Python object that made it. A forked child has both, and
-// releases nothing: the driver does not survive a fork.
+// Lives as long as its tensors and its Python object. A forked child releases nothing: the driver
+// does not survive a fork.
 class PinnedMemory {
  public:
-  // Begins at a huge page. A forked child does not get private memory: copy on write would move the
-  // parent off the pages that the GPU knows.
+  // Starts at a huge page. A forked child does not get private memory: copy on write would move the
+  // parent to other pages than those registered with the GPU.
   PinnedMemory(i64 num_bytes, int fd) : bytes_(num_bytes) {
     constexpr int kPrivate = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    // Reserves addresses that contain a huge page's begin.
+    // One huge page more than needed, for the alignment.
     reserved_ = static_cast<char*>(map(nullptr, reserved_bytes(), PROT_NONE, kPrivate, -1));
     base_ = reserved_ + -address(reserved_) % kHugePageBytes;
     const int kind = fd < 0 ? kPrivate : MAP_SHARED;
@@ -100,15 +100,15 @@ class PinnedMemory {
 
   char* base() const { return base_; }
 
-  // Prefers a NUMA node for a part that is not touched yet. Returns whether Linux accepts that.
+  // Sets the preferred NUMA node of an untouched part. Returns whether Linux accepts it.
   bool bind(i64 begin, i64 num_bytes, i64 node) {
     const unsigned long nodes = 1UL << node;
     return syscall(SYS_mbind, base_ + begin, num_bytes, kPreferred, &nodes, 8 * sizeof(nodes) + 1,
                    0) == 0;
   }
 
-  // Touches a part by `num_threads`, a huge page at a time. Returns errno. All threads are started
-  // before the first works: 16 back 8 GiB at 32 to 37 GB/s, else at 6 to 20.
+  // Touches a part with `num_threads`, a huge page at a time. Returns errno. All threads start
+  // before the first works: 16 back 8 GiB at 32 to 37 GB/s, otherwise at 6 to 20.
   i64 touch(i64 begin, i64 num_bytes, i64 num_threads) {
     char* const base = base_ + begin;
     std::atomic<i64> taken{0};
@@ -140,7 +140,8 @@ class PinnedMemory {
     return error;
   }
 
-  // Registers it for all GPUs, and tells ops. RuntimeError with the driver's text.
+  // Registers the memory for all GPUs and with the ops' address checks. RuntimeError with the
+  // driver's text.
   void register_it(int ordinal) {
     const Driver& driver = Driver::get();
     const ContextScope scope(Device::get(ordinal));
@@ -151,7 +152,7 @@ class PinnedMemory {
     add_pool(base_, bytes_, memory_range(base_).device_address);
   }
 
-  // Waits for the GPUs and unregisters it; tensors keep the memory.
+  // Waits for the GPUs and unregisters the memory; tensors keep it.
   void close() {
     if (!is_registered_ || getpid() != owner_) return;
     synchronize_devices();
@@ -170,15 +171,16 @@ class PinnedMemory {
   bool is_registered_ = false;
 };
 
-// Returns a tensor of bytes, private or of a file descriptor, and bind, touch, register and close.
+// Returns a tensor of bytes, private or backed by a file descriptor, and bind, touch, register and
+// close.
 Array<Any> make_pinned_memory(i64 num_bytes, int fd) {
-  const auto made = std::make_shared<PinnedMemory>(num_bytes, fd);
+  const auto memory = std::make_shared<PinnedMemory>(num_bytes, fd);
   return {
-      tensor_of(made, made->base(), num_bytes, {kDLCPU, 0}),
-      method(made, &PinnedMemory::bind),
-      method(made, &PinnedMemory::touch),
-      method(made, &PinnedMemory::register_it),
-      method(made, &PinnedMemory::close),
+      tensor_of(memory, memory->base(), num_bytes, {kDLCPU, 0}),
+      method(memory, &PinnedMemory::bind),
+      method(memory, &PinnedMemory::touch),
+      method(memory, &PinnedMemory::register_it),
+      method(memory, &PinnedMemory::close),
   };
 }
 

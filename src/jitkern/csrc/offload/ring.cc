@@ -1,6 +1,6 @@
-// DescriptorRing: the producer for Python, a consumer on the CPU, and kernels that consume it for
-// one call, or as a server until it is stopped. The protocol is in both/ring.h. Nothing here waits
-// for long: Python calls again, so that Ctrl-C works.
+// DescriptorRing: the producer for Python, a consumer on the CPU, and the launches of kernels that
+// consume, once per call or as a server until it is stopped. both/ring.h describes the protocol. No
+// wait is long: Python repeats it, so that Ctrl-C works.
 #include <jitkern/both/ring.h>
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
@@ -25,16 +25,12 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// Returned if there is no ticket.
-constexpr i64 kFull = -1;
-constexpr i64 kReserved = -2;
-
 constexpr const char* kPush = "DescriptorRing.push";
 constexpr const char* kFields[] = {"src_off", "dst_off",    "len",
                                    "count",   "src_stride", "dst_stride"};
 constexpr bool kIsShort[] = {false, false, true, true, false, false};
 
-// Converts rows of int64 to descriptors. Returns 0 unless a value is negative or too large.
+// Converts rows of int64 to descriptors. Returns nonzero if a value is negative or too large.
 template <int kColumns>
 u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stride) {
   u64 signs = 0, high = 0;
@@ -58,7 +54,7 @@ u64 convert(Descriptor* to, const i64* from, i64 count, i64 row_stride, i64 stri
                         kIsShort[c] ? "0 to 4294967295" : "0 or more");
     }
   }
-  // Another thread has changed them meanwhile.
+  // Another thread has changed them since.
   raise_value_error(kPush, "descriptors", "values that change", "memory that nobody writes");
 }
 
@@ -67,7 +63,7 @@ class DescriptorRing {
   DescriptorRing(tvm::ffi::Tensor memory)
       : memory_(std::move(memory)), producer_(memory_.data_ptr()), consumer_(memory_.data_ptr()) {}
 
-  // Returns the ticket, kFull or kReserved.
+  // Returns the ticket, or -1 while the slot is in use.
   i64 push(AnyView rows) {
     const Tensor t(kPush, "descriptors", rows);
     const DLTensor& dl = *t.dl;
@@ -89,31 +85,12 @@ class DescriptorRing {
     const i64* const from = reinterpret_cast<const i64*>(t.data());
 
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_reserved_) return kReserved;
     Descriptor* const to = producer_.try_reserve();
-    if (to == nullptr) return kFull;
+    if (to == nullptr) return -1;
     const u64 wrong = is_long ? convert<6>(to, from, count, row_stride, stride)
                               : convert<3>(to, from, count, row_stride, stride);
     if (wrong != 0) refuse(from, count, columns, row_stride, stride);
     return static_cast<i64>(producer_.publish(static_cast<u32>(count)));
-  }
-
-  // Reserves the next push for the caller, and sets its first `count` descriptors to one empty row.
-  // Returns the ticket, kFull or kReserved.
-  i64 reserve(i64 count) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_reserved_) return kReserved;
-    Descriptor* const to = producer_.try_reserve();
-    if (to == nullptr) return kFull;
-    std::fill_n(to, count, Descriptor());
-    is_reserved_ = true;
-    return next();
-  }
-  // Ends the reservation: pushes `count` descriptors, or nothing if it is negative.
-  void publish(i64 count) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    is_reserved_ = false;
-    if (count >= 0) producer_.publish(static_cast<u32>(count));
   }
 
   // Waits until the slot of the next push is free. False after `most_us`.
@@ -143,8 +120,9 @@ class DescriptorRing {
   i64 next() { return static_cast<i64>(producer_.next()); }
 
  private:
-  // Copies all of a push, or nothing, and completes it. Descriptors are read once: a producer that
-  // breaks the protocol cannot change one that was checked.
+  // Copies a push completely, or nothing if a descriptor is out of range, and completes it. Each
+  // descriptor is copied before its check: a producer that breaks the protocol cannot change it
+  // afterwards.
   void take(const UnpackSides& sides, u64 ticket, const Descriptor* from, u32 count) {
     std::vector<Pieces> list;
     list.reserve(count);
@@ -178,24 +156,19 @@ class DescriptorRing {
   std::mutex mutex_;  // guards pushes
   std::mutex consuming_;
   u64 next_ = 0;  // the next ticket to consume
-  bool is_reserved_ = false;
 };
 
-// Returns a ring's bytes, the offset of its first descriptor, and the bytes of a slot.
-Array<int64_t> layout_of_ring(u32 num_slots, u32 max_descriptors) {
-  const auto found = ring_layout(num_slots, max_descriptors);
-  return {found.num_bytes, found.descriptors_at(0), found.slot_bytes};
+i64 ring_bytes(u32 num_slots, u32 max_descriptors) {
+  return ring_layout(num_slots, max_descriptors).num_bytes;
 }
 
-// Makes a ring in memory of zeros. Returns push, reserve, publish, await_free, await_done, consume
-// and next.
+// Makes a ring in zeroed memory. Returns push, await_free, await_done, consume and next.
 Array<Function> make_ring(tvm::ffi::Tensor memory, u32 num_slots, u32 max_descriptors) {
   ring_init(memory.data_ptr(), num_slots, max_descriptors);
-  const auto made = std::make_shared<DescriptorRing>(std::move(memory));
-  return {method(made, &DescriptorRing::push),       method(made, &DescriptorRing::reserve),
-          method(made, &DescriptorRing::publish),    method(made, &DescriptorRing::await_free),
-          method(made, &DescriptorRing::await_done), method(made, &DescriptorRing::consume),
-          method(made, &DescriptorRing::next)};
+  const auto ring = std::make_shared<DescriptorRing>(std::move(memory));
+  return {method(ring, &DescriptorRing::push), method(ring, &DescriptorRing::await_free),
+          method(ring, &DescriptorRing::await_done), method(ring, &DescriptorRing::consume),
+          method(ring, &DescriptorRing::next)};
 }
 
 // -- consumed by kernels -------------------------------------------------------------------------
@@ -234,11 +207,11 @@ u64 new_call() {
   return ++calls;
 }
 
-// Each call takes the next board, where its blocks meet. If two calls run at the same time, the GPU
-// refuses one.
+// Each call uses the next board to synchronise its blocks. If two calls run at the same time, the
+// GPU refuses one.
 constexpr u32 kBoards = 16'384;
 
-// Offsets in the device memory of a ring, which begins with its RingState; and its size.
+// Offsets in the device memory of a ring, which starts with its RingState, and its size.
 struct RingMemory {
   i64 boards, staged, bytes;
 
@@ -336,8 +309,8 @@ i64 ring_state_bytes(u32 num_slots, u32 max_descriptors) {
 
 // Returns consume and serve.
 Array<Function> ring_on_gpu(tvm::ffi::Tensor host, tvm::ffi::Tensor state) {
-  const auto made = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
-  return {method(made, &RingOnGpu::consume), method(made, &RingOnGpu::serve)};
+  const auto ring = std::make_shared<RingOnGpu>(std::move(host), std::move(state));
+  return {method(ring, &RingOnGpu::consume), method(ring, &RingOnGpu::serve)};
 }
 
 // Makes a stream that lives as long as the process.
@@ -348,7 +321,7 @@ int64_t make_ring_stream(int ordinal) {
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_layout, layout_of_ring);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_bytes, ring_bytes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring, make_ring);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_ring_stream, make_ring_stream);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(ring_state_bytes, ring_state_bytes);

@@ -1,5 +1,5 @@
-// The streams and events of a SlotPipeline. Each use of a slot waits for the previous one, on any
-// stream: one wait and one record per use. Also when iterations were loaded, computed and stored.
+// The streams and events of a SlotPipeline. Each use of a slot waits for the slot's previous use on
+// any stream: one wait and one record per use. Optionally times the uses.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
@@ -26,13 +26,12 @@ namespace {
 using tvm::ffi::Array;
 using tvm::ffi::Function;
 
-// How a slot is used. An iteration of a run is a load and a compute, a compute and a store, or all
-// three.
+// How a slot is used. An iteration is a load and a compute, a compute and a store, or all three.
 enum SlotAccess : int { kNoAccess = -1, kLoad, kCompute, kStore };
 
-// The times of iterations, by events that are read once they are done; nothing here waits. On an
-// H200 a timed event costs the host 1.03 us and the GPU 1.6, others 0.22. So the first iterations
-// are timed, and then a burst per period. On the CPU the times are the host's.
+// The times of iterations, from events that are read after they complete; nothing here waits. On an
+// H200 a timed event costs the host 1.03 us and the GPU 1.6, an untimed one 0.22. So the first
+// iterations are timed, then a burst per period. On the CPU the times are the host's.
 class SlotTimes {
  public:
   SlotTimes(bool on_gpu, bool all) : on_gpu_(on_gpu), all_timed_(all) {}
@@ -42,7 +41,8 @@ class SlotTimes {
     }
   }
 
-  // Called by the pipeline's thread. Iterations of a run go from the first access to the last one.
+  // Called by the pipeline's thread. An iteration of the run starts with an access of kind `first`
+  // and ends with one of kind `last`.
   void begin_session() { is_first_ = true; }
   void begin_run(int first, int last) { first_access_ = first, last_access_ = last; }
 
@@ -51,7 +51,7 @@ class SlotTimes {
     if (slot >= open_.size()) open_.resize(slot + 1);
     Iteration*& iteration = open_[slot];
     if (access == first_access_) {
-      if (iteration == nullptr) iteration = take();  // else it was cut short
+      if (iteration == nullptr) iteration = take();  // otherwise an exception ended the last one
       iteration->has = {};
       iteration->is_first = false;
       iteration->is_timed = all_timed_ || num_begun_ < 2 * kBurst || num_begun_ % kPeriod < kBurst;
@@ -71,12 +71,11 @@ class SlotTimes {
     if (queue_.size() <= kCapacity) return;
     free_.push_back(queue_.front());
     queue_.pop_front();
-    ++num_dropped_;
   }
 
-  // Called by any thread. Returns a row for each of up to `most` iterations that are done: begin
-  // and end of load, compute and store in milliseconds, NaN if there is none; slot; number, from 1;
-  // whether it is the first of a session.
+  // Called by any thread. Returns a row for each of up to `most` completed iterations: begin and
+  // end of load, compute and store in milliseconds, NaN for an absent access; slot; number, from 1;
+  // whether it is the session's first.
   tvm::ffi::Bytes harvest(i64 most) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::optional<RelaxedCapture> relaxed;  // another thread may be capturing
@@ -99,19 +98,14 @@ class SlotTimes {
     return {reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(double)};
   }
 
-  i64 num_dropped() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return num_dropped_;
-  }
-
  private:
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
-  static constexpr size_t kCapacity = 1024;  // iterations that are not read yet
+  static constexpr size_t kCapacity = 1024;  // unread iterations; older ones are dropped
   static constexpr i64 kBurst = 32, kPeriod = 256;
 
   struct Moment {
     CUevent event = nullptr;  // made when it is first recorded; none on the CPU
-    double ms = 0;            // of an event: once it has been read
+    double ms = 0;            // set by `read` on a GPU
   };
   struct Iteration {
     i64 number = 0;
@@ -145,7 +139,8 @@ class SlotTimes {
     record(moment.event, stream);
   }
 
-  // Times are relative to the iteration before: a float of milliseconds is exact to 1 us up to 8 s.
+  // Times are measured from the previous iteration: a float of milliseconds is exact to 1 us up to
+  // 8 s only.
   void read(Iteration& iteration) const {
     const auto after = [](const Moment& from, CUevent event) {
       float ms = 0;
@@ -172,12 +167,11 @@ class SlotTimes {
   std::deque<Iteration> all_;
   std::vector<Iteration*> free_;
   std::deque<Iteration*> queue_;
-  Iteration* base_ = nullptr;  // the last that was read
-  i64 num_dropped_ = 0;
+  Iteration* base_ = nullptr;  // the iteration read last
 };
 
-// A pipeline's streams, one per kind of access. One thread at a time, except `harvest`. On the CPU
-// (`ordinal` -1) there are no streams, and `next` only takes times.
+// A pipeline's streams, one per kind of access. Used by one thread at a time, except `harvest`. On
+// the CPU (`ordinal` -1) there are no streams, and `next` only takes times.
 class SlotStreams {
  public:
   SlotStreams(int ordinal, const Array<int64_t>& streams, bool is_timed, bool all_timed)
@@ -213,7 +207,7 @@ class SlotStreams {
     end_use(slots_[index].eager, lanes_[kCompute]);
   }
 
-  // Begins a session after all work on the caller's stream. Returns whether that is being captured.
+  // Begins a session after all work on the caller's stream. Returns whether the stream is captured.
   bool enter(i64 caller) {
     ++session_;
     caller_ = reinterpret_cast<CUstream>(caller);
@@ -222,7 +216,7 @@ class SlotStreams {
     const Scope scope(device_);
     is_capturing_ = is_capturing(caller_);
     record(forked_, caller_);
-    for (Lane& lane : lanes_) lane.is_forked = lane.is_used = false;
+    for (Lane& lane : lanes_) lane.has_waited = lane.is_used = false;
     use(lanes_[kCompute]);
     return is_capturing_;
   }
@@ -231,12 +225,12 @@ class SlotStreams {
     if (times_) times_->begin_run(first_access, last_access);
   }
 
-  // Ends the access that is open, and begins one unless it is kNoAccess.
+  // Ends the current access, and begins another unless it is kNoAccess.
   void next(int access, size_t index) {
     const Scope scope(device_);
-    if (const auto [chain, opened, slot] = std::exchange(open_, Open()); chain != nullptr) {
-      Lane& lane = lanes_[static_cast<size_t>(opened)];
-      if (is_timed()) times_->end(opened, slot, lane.stream);
+    if (const auto [chain, ended, slot] = std::exchange(current_, Current()); chain != nullptr) {
+      Lane& lane = lanes_[static_cast<size_t>(ended)];
+      if (is_timed()) times_->end(ended, slot, lane.stream);
       end_use(*chain, lane);
     }
     if (access != kNoAccess) begin(access, index);
@@ -247,10 +241,10 @@ class SlotStreams {
     if (device_ == nullptr) return;
     const Scope scope(device_);
     record(forked_, lanes_[kCompute].stream);
-    lanes_[kLoad].is_forked = lanes_[kStore].is_forked = false;
+    lanes_[kLoad].has_waited = lanes_[kStore].has_waited = false;
   }
 
-  // Ends the session: the caller's stream waits for all of it, even if a part of it failed.
+  // Ends the session: the caller's stream waits for every stream used, even if a wait fails.
   void leave() {
     if (device_ == nullptr) return;
     const Scope scope(device_);
@@ -271,32 +265,30 @@ class SlotStreams {
     return times_->harvest(most);
   }
 
-  i64 num_dropped() { return times_->num_dropped(); }
-
  private:
   struct Lane {
     CUstream stream = nullptr;
     CUevent joined = nullptr;
-    bool is_forked = false;  // it waits for the session's begin or the last fork
+    bool has_waited = false;  // for the session's begin or the last fork
     bool is_used = false;
   };
-  // The uses of a slot, each of which waits for the one before it. Captures have their own chains:
-  // an event that a capture records can be waited for in this capture only.
+  // The uses of a slot; each waits for the previous one. Captures have their own chains: an event
+  // recorded in a capture can be waited for in this capture only.
   struct Chain {
     CUevent ended = nullptr;
-    Lane* lane = nullptr;  // of the last use
+    Lane* lane = nullptr;  // the last use's
     u64 session = 0;
   };
   struct Slot {
     Chain eager;
     Chain captured;
   };
-  struct Open {
+  struct Current {
     Chain* chain = nullptr;
     int access = kNoAccess;
     size_t slot = 0;
   };
-  // Makes the pipeline's device the current one.
+  // Makes the pipeline's device current.
   struct Scope {
     explicit Scope(const Device* device) {
       if (device != nullptr) on_gpu.emplace(*device);
@@ -307,9 +299,9 @@ class SlotStreams {
   bool is_timed() const { return times_ != nullptr && !is_capturing_; }
 
   void use(Lane& lane) {
-    if (lane.is_forked || device_ == nullptr) return;
+    if (lane.has_waited || device_ == nullptr) return;
     wait_for(lane.stream, forked_);
-    lane.is_forked = lane.is_used = true;
+    lane.has_waited = lane.is_used = true;
   }
 
   void begin(int access, size_t index) {
@@ -320,7 +312,7 @@ class SlotStreams {
     const bool is_known = chain.lane != nullptr && (!is_capturing_ || chain.session == session_);
     if (is_known && chain.lane != &lane && device_ != nullptr) wait_for(lane.stream, chain.ended);
     if (is_timed()) times_->begin(access, index, lane.stream);
-    open_ = {&chain, access, index};
+    current_ = {&chain, access, index};
   }
 
   void end_use(Chain& chain, Lane& lane) {
@@ -342,19 +334,18 @@ class SlotStreams {
   CUstream caller_ = nullptr;
   bool is_capturing_ = false;
   u64 session_ = 0;
-  Open open_;
+  Current current_;
   std::unique_ptr<SlotTimes> times_;
 };
 
-// Returns next, enter, start, fork, leave, add_slot, harvest and num_dropped. `streams` are by
-// access.
+// Returns next, enter, start, fork, leave, add_slot and harvest. `streams` are indexed by access.
 Array<Function> make_slot_streams(int ordinal, const Array<int64_t>& streams, bool is_timed,
                                   bool all_timed) {
-  const auto made = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
-  return {method(made, &SlotStreams::next),    method(made, &SlotStreams::enter),
-          method(made, &SlotStreams::start),   method(made, &SlotStreams::fork),
-          method(made, &SlotStreams::leave),   method(made, &SlotStreams::add_slot),
-          method(made, &SlotStreams::harvest), method(made, &SlotStreams::num_dropped)};
+  const auto slots = std::make_shared<SlotStreams>(ordinal, streams, is_timed, all_timed);
+  return {method(slots, &SlotStreams::next),   method(slots, &SlotStreams::enter),
+          method(slots, &SlotStreams::start),  method(slots, &SlotStreams::fork),
+          method(slots, &SlotStreams::leave),  method(slots, &SlotStreams::add_slot),
+          method(slots, &SlotStreams::harvest)};
 }
 
 }  // namespace
