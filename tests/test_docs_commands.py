@@ -24,7 +24,7 @@ from jitkern.ops import store
 
 YOURS = {"serve.py": "the reader's own server"}
 # Other tools, whose options are not looked at.
-OTHERS = {"install", ".venv/bin/pre-commit", "docker", "make", "pip", "mkdir", "export"}
+OTHERS = {"install", ".venv/bin/pre-commit", "docker", "make", "pip", "mkdir", "export", "vllm"}
 
 # What runs on any machine in seconds, in a folder of its own.
 _RUNS = ("warm", "doctor", "cache")

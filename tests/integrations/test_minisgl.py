@@ -69,7 +69,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(minisgl, "ranks", made)
     monkeypatch.setattr(minisgl, "_open", [])
-    monkeypatch.setattr(integrations, "_said", set())
+    monkeypatch.setattr(integrations, "_logged", set())
     return SimpleNamespace(
         kernel=kernel, runner=GraphRunner(), embedding=VocabParallelEmbedding, log=done
     )

@@ -233,7 +233,7 @@ def test_what_is_not_taken_goes_to_the_engine_and_is_said_once(caplog: Any) -> N
     """Rows that are not contiguous."""
     indices, target, calls = torch.arange(4), HICACHE + "one_layer_mla", list[Any]()
     args = (torch.zeros(8, 4), indices, torch.zeros(4, 8).T, indices)
-    integrations._said.clear()
+    integrations._logged.clear()
     with caplog.at_level("INFO", "sglang.jitkern"):
         for _ in range(2):
             assert plug_in.HOOKS[target](original_of(target, calls), *args) == "the engine's"

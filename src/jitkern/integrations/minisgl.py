@@ -14,7 +14,7 @@ from torch import Tensor
 import jitkern
 from jitkern import comm as ranks
 from jitkern.comm.args import choice_arg
-from jitkern.integrations import require_version, say_once
+from jitkern.integrations import log_once, require_version
 
 # The engine's functions by their parameters: all of its commits are version 0.1.0.
 TRIED = (
@@ -46,7 +46,7 @@ def enable(comm: Literal["nccl", "peer"] = "nccl") -> None:
         setattr(kernel, function.__name__, function)
     kernel.init_pynccl = partial(_init_pynccl, comm == "peer")
     GraphRunner.destroy_cuda_graphs = partialmethod(_end, GraphRunner.destroy_cuda_graphs)
-    say_once("minisgl", f"jitkern replaces {', '.join(TRIED)}; ranks use {comm}")
+    log_once("minisgl", f"jitkern replaces {', '.join(TRIED)}; ranks use {comm}")
 
 
 def _init_pynccl(is_peer: bool, *, tp_cpu_group: Any, **options: Any) -> Any:

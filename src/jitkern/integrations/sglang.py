@@ -15,7 +15,7 @@ import torch
 
 from jitkern import BlockBuffers, copy_blocks
 from jitkern.env import process_environment
-from jitkern.integrations import require_version, say_once
+from jitkern.integrations import log_once, require_version
 from jitkern.offload import PinnedPool
 
 TRIED = ("0.5.23",)
@@ -138,7 +138,7 @@ def _around(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
         how: Any = {"method": "sm", "num_sms": call.get("block_quota")}
         return copy_blocks(_side(call, "src"), _side(call, "dst"), (src, dst), **how)
     except (TypeError, ValueError) as error:
-        say_once("sglang", f"jitkern leaves calls of {name} to sglang: ", error)
+        log_once("sglang", f"jitkern leaves calls of {name} to sglang: ", error)
         return original(*args, **kwargs)
 
 
@@ -153,4 +153,4 @@ def plugin() -> None:
     require_version("sglang", sglang.__version__, TRIED)
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    say_once("sglang", f"jitkern wraps {', '.join(HOOKS)}")
+    log_once("sglang", f"jitkern wraps {', '.join(HOOKS)}")
