@@ -25,7 +25,8 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test test-versions lint format bench plots bench-ci sanitize docs wheel kernels-wheel release-check clean
+.PHONY: demo test test-versions lint format bench plots bench-ci sanitize docs wheel kernels-wheel \
+        release-check resolve-check clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
@@ -81,6 +82,10 @@ kernels-wheel: $(call ready,release)
 # Builds wheel and sdist into dist/, and looks at them as who installs them would.
 release-check: $(call ready,release)
 	$(PY) tools/release_check.py $(RELEASE_ARGS)
+
+# Whether pip can install the wheel beside each engine; nothing is installed.
+resolve-check: wheel
+	$(PY) tools/resolve_check.py dist/jitkern-*.whl
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -34,6 +34,7 @@ OTHERS = {
     "export",
     "tar",
     "cp",
+    "vllm",
 }
 
 # What runs on any machine in seconds, in a folder of its own.

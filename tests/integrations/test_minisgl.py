@@ -69,7 +69,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(minisgl, "ranks", made)
     monkeypatch.setattr(minisgl, "_open", [])
-    monkeypatch.setattr(integrations, "_said", set())
+    monkeypatch.setattr(integrations, "_logged", set())
     return SimpleNamespace(
         kernel=kernel, runner=GraphRunner(), embedding=VocabParallelEmbedding, log=done
     )
@@ -101,6 +101,33 @@ def test_another_interface_is_refused(engine: SimpleNamespace, use: Callable[...
     use(ANY_ENGINE=1)
     minisgl.enable()
     assert engine.kernel.store_cache is jitkern.store_cache
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("kernel", tried.partition("(")[0]) for tried in minisgl.TRIED),
+        ("engine.graph", "GraphRunner.destroy_cuda_graphs"),
+        ("layers", "VocabParallelEmbedding.forward"),
+    ],
+)
+def test_a_missing_name_is_refused_and_nothing_replaced(
+    engine: SimpleNamespace, module: str, name: str
+) -> None:
+    *owner, last = name.split(".")
+    delattr(getattr(sys.modules[f"minisgl.{module}"], *owner) if owner else engine.kernel, last)
+    before = dict(vars(engine.kernel))
+    with pytest.raises(UnsupportedError, match=rf"minisgl: minisgl\.{module}\.{name}: .*{last}"):
+        minisgl.enable("peer")
+    assert vars(engine.kernel) == before
+
+
+def test_a_second_call_is_refused(engine: SimpleNamespace) -> None:
+    minisgl.enable()
+    with pytest.raises(RuntimeError, match="enable: called a second time in this process"):
+        minisgl.enable("peer")
+    engine.runner.destroy_cuda_graphs()
+    assert engine.log == ["graphs destroyed"]
 
 
 def test_another_communicator_is_refused(engine: SimpleNamespace) -> None:

@@ -191,9 +191,11 @@ def test_rows_of_the_device_may_have_a_distance(device: torch.device) -> None:
 
 def test_a_table_is_read_once(device: torch.device) -> None:
     table = torch.tensor([4096, 8192], dtype=torch.uint64, device=device)
-    made = plug_in._side({"item_size": 64, "src_layers": table}, "src")
+    side = plug_in.Table("src_indices", ("src_layers",))
+    buffers = side.blocks({"src_layers": table}, 64)
     table.view(torch.int64).zero_()
-    assert plug_in._side({"item_size": 64, "src_layers": table}, "src") is made
+    assert side.blocks({"src_layers": table}, 64) is buffers
+    assert not vars(table)  # nothing is written on the engine's tensors
 
 
 @pytest.mark.parametrize("starts, size, stride, rows", [
@@ -202,13 +204,8 @@ def test_a_table_is_read_once(device: torch.device) -> None:
     ([640, 0, 640], 64, 64, 10),  # a layer that two names share
     ([0, 660], 64, 64, 10), ([0], 64, 64, 1 << 31),
 ])  # fmt: skip
-def test_a_table_has_as_many_rows_as_fit(
-    starts: Any, size: int, stride: int, rows: int, monkeypatch: Any
-) -> None:
-    fake = SimpleNamespace(from_trusted_addresses=lambda *args, **_: args[2])
-    monkeypatch.setattr(plug_in, "BlockBuffers", fake)
-    found: Any = plug_in._rows.__wrapped__(tuple(starts), size, stride, 0, -1)
-    assert found == rows
+def test_a_table_has_as_many_rows_as_fit(starts: Any, size: int, stride: int, rows: int) -> None:
+    assert plug_in._num_rows_apart(tuple(starts), size, stride) == rows
 
 
 def test_a_block_quota_is_a_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +226,44 @@ def test_a_bad_index_is_reported(device: torch.device) -> None:
         jitkern.check()
 
 
+def test_roles_are_parameters_of_the_engine_s_functions() -> None:
+    assert set(plug_in.HOOKS) == set(PARAMETERS)
+    for target, hook in plug_in.HOOKS.items():
+        assert hook.required <= set(PARAMETERS[target])
+    for target, copy in plug_in.COPIES.items():
+        assert copy.size in PARAMETERS[target]
+
+
+@pytest.mark.parametrize(("src", "dst", "message"), [
+    (torch.zeros(2), torch.zeros(2), r"pairs\[0\]: dtype float32"),
+    (torch.arange(2), torch.arange(1), r"pairs\[1\]: 1 blocks, expected 2"),
+])  # fmt: skip
+def test_errors_of_our_checks_are_raised(src: Tensor, dst: Tensor, message: str) -> None:
+    """They say what is wrong with a call. They do not count as left to the engine."""
+    pool, target = torch.zeros(4, 64), KVCACHEIO + "per_layer_mla"
+    with pytest.raises((TypeError, ValueError), match=f"copy_blocks: {message}"):
+        plug_in.HOOKS[target](original_of(target), pool, pool.clone(), src, dst, item_size=256)
+
+
+def test_unknown_parameters_leave_a_call_to_the_engine(caplog: Any) -> None:
+    """A function of another version, or a call without an argument."""
+    target, calls = KVCACHEIO + "per_layer_mla", list[Any]()
+    original: Any = original_of(target, calls)
+    pool, rows = torch.zeros(4, 64), torch.arange(2)
+    integrations._logged.clear()
+    with caplog.at_level("INFO", "sglang.jitkern"):
+        plug_in.HOOKS[target](original, pool, pool, rows, rows)
+    assert calls == [((pool, pool, rows, rows), {})]
+    assert [x.message.endswith("to sglang: no argument item_size") for x in caplog.records] == [
+        True
+    ]
+
+
 def test_what_is_not_taken_goes_to_the_engine_and_is_said_once(caplog: Any) -> None:
     """Rows that are not contiguous."""
     indices, target, calls = torch.arange(4), HICACHE + "one_layer_mla", list[Any]()
     args = (torch.zeros(8, 4), indices, torch.zeros(4, 8).T, indices)
-    integrations._said.clear()
+    integrations._logged.clear()
     with caplog.at_level("INFO", "sglang.jitkern"):
         for _ in range(2):
             assert plug_in.HOOKS[target](original_of(target, calls), *args) == "the engine's"
@@ -316,10 +346,14 @@ def test_entry_points_are_there() -> None:
 
 def test_other_versions_are_refused(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "jitkern")
-    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.24")
-    with pytest.raises(UnsupportedError, match=r"sglang 0\.5\.24, expected 0\.5\.23"):
-        plug_into_sglang()
+    for version in "0.5.24", "0.5.23.post1", "0.5.23rc1":
+        monkeypatch.setattr(sys.modules["sglang"], "__version__", version)
+        with pytest.raises(UnsupportedError, match=rf"sglang {version}, expected 0\.5\.23"):
+            plug_into_sglang()
     assert not registered
+    monkeypatch.setattr(sys.modules["sglang"], "__version__", "0.5.23+cu130")
+    plug_into_sglang()
+    assert set(registered) == set(PARAMETERS)
 
 
 @pytest.mark.skipif("SGLANG_SOURCE" not in os.environ, reason="needs SGLANG_SOURCE")

@@ -154,7 +154,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }
     for name, values in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**values))
-    integrations._said.clear()
+    integrations._logged.clear()
     monkeypatch.delitem(sys.modules, "jitkern.integrations.vllm", raising=False)
     yield importlib.import_module("jitkern.integrations.vllm")
     sys.modules.pop("jitkern.integrations.vllm", None)
@@ -250,6 +250,11 @@ def test_what_does_not_fit_is_refused(engine: Any) -> None:
     del sys.modules["vllm.platforms"]  # as in a version that has moved it
     with pytest.raises(UnsupportedError, match=r"vllm 0\.34\.0, expected 0\.33\.0; JITKERN_ANY"):
         importlib.reload(engine)
+
+
+def test_a_build_for_another_cuda_is_the_same_version(engine: Any) -> None:
+    sys.modules["vllm"].__version__ = "0.33.0+cu129"
+    importlib.reload(engine)
 
 
 @pytest.mark.parametrize(("count", "to_fp8", "with_lse"), [(None, False, True), (2, True, False)])

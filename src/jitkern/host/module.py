@@ -131,6 +131,9 @@ class _BigIntModule:
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return takes_big_ints(self._loaded[name])
 
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return self[name]
+
 
 class HostModule(Buildable["Module"]):
     """The library of the sources in `csrc`. The key leaves out the compiler: any will do."""

@@ -1,8 +1,9 @@
 """Plug-ins for serving engines, one module each. An engine imports its own; jitkern imports none.
 
-A plug-in replaces functions and classes of the engine by name, so it refuses versions that it was
-not tried with, unless ``JITKERN_ANY_ENGINE=1``. What jitkern does not take goes to the engine's own
-code. That is logged once, below the engine's logger, since vLLM gives a handler to no other.
+A plug-in replaces functions and classes of the engine by name. It therefore refuses engine versions
+that it was not tried with, unless ``JITKERN_ANY_ENGINE=1``. Calls that jitkern does not handle go
+to the engine's own code. This is logged once, on a child of the engine's logger, because vLLM
+configures no other logger.
 """
 
 from __future__ import annotations
@@ -15,21 +16,30 @@ from importlib import import_module
 from jitkern.env import process_environment, settings
 from jitkern.errors import UnsupportedError
 
-_said: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
-def require_version(engine: str, found: str, tried: tuple[str, ...]) -> None:
-    """Raise UnsupportedError unless this version of an engine was tried, or any is to be taken."""
-    if found not in tried and not settings().any_engine:
-        text = f"jitkern.integrations.{engine}: {engine} {found}, expected {' or '.join(tried)}"
+def require_version(engine: str, version: str, tried: tuple[str, ...]) -> None:
+    """Raise UnsupportedError unless this version of an engine was tried.
+
+    The local part of a version is ignored: 0.33.0+cu129 is 0.33.0 built for another CUDA.
+    """
+    if version.partition("+")[0] not in tried:
+        refuse(engine, f"{engine} {version}, expected {' or '.join(tried)}")
+
+
+def refuse(engine: str, reason: str) -> None:
+    """Raise UnsupportedError unless JITKERN_ANY_ENGINE allows untested engine versions."""
+    if not settings().any_engine:
+        text = f"jitkern.integrations.{engine}: {reason}"
         raise UnsupportedError(f"{text}; JITKERN_ANY_ENGINE=1 takes any version")
 
 
-def say_once(engine: str, what: str, why: object = "") -> None:
-    """Log ``what`` and ``why`` the first time that ``what`` comes, at level INFO."""
-    if (engine, what) not in _said:
-        _said.add((engine, what))
-        logging.getLogger(f"{engine}.jitkern").info("%s%s", what, why)
+def log_once(engine: str, message: str, reason: object = "") -> None:
+    """Log `message` and `reason` at level INFO, the first time for each `message`."""
+    if (engine, message) not in _logged:
+        _logged.add((engine, message))
+        logging.getLogger(f"{engine}.jitkern").info("%s%s", message, reason)
 
 
 def _plug_into(engine: str) -> None:

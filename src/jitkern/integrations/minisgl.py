@@ -6,6 +6,7 @@ Tried with commit 20fcd7f. It imports kernels where it calls them, so a new one 
 from __future__ import annotations
 
 from functools import partial, partialmethod
+from importlib import import_module
 from inspect import signature
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from torch import Tensor
 import jitkern
 from jitkern import comm as ranks
 from jitkern.args import choice_arg
-from jitkern.integrations import require_version, say_once
+from jitkern.errors import UnsupportedError
+from jitkern.integrations import log_once, refuse
 
 # The engine's functions by their parameters: all of its commits are version 0.1.0.
 TRIED = (
@@ -32,29 +34,52 @@ def enable(comm: Literal["nccl", "peer"] = "nccl") -> None:
 
     Ranks sum by ``init_pynccl``, or with ``comm="peer"`` by a ``PeerCommunicator`` on top of it;
     then they split embeddings too, and each keeps a second copy of its rows, which all ranks read.
-    UnsupportedError if the engine's functions have other parameters.
+
+    Raises UnsupportedError, and replaces nothing, if the engine lacks a name or its functions have
+    other parameters; RuntimeError on a second call.
     """
     choice_arg("enable", "comm", comm, ("nccl", "peer"))
-    import minisgl.kernel as kernel
-    from minisgl.engine.graph import GraphRunner
-
     for tried in TRIED:
         name = tried.partition("(")[0]
-        parameters = ", ".join(signature(getattr(kernel, name)).parameters)
-        require_version("minisgl", f"{name}({parameters})", (tried,))
+        function = _of_engine("kernel", name)
+        if function is getattr(jitkern, name, None):
+            raise RuntimeError("enable: called a second time in this process, expected once")
+        parameters = ", ".join(signature(function).parameters)
+        if f"{name}({parameters})" != tried:
+            refuse("minisgl", f"minisgl {name}({parameters}), expected {tried}")
+    destroy = _of_engine("engine.graph", "GraphRunner", "destroy_cuda_graphs")
+    if comm == "peer":
+        _of_engine("layers", "VocabParallelEmbedding", "forward")
+
+    kernel = _of_engine("kernel")
     for function in (jitkern.store_cache, jitkern.indexing, jitkern.fast_compare_key):
         setattr(kernel, function.__name__, function)
     kernel.init_pynccl = partial(_init_pynccl, comm == "peer")
-    GraphRunner.destroy_cuda_graphs = partialmethod(_end, GraphRunner.destroy_cuda_graphs)
-    say_once("minisgl", f"jitkern replaces {', '.join(TRIED)}; ranks use {comm}")
+    graph_runner = _of_engine("engine.graph", "GraphRunner")
+    graph_runner.destroy_cuda_graphs = partialmethod(_end, destroy)
+    log_once("minisgl", f"jitkern replaces {', '.join(TRIED)}; ranks use {comm}")
+
+
+def _of_engine(module: str, *names: str) -> Any:
+    """Return a module of the engine, or what is there by name. Raises UnsupportedError."""
+    import minisgl  # noqa: F401 - without the engine, the error is ModuleNotFoundError
+
+    path = f"minisgl.{module}"
+    try:
+        value: Any = import_module(path)
+        for name in names:
+            path += f".{name}"
+            value = getattr(value, name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        text = f"jitkern.integrations.minisgl: {path}: {error}, expected mini-sglang 20fcd7f"
+        raise UnsupportedError(text) from error
+    return value
 
 
 def _init_pynccl(is_peer: bool, *, tp_cpu_group: Any, **options: Any) -> Any:
     _open[:] = [tp_cpu_group, ranks.init_pynccl(tp_cpu_group=tp_cpu_group, **options)]
     if is_peer:
-        from minisgl.layers import VocabParallelEmbedding
-
-        VocabParallelEmbedding.forward = _embed
+        _of_engine("layers", "VocabParallelEmbedding").forward = _embed
         _open.append(ranks.PeerCommunicator(_open[-1], tp_cpu_group))
     return _open[-1]
 

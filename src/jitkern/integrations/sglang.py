@@ -6,143 +6,362 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import combinations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from jitkern import BlockBuffers, copy_blocks
 from jitkern.env import process_environment
-from jitkern.integrations import require_version, say_once
+from jitkern.integrations import log_once, require_version
 from jitkern.offload import PinnedPool
 
 TRIED = ("0.5.23",)
-# Not the staged copies, up to 9 % faster than ours (H100), nor "direct": the same copy engine.
-NAMES = {
-    "sglang.kernels.ops.kvcache.hicache.transfer_hicache_": "one_layer one_layer_mla all_layer "
-    "all_layer_mla",
-    "sgl_kernel.kvcacheio.transfer_kv_": "per_layer per_layer_pf_lf per_layer_ph_lf per_layer_mla "
-    "per_layer_mla_pf_lf all_layer all_layer_lf_pf all_layer_lf_ph all_layer_mla "
-    "all_layer_mla_lf_pf",
-    "sglang.srt.mem_cache.pool_host.common.": "alloc_with_host_register",
+HICACHE = "sglang.kernels.ops.kvcache.hicache.transfer_hicache_"
+KVCACHEIO = "sgl_kernel.kvcacheio.transfer_kv_"
+ALLOCATE = "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register"
+
+Call = dict[str, Any]  # the arguments of a call, by the names of the engine's parameters
+
+
+class LeftToEngineError(Exception):
+    """Why the engine's own function has to do a call. No other error is left to the engine."""
+
+
+# -- the parameters of the engine's functions ------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """The parameters that describe the source or the destination of a copy.
+
+    `indices` are the tokens' places. `tensors` are one for K and one for V, or the one of MLA.
+    `stride` is the number of bytes from a token to the next.
+    """
+
+    indices: str
+    tensors: tuple[str, ...]
+    stride: str = ""
+
+    def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
+        """Return a buffer for each layer of each tensor; a block is a token or a page."""
+        raise NotImplementedError
+
+    def is_packed(self, call: Call, row_bytes: int) -> bool:
+        """Tell whether no bytes lie between one row and the next."""
+        if self.stride:
+            return bool(call[self.stride] == row_bytes)
+        return all(call[name].is_contiguous() for name in self.tensors)
+
+
+class Rows(Side):
+    """Tensors of one layer; a row is a token."""
+
+    def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
+        pools = [call[name] for name in self.tensors]
+        pool, num_rows, stride = pools[0], _num_rows(pools, row_bytes), row_bytes
+        if not pool.is_contiguous():
+            if pool[0].nbytes != row_bytes or not pool[0].is_contiguous():
+                raise LeftToEngineError("rows that are not contiguous")
+            stride = pool.stride(0) * pool.element_size()
+        starts = tuple(pool.data_ptr() for pool in pools)
+        return _buffers(starts, row_bytes, stride, num_rows, pool.get_device())
+
+
+class PageFirst(Side):
+    """Tensors of all layers; `stride` bytes of a token are its rows in one layer after another."""
+
+    def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
+        pools, stride = [call[name] for name in self.tensors], call[self.stride]
+        num_rows = _num_rows(pools, stride)
+        if not pools[0].is_contiguous():
+            raise LeftToEngineError("a page-first pool that is not contiguous")
+        layers = _layers(call)
+        starts = tuple(pool.data_ptr() + i * row_bytes for pool in pools for i in layers)
+        return _buffers(starts, row_bytes, stride, num_rows, pools[0].get_device())
+
+
+class PageHead(Side):
+    """Host tensors of all layers: ``[pages, heads, page_size, layers, head_dim]``."""
+
+    def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
+        pools = [call[name] for name in self.tensors]
+        if any(pool.is_cuda or not pool.is_contiguous() for pool in pools):
+            raise LeftToEngineError("page heads that are not contiguous, or not in host memory")
+        memory = tuple((pool.data_ptr(), pool.nbytes) for pool in pools)
+        shape = call["page_size"], call["head_num"]
+        return _head_buffers(memory, row_bytes, call[self.stride], _layers(call), *shape)
+
+
+@dataclass(frozen=True)
+class Table(Side):
+    """Tables of addresses, one for each layer. Rows are packed if there is no `stride`."""
+
+    is_on_host: bool = False  # the memory that the addresses are of; tables may be on the GPU
+
+    def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
+        tables, count = [call[name] for name in self.tensors], call.get("num_layers")
+        starts = tuple(address for table in tables for address in _addresses(table)[:count])
+        device = -1 if self.is_on_host else tables[0].get_device()
+        stride = call[self.stride] if self.stride else row_bytes
+        return _table_buffers(starts, row_bytes, stride, device)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The parameters of a function that copies tokens. `size` is the one of a row's size."""
+
+    src: Side
+    dst: Side
+    size: str
+    numbers: tuple[str, ...] = ()
+
+    @property
+    def required(self) -> frozenset[str]:
+        """The parameters without which no call can be understood."""
+        names = {*self.numbers}
+        for side in (self.src, self.dst):
+            names |= {side.indices, *side.tensors, *filter(None, [side.stride])}
+        return frozenset(names)
+
+
+SRC, DST = "src_indices", "dst_indices"
+SRC_KV, DST_KV = ("src_k", "src_v"), ("dst_k", "dst_v")
+SRC_TABLES = Table(SRC, ("src_k_layers", "src_v_layers"))
+SRC_TABLE = Table(SRC, ("src_layers",))
+# HiCache writes to tables of host pools. Tables of GPU memory are copied to correctly, too, but
+# with the number of SMs that suits host memory.
+DST_TABLES = Table(DST, ("dst_k_layers", "dst_v_layers"), is_on_host=True)
+DST_TABLE = Table(DST, ("dst_layers",), is_on_host=True)
+ONE, ALL = ("item_size", "layer_id"), ("item_size", "num_layers")
+HEADS = ("page_size", "head_num")
+# The staged copies are not here: they are up to 9 % faster than ours (H100). Neither is "direct":
+# it uses the copy engine, as ours would.
+COPIES = {
+    f"{HICACHE}one_layer": Copy(
+        Rows("indices_src", ("k_cache_src", "v_cache_src")),
+        Rows("indices_dst", ("k_cache_dst", "v_cache_dst")),
+        "element_dim",
+    ),
+    f"{HICACHE}one_layer_mla": Copy(
+        Rows("indices_src", ("cache_src",)), Rows("indices_dst", ("cache_dst",)), "element_dim"
+    ),
+    f"{HICACHE}all_layer": Copy(
+        Table("indices_src", ("k_ptr_src", "v_ptr_src"), "kv_cache_src_stride_bytes"),
+        Table(
+            "indices_dst", ("k_ptr_dst", "v_ptr_dst"), "kv_cache_dst_stride_bytes", is_on_host=True
+        ),
+        "element_size",
+    ),
+    f"{HICACHE}all_layer_mla": Copy(
+        Table("indices_src", ("ptr_src",), "cache_src_stride_bytes"),
+        Table("indices_dst", ("ptr_dst",), "cache_dst_stride_bytes", is_on_host=True),
+        "element_size",
+    ),
+    f"{KVCACHEIO}per_layer": Copy(
+        Rows(SRC, SRC_KV), Rows(DST, DST_KV), "item_size", ("item_size",)
+    ),
+    f"{KVCACHEIO}per_layer_pf_lf": Copy(
+        PageFirst(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size", ONE
+    ),
+    f"{KVCACHEIO}per_layer_ph_lf": Copy(
+        PageHead(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size", (*ONE, *HEADS)
+    ),
+    f"{KVCACHEIO}per_layer_mla": Copy(
+        Rows(SRC, ("src",)), Rows(DST, ("dst",)), "item_size", ("item_size",)
+    ),
+    f"{KVCACHEIO}per_layer_mla_pf_lf": Copy(
+        PageFirst(SRC, ("src",), "src_layout_dim"), Rows(DST, ("dst",)), "item_size", ONE
+    ),
+    f"{KVCACHEIO}all_layer": Copy(SRC_TABLES, DST_TABLES, "item_size", ALL),
+    f"{KVCACHEIO}all_layer_lf_pf": Copy(
+        SRC_TABLES, PageFirst(DST, DST_KV, "dst_layout_dim"), "item_size", ALL
+    ),
+    f"{KVCACHEIO}all_layer_lf_ph": Copy(
+        SRC_TABLES, PageHead(DST, DST_KV, "dst_layout_dim"), "item_size", (*ALL, *HEADS)
+    ),
+    f"{KVCACHEIO}all_layer_mla": Copy(SRC_TABLE, DST_TABLE, "item_size", ALL),
+    f"{KVCACHEIO}all_layer_mla_lf_pf": Copy(
+        SRC_TABLE, PageFirst(DST, ("dst",), "dst_layout_dim"), "item_size", ALL
+    ),
 }
-TABLES = "k_ptr_* v_ptr_* ptr_* *_k_layers *_v_layers *_layers"
-SIDES, POOLS = ("src", "dst"), "k_cache_* v_cache_* cache_* *_k *_v *"
-_parameters = cache(lambda function: tuple(signature(function).parameters))
 
 
-# Addresses are trusted, as by the engine's kernels: host memory is pinned, and all of it outlives
-# the copy. An entry holds only numbers, so it stays right if the memory becomes another pool's.
+# -- from arguments to buffers ---------------------------------------------------------------------
+
+
+def _layers(call: Call) -> range:
+    """Return the layers that a call copies of a pool of all layers."""
+    if "layer_id" in call:
+        return range(call["layer_id"], call["layer_id"] + 1)
+    return range(call["num_layers"])
+
+
+def _num_rows(pools: list[Tensor], row_bytes: int) -> int:
+    """Return the number of rows of each pool."""
+    num_rows = pools[0].nbytes // row_bytes
+    if num_rows == 0 or any(pool.stride() != pools[0].stride() for pool in pools):
+        raise LeftToEngineError("no rows, or pools of different strides")
+    return num_rows
+
+
+def _num_rows_apart(starts: tuple[int, ...], row_bytes: int, stride: int) -> int:
+    """Return how many rows fit at each address before they reach another address's rows."""
+    num_rows = 1 << 31
+    for low, high in combinations(sorted(set(starts)), 2):
+        if not row_bytes <= (high - low) % stride <= stride - row_bytes:  # else they alternate
+            num_rows = min(num_rows, max(1, (high - low - row_bytes) // stride + 1))
+    return num_rows
+
+
+_tables: Any = WeakTensorKeyDictionary()  # addresses, by table
+
+
+def _addresses(table: Tensor) -> tuple[int, ...]:
+    """Return the addresses in a table. It is read once: reading synchronises with the GPU."""
+    addresses: tuple[int, ...] | None = _tables.get(table)
+    if addresses is None:
+        addresses = _tables[table] = tuple(table.tolist())
+    return addresses
+
+
+# Addresses are trusted, as the engine's kernels trust them: host memory is pinned, and all of it
+# outlives the copy. An entry holds only numbers, so it stays right if the memory becomes another
+# pool's.
 @lru_cache(maxsize=4096)
-def _rows(starts: tuple[int, ...], size: int, stride: int, rows: int, device: int) -> BlockBuffers:
-    """Return rows at addresses; with ``rows`` 0, as many as fit before buffers overlap."""
-    num_rows = rows or 1 << 31
-    for low, high in combinations(() if rows else sorted(set(starts)), 2):
-        if not size <= (high - low) % stride <= stride - size:  # else their rows alternate
-            num_rows = min(num_rows, max(1, (high - low - size) // stride + 1))
-    where, make = "cpu" if device < 0 else device, BlockBuffers.from_trusted_addresses
-    return make(starts, size, num_rows, where, block_strides=[stride] * len(starts))
+def _buffers(
+    starts: tuple[int, ...], row_bytes: int, stride: int, num_rows: int, device: int
+) -> BlockBuffers:
+    """Return a buffer at each address, on a GPU or, with `device` -1, in host memory."""
+    place: Any = "cpu" if device < 0 else device
+    strides = [stride] * len(starts)
+    return BlockBuffers.from_trusted_addresses(
+        starts, row_bytes, num_rows, place, block_strides=strides
+    )
+
+
+@lru_cache(maxsize=4096)
+def _table_buffers(
+    starts: tuple[int, ...], row_bytes: int, stride: int, device: int
+) -> BlockBuffers:
+    """As ``_buffers``, with as many rows as fit: a table does not say how many there are."""
+    num_rows = _num_rows_apart(starts, row_bytes, stride)
+    return _buffers(starts, row_bytes, stride, num_rows, device)
 
 
 @lru_cache(maxsize=64)
-def _heads(pools: Any, size: int, row: int, layers: range, page: int, heads: int) -> BlockBuffers:
-    """Return rows of ``[pages, heads, page_size, layers, head_dim]``: a piece per head."""
-    views: list[torch.Tensor] = []
+def _head_buffers(
+    pools: tuple[tuple[int, int], ...],
+    row_bytes: int,
+    stride: int,
+    layers: range,
+    page_size: int,
+    num_heads: int,
+) -> BlockBuffers:
+    """Return a buffer for each layer of pools ``[pages, heads, page_size, layers, head_dim]``.
+
+    A pool is an address and a number of bytes. A row has a piece in each head.
+    """
+    views: list[Tensor] = []
     for address, num_bytes in pools:  # these tensors own nothing: an entry keeps no pool allocated
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-        tokens = torch.frombuffer(memory, dtype=torch.uint8)
-        tokens = tokens.view(-1, heads, page, row // size, size // heads).transpose(1, 2)
+        shape = -1, num_heads, page_size, stride // row_bytes, row_bytes // num_heads
+        tokens = torch.frombuffer(memory, dtype=torch.uint8).view(shape).transpose(1, 2)
         views += (tokens[:, :, :, layer] for layer in layers)
     return BlockBuffers(views, block_dims=2)
 
 
-@cache
-def _names(given: tuple[str, ...], side: str) -> list[list[str]]:
-    """Return a side's names: of distances of rows; of tables; of pools; of indices."""
-    strides = "*_layout_dim kv_cache_*_stride_bytes cache_*_stride_bytes"
-    roles = strides, TABLES, POOLS, "*_indices indices_*"
-    return [[x for x in role.replace("*", side).split() if x in given] for role in roles]
+# -- calls -----------------------------------------------------------------------------------------
 
 
-def _side(call: dict[str, Any], side: str) -> BlockBuffers:
-    """Return the source or destination, "src" or "dst", from the arguments' names."""
-    strides, tables, pools, _ = ([call[x] for x in role] for role in _names(tuple(call), side))
-    size, stride, layer = call["item_size"], sum(strides), call.get("layer_id", 0)
-    if tables:
-        for table in tables:
-            if not hasattr(table, "_jitkern"):  # once: reading it synchronises
-                table._jitkern = tuple(table.tolist())
-        starts = tuple(x for table in tables for x in table._jitkern[: call.get("num_layers")])
-        # The engine writes to tables of host pools. Other copies are right, but not tuned.
-        return _rows(starts, size, stride or size, 0, -1 if side == "dst" else table.get_device())
-    layers = range(layer, layer + call.get("num_layers", 1)) if stride else range(1)
-    if stride and "head_num" in call:
-        if any(one.is_cuda or not one.is_contiguous() for one in pools):
-            raise ValueError("page heads that are not in host memory")
-        memory = tuple((one.data_ptr(), one.nbytes) for one in pools)
-        return _heads(memory, size, stride, layers, call["page_size"], call["head_num"])
-    pool, num_rows = pools[0], pools[0].nbytes // (stride or size)
-    if num_rows == 0 or any(one.stride() != pool.stride() for one in pools):
-        raise ValueError("no rows, or pools of unlike strides")
-    if not pool.is_contiguous():
-        if stride or pool[0].nbytes != size or not pool[0].is_contiguous():
-            raise ValueError("rows that are not contiguous")
-        stride = pool.stride(0) * pool.element_size()
-    starts = tuple(one.data_ptr() + i * size for one in pools for i in layers)
-    return _rows(starts, size, stride or size, num_rows, pool.get_device())
+def _row_bytes(copy: Copy, call: Call) -> int:
+    """Return the bytes of a token in one layer."""
+    if copy.size == "item_size":
+        return int(call["item_size"])
+    if copy.size == "element_size":
+        return int(call.get("element_size") or call[copy.dst.stride])
+    pool = call[copy.dst.tensors[0]]
+    return int((call.get("element_dim") or pool.size(-1)) * pool.element_size())
 
 
-def _row_bytes(call: dict[str, Any]) -> int:
-    """Return the bytes of a row in a call of HiCache's, unless the engine is as fast at it."""
+def _leave_to_tma(copy: Copy, call: Call, row_bytes: int) -> None:
+    """Raise LeftToEngineError if the engine has a kernel that is as fast as ours.
+
+    Its TMA kernel loads packed rows at 45 to 50 GB/s and stores them at 52, ours at 40 to 49 and 45
+    to 51. Rows of 656 bytes from a page-first pool: 23 to 26 GB/s, ours 39 (H100, H200).
+    """
     from sglang.kernels.ops.kvcache import hicache
 
-    strides = {call[name] for name in call if name.endswith("_stride_bytes")}
-    pools = [call[name] for side in SIDES for name in _names(tuple(call), side)[2]]
-    size = call.get("element_size") or max(strides, default=0)
-    if pools:
-        size = (call.get("element_dim") or pools[0].size(-1)) * pools[0].element_size()
-    # Its TMA kernel loads packed rows at 45 to 50 GB/s and stores them at 52, ours at 40 to 49 and
-    # 45 to 51. Rows of 656 B from a page-first pool: 23 to 26, ours 39 (H100, H200).
-    if size % 128 == 0 or (strides <= {size} and all(one.is_contiguous() for one in pools)):
-        quota, page = call.get("block_quota") or hicache.TMA_BLOCK_QUOTA, call.get("page_size")
-        if hicache.use_hicache_tma_kernel(element_size=size, block_quota=quota, page_size=page):
-            raise ValueError("its TMA kernel is as fast")
-    return int(size)
+    sides = copy.src, copy.dst
+    if row_bytes % 128 == 0 or all(side.is_packed(call, row_bytes) for side in sides):
+        block_quota = call.get("block_quota") or hicache.TMA_BLOCK_QUOTA
+        options = {"block_quota": block_quota, "page_size": call.get("page_size")}
+        if hicache.use_hicache_tma_kernel(element_size=row_bytes, **options):
+            raise LeftToEngineError("its TMA kernel is as fast")
 
 
-def _allocate(call: dict[str, Any]) -> Any:
+def _on_one_device(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices with one device, the GPU if either is there, and one dtype."""
+    if src.device != dst.device:
+        gpu = max(src.get_device(), dst.get_device())  # -1 is the CPU
+        src, dst = (
+            x if x.is_cuda else x.pin_memory().cuda(gpu, non_blocking=True) for x in (src, dst)
+        )
+    return (src, dst) if src.dtype == dst.dtype else (src.long(), dst.long())
+
+
+def _copy(copy: Copy, call: Call) -> None:
+    row_bytes = _row_bytes(copy, call)
+    if copy.size != "item_size":
+        _leave_to_tma(copy, call, row_bytes)
+    src, dst = copy.src.blocks(call, row_bytes), copy.dst.blocks(call, row_bytes)
+    pairs = _on_one_device(call[copy.src.indices], call[copy.dst.indices])
+    copy_blocks(src, dst, pairs, method="sm", num_sms=call.get("block_quota"))
+
+
+def _allocate(call: Call) -> Tensor:
     """Return the memory of a host pool, which the engine would map and register."""
     is_usual = call["pin_memory"] and type(call["allocator"]).__name__ == "HostTensorAllocator"
     asks_for_pages = process_environment().get("SGLANG_HUGEPAGE_SIZE")
     if not is_usual or asks_for_pages or not torch.cuda.is_available():
-        raise ValueError("memory of another kind")
+        raise LeftToEngineError("memory of another kind")
     buffer: Any = PinnedPool(call["dims"], call["dtype"]).tensor()
-    buffer._sglang_cuda_host_registered_ranges = []  # the pool has registered it
-    return buffer
+    # What the engine would unregister when it frees the pool: nothing, the PinnedPool does.
+    buffer._sglang_cuda_host_registered_ranges = []
+    return buffer  # type: ignore[no-any-return]
 
 
-def _around(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what the engine's function does, or call it for what jitkern leaves to it."""
-    call = dict(zip(_parameters(original), args, strict=False), **kwargs)
-    try:
-        if "allocator" in call:
-            return _allocate(call)
-        call["item_size"] = call["item_size"] if "item_size" in call else _row_bytes(call)
-        pairs = [call[_names(tuple(call), side)[3][0]] for side in SIDES]
-        if pairs[0].device != pairs[1].device:
-            gpu = max(one.get_device() for one in pairs)  # -1 is the CPU
-            pairs = [x if x.is_cuda else x.pin_memory().cuda(gpu, non_blocking=True) for x in pairs]
-        src, dst = pairs if pairs[0].dtype == pairs[1].dtype else (x.long() for x in pairs)
-        how: Any = {"method": "sm", "num_sms": call.get("block_quota")}
-        return copy_blocks(_side(call, "src"), _side(call, "dst"), (src, dst), **how)
-    except (TypeError, ValueError) as error:
-        say_once("sglang", f"jitkern leaves calls of {name} to sglang: ", error)
-        return original(*args, **kwargs)
+_parameters = cache(lambda function: tuple(signature(function).parameters))
 
 
-HOOKS = {x + y: partial(_around, x + y) for x, names in NAMES.items() for y in names.split()}
+@dataclass(frozen=True)
+class Hook:
+    """Called in place of a function of the engine, with that function as its first argument."""
+
+    name: str
+    required: frozenset[str]  # parameters without which a call is left to the engine
+    run: Callable[[Call], Any]
+
+    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(_parameters(original), args, strict=False), **kwargs)
+        try:
+            if missing := self.required - call.keys():
+                raise LeftToEngineError(f"no argument {', '.join(sorted(missing))}")
+            return self.run(call)
+        except LeftToEngineError as reason:
+            log_once("sglang", f"jitkern leaves calls of {self.name} to sglang: ", reason)
+            return original(*args, **kwargs)
+
+
+HOOKS = {name: Hook(name, copy.required, partial(_copy, copy)) for name, copy in COPIES.items()}
+ALLOCATED = frozenset({"dims", "dtype", "pin_memory", "allocator"})
+HOOKS[ALLOCATE] = Hook(ALLOCATE, ALLOCATED, _allocate)
 
 
 def plugin() -> None:
@@ -153,4 +372,4 @@ def plugin() -> None:
     require_version("sglang", sglang.__version__, TRIED)
     for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    say_once("sglang", f"jitkern wraps {', '.join(HOOKS)}")
+    log_once("sglang", f"jitkern asks sglang to wrap {', '.join(HOOKS)}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from jitkern.integrations import require_version, say_once
+from jitkern.integrations import log_once, require_version
 
 TRIED = ("0.33.0",)
 require_version("vllm", vllm.__version__, TRIED)  # before names that other versions lack
@@ -47,7 +47,7 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
             self.groups = [self._group(refs) for refs in self.layer_refs_per_group]
             self._fill_group_ops, self._swap_blocks_batch = self._add, self._copy
         except (TypeError, ValueError) as error:
-            say_once("vllm", "jitkern leaves copies of the KV cache to vLLM: ", error)
+            log_once("vllm", "jitkern leaves copies of the KV cache to vLLM: ", error)
 
     def _group(self, refs: list[Any]) -> tuple[BlockBuffers, BlockBuffers, LayerSignals]:
         src = self._list(self.src_tensors, self.src_blocks_per_chunk, refs)
@@ -162,11 +162,11 @@ def merge_attn_states(
         options: Any = {"scale": output_scale, "prefill_tokens_with_context": count}
         merge_state(*partials, output=output, lse=lse, lse_layout="heads_tokens", **options)
     except (TypeError, ValueError) as error:
-        say_once("vllm", "jitkern leaves some calls of merge_attn_states to vLLM: ", error)
+        log_once("vllm", "jitkern leaves some calls of merge_attn_states to vLLM: ", error)
         _engine_merge(output, *partials, output_lse, count, output_scale)
 
 
 def plugin() -> None:
     """Replace the function, which vLLM imports where it calls it."""
     engine_ops.merge_attn_states = merge_attn_states
-    say_once("vllm", "jitkern replaces merge_attn_states")
+    log_once("vllm", "jitkern replaces merge_attn_states")
