@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
