@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from bench import cases, peers
-from jitkern.bench import Context, Row, report
-from jitkern.bench.case import error_row
+from bench import cases, guard, peers, report
+from bench.case import Context, Row, error_row
 from jitkern.cli import ui
 
 RESULTS = Path(__file__).with_name("results")
@@ -26,11 +25,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="example: python -m bench store index --quick --json out.json",
     )
     add, names = parser.add_argument, ", ".join(cases.NAMES)
-    add("op", nargs="*", metavar="op", choices=cases.NAMES, help=f"of {names}")
+    add("op", nargs="*", metavar="op", default=[], help=f"some of {names}; default: all")
     add("--quick", action="store_true", help="few sizes, under a minute")
     add("--json", type=Path, metavar="F", help="write here (default bench/results/<machine>.json)")
     add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add = parser.add_argument_group("the guard").add_argument
+    text = "count instructions per call and compare with a baseline; 1 if one rose"
+    add("--ci", action="store_true", help=text)
+    text = "files of your own cases instead of jitkern's"
+    add("--cases", type=Path, nargs="+", metavar="FILE", default=[], help=text)
+    text = "a folder with a baseline per kind of machine (default bench/baselines)"
+    add("--baseline", type=Path, metavar="DIR", default=guard.BASELINES, help=text)
+    add("--update", action="store_true", help="write the baseline of this machine")
+    text = "fail where instructions cannot be counted or compared"
+    add("--require-counts", action="store_true", help=text)
     args = parser.parse_args(argv)
+    known = cases.GUARDED if args.ci else cases.NAMES
+    for op in args.op:
+        if op not in known:
+            parser.error(f"op: {op!r}, expected one of {', '.join(known)}")
+    if args.update and args.op:
+        parser.error("--update: writes all figures, expected no op")
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
@@ -39,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         say("bench: --device cuda: PyTorch sees no CUDA device")
         return 2
+    if args.ci:
+        return guard.run(args, device)
     started = time.perf_counter()
     ctx = Context(device, args.quick, lambda text: say(f"  {text}"))
     machine = report.machine(device)

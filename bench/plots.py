@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib
 
-from jitkern.bench import report
+from bench import report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
-from jitkern.bench.case import Context, Row, error_row, error_text
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, cpu_replay, cuda_replay, host_ms, time_replays
+from bench.case import Context, Row, error_row, error_text
+from bench.measure import fill
+from bench.timing import Timing, cpu_replay, cuda_replay, host_ms, time_replays
 
 TIMEOUT_S = 400
 KIB, MIB = 1 << 10, 1 << 20

@@ -1,4 +1,4 @@
-"""The benchmarks: what is not timed, what is reported, short runs, and ranks of which one fails."""
+"""The benchmarks: results that are not timed, rows, short runs, and ranks of which one fails."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from needs import needs_nvcc
-from proved import unproved
 from tiny import Use
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import cases, harness, peers, ranks  # noqa: E402
-from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
+from bench import cases, harness, measure, peers, ranks, report  # noqa: E402
+from bench.case import Case, Context, Impl, Row  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
 
@@ -111,9 +110,7 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         assert set(report.read(path)["benchmarks"]) == kept
 
 
-@unproved(
-    "plots", "bench/plots.py", "bench/results/nvidia-h200.json", "src/jitkern/bench/report.py"
-)
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
     from bench import plots
@@ -125,7 +122,6 @@ def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_nvcc
-@unproved("nvcc peers", "bench/peers/*.*")
 @pytest.mark.parametrize("peer", ["rows", "link"])
 def test_nvcc_peers_compile(peer: str, use: Use) -> None:
     if not torch.cuda.is_available():
@@ -166,7 +162,7 @@ def test_results_of_earlier_runs_can_be_read() -> None:
 
 MODULE = """
 import os, time
-from jitkern.bench import Row
+from bench.case import Row
 
 def measure_ranks(ranks, quick):
     text = ranks.first_text("of rank 1" if ranks.rank else "")
@@ -178,7 +174,6 @@ def measure_ranks(ranks, quick):
 """
 
 
-@unproved("bench ranks", "bench/ranks.py", "tests/test_bench.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "error"),

@@ -22,7 +22,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # A wing is a folder, or a module of the top level. It imports its own modules and the lines above.
 # Wings of one line do not import each other.
 WINGS = """
-errors
+errors version
 env fs
 arch
 cache compilers
@@ -31,9 +31,7 @@ jit
 ops torch_ops
 comm
 offload nn
-warming calibration
-bench
-perf
+warming calibration perf
 integrations
 cli
 __main__

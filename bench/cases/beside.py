@@ -24,9 +24,9 @@ from torch.nn import functional
 
 import jitkern
 from bench import peers
+from bench.case import Context, Row, error_text
 from bench.peers import host_pool
-from jitkern.bench.case import Context, Row, error_text
-from jitkern.bench.timing import cuda_replay
+from bench.timing import cuda_replay
 
 NEEDS_GPU = True
 

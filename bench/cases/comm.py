@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from bench import ranks as processes
+from bench.case import Row
 from bench.ranks import KIB, MIB, Call, Ranks
-from jitkern.bench.case import Row
 
 BYTES = (8 * KIB, 128 * KIB, MIB, 16 * MIB, 256 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)

@@ -12,12 +12,12 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import common
 from bench.cases.common import ours, peer
 from bench.cases.pairs import LINK_SIZES, ROW_BYTES, ROWS, SLOTS
+from bench.measure import measure
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
 
 NEEDS_GPU = True
 POOLS_GIB = (0.4, 4, 16, 64)  # the smallest has 0.2 for each direction, as the other benchmarks

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from jitkern import __version__
-from jitkern.cli import bench_cmd, cache_cmd, calibrate, doctor, warm
+from jitkern.cli import cache_cmd, calibrate, doctor, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, WarmError
@@ -23,7 +23,6 @@ _COMMANDS = {
     "doctor": doctor,
     "calibrate": calibrate,
     "cache": cache_cmd,
-    "bench": bench_cmd,
 }
 
 
