@@ -1,8 +1,7 @@
 """Threads of the host module, under sanitizers: programs of tests/threads, and mutants of sources.
 
 ``ops`` calls every op on the CPU from two threads; ``staging`` those whose rows go through the CPU
-to and from a GPU, of which a late one is made of threads. Each of its cases is a test here, as long
-as it is not proved that they pass and that the mutants are caught (proved.py).
+to and from a GPU, of which a late one is made of threads. Each of its cases is a test here.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from pathlib import Path
 
 import pytest
 from needs import needs_cxx
-from proved import HOST, unproved
 from threads.mutants import MUTANTS, Mutant
 from threads.program import ASAN, CPU_OPS, HERE, STAGING, TSAN, Builder, Program
 
 from jitkern.compilers.sources import CSRC
 
-pytestmark = [
-    needs_cxx,
-    unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
-]
+pytestmark = [needs_cxx, pytest.mark.slow]
 
 CASES = re.findall(r"CASE\((\w+)\)[,}]", (HERE / "staging.cc").read_text())
 # Of times and of memory, in which no thread meets another.
