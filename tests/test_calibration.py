@@ -14,7 +14,6 @@ import torch
 
 from jitkern import calibration
 from jitkern.calibration import Machine
-from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, UnsupportedError
 from jitkern.host import module as host
@@ -112,12 +111,6 @@ def test_a_damaged_file_is_ignored_with_a_warning(
     damage(file)
     with pytest.warns(RuntimeWarning, match=f"{file.name} is not used: .*{reason}.*calibrate"):
         assert calibration.find("Fake GPU", 13000) is None
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate"]) == 1
-    assert "calibrate: no GPU; run it where the ops will run" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_measured(

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from jitkern.ops._ops import OPS as _OPS
+from jitkern.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jitkern.arch import Arch as Arch
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda
     from jitkern.warming import warm as warm
-
-__version__ = "0.1.0"
 
 # The public names by the module that defines them. The imports above say the same to a type
 # checker, which cannot read a table; tests/test_package.py proves that the two agree.

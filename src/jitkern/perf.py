@@ -45,12 +45,7 @@ def perf_cuda(
     _check_count("perf_cuda", "repetitions", repetitions, 1)
     graph_calls = cuda_graph_repetitions or 0
     _check_count("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "perf_cuda: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
-        )
+    torch = _torch_with_cuda()
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
@@ -65,6 +60,16 @@ def perf_cuda(
         end.record()
         end.synchronize()
     return float(start.elapsed_time(end)) / (repetitions * (graph_calls or 1))
+
+
+def _torch_with_cuda() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "perf_cuda: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
+        )
+    return torch
 
 
 def _graph_replay(f: Call, calls: int) -> Call:

@@ -17,7 +17,14 @@ from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
-from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
+from jitkern.errors import (
+    CacheError,
+    CompileError,
+    FrozenError,
+    JitkernError,
+    ToolchainError,
+    WarmError,
+)
 from jitkern.fs import free_bytes, require_writable, scratch_folder
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, compiler_id
@@ -135,7 +142,8 @@ def warm(
     Raises
     ------
     WarmError
-        Some failed. The others have been built; ``outcomes`` has all, ``error`` of each says why.
+        Some failed, or could not be written to the cache. The others have been built;
+        ``outcomes`` has all, ``error`` of each says why.
     FrozenError
         Some are missing, and the process is frozen.
     ToolchainError
@@ -186,6 +194,11 @@ def warm(
         missing = [one for one in outcomes if one.source == "missing"]
         if missing and not check:  # else the cache need not be writable
             _build(missing, threads, progress)
+    for one in outcomes:
+        if one.lookup is not None and one.lookup.path is None:
+            # The process has it in memory; the image or the next server would not.
+            text = f"{user_cache().root}: cannot be written: compiled, and not kept"
+            one.source, one.error = "failed", CacheError(text)
     for one in outcomes:
         if out is not None and one.lookup is not None and one.is_to_copy:
             # From memory: the cache may have evicted it since.

@@ -24,7 +24,7 @@ def run_stage(name: str, root: Path) -> int:
     """Run the commands of a stage, with paths of the image below `root`; return how many."""
     stage = re.split(r"^FROM .* AS ", TEXT, flags=re.MULTILINE)
     (text,) = [one for one in stage if one.startswith(f"{name}\n")]
-    found = re.findall(r"\bjitkern ((?:warm|cache) .+?)(?= && |$)", text, re.MULTILINE)
+    found = re.findall(r"\bjitkern (warm .+?)(?= && |$)", text, re.MULTILINE)
     for command in found:
         words = command.replace("$ARCHS", ARCHS).split()
         store.kernel.cache_clear()
@@ -49,7 +49,7 @@ def test_the_image_compiles_nothing(
     with monkeypatch.context() as patch:
         patch.setenv("JITKERN_CACHE_DIR", str(tmp_path / "cache"))
         settings.cache_clear()
-        assert run_stage("warm", tmp_path) >= 3
+        assert run_stage("warm", tmp_path) == 2
 
     frozen = re.search(r"^ENV (JITKERN_CACHE_PATH)=(/kernels) (JITKERN_FREEZE)=1$", TEXT, re.M)
     assert frozen is not None
