@@ -53,10 +53,10 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# Tables and plots of the docs, from bench/results.
+# Tables and the plot of the docs, from bench/results.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
-	$(PY) -m bench.plots bench/results/nvidia-h200.json docs/img
+	$(PY) -m bench.plots bench/results/nvidia-h200.json docs/img/summary.png
 
 # Compares with the baseline of this kind of machine: instructions decide, times are shown.
 bench-ci: $(call ready,test)

@@ -74,7 +74,6 @@ class Row:
     gb_s: float | None = None
     ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
     percent_of_ceiling: float | None = None
-    host_us: float | None = None
     against: str = ""  # of the ratio below: time of ours / time of it
     ratio_median: float | None = None  # the median over pairs that ran one after the other
     instructions: float | None = None  # of one call; exact

@@ -14,7 +14,7 @@ from bench.case import Context, Row, error_row
 from jitkern.cli import ui
 
 RESULTS = Path(__file__).with_name("results")
-COLUMNS = ("", ">us", ">IQR %", ">GB/s", ">x peer", ">% ceiling", ">host us", "note")
+COLUMNS = ("", ">us", ">IQR %", ">GB/s", ">x peer", ">% ceiling", "note")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {"Python": machine["python"], **machine["versions"]}
     print(f"{machine['name']}; {', '.join(f'{k} {v}' for k, v in versions.items())}")
     torch.manual_seed(0)
-    peers.prebuild(device)
+    if device == "cuda":
+        peers.prebuild()
     rows: list[Row] = []
     for op in args.op or cases.NAMES:
         done = _run(ctx, op)
@@ -129,7 +130,7 @@ def table(op: str, rows: Sequence[Row]) -> str:
         for row in [row for row in rows if row.case == case]:
             spread = 100 * row.iqr_us / row.median_us if row.iqr_us and row.median_us else None
             figures = (row.median_us, spread, row.gb_s, row.ratio_to_best_peer)
-            figures += (row.percent_of_ceiling, row.host_us)
+            figures += (row.percent_of_ceiling,)
             cells = ["" if figure is None else f"{figure:,.2f}" for figure in figures]
             lines.append([f"  {row.impl}", *cells, row.error or row.note])
     return f"\n{op}\n{ui.table(COLUMNS, lines)}"

@@ -1,6 +1,5 @@
 """Measure one case: check each implementation bit for bit, then time them in turn."""
 
-import statistics
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal
@@ -58,7 +57,6 @@ def measure(ctx: Context, case: Case) -> list[Row]:
             calls = max(1, min(most, int(most_ms / once_ms)))
             bound: list[Call] = [partial(run, buffers[i % len(buffers)]) for i in range(calls)]
             replay = _replay(ctx, impl, bound, row) if on_gpu else cpu_replay(bound)
-            row.host_us = _host_us(ctx, bound, once_ms) if on_gpu else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
             row.error = error_text(error)
             continue
@@ -136,14 +134,3 @@ def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
         ctx.sync()
         row.note = f"timed without a graph: {type(error).__name__}"
         return cpu_replay(calls)
-
-
-def _host_us(ctx: Context, calls: list[Call], once_ms: float) -> float:
-    count = 32 if once_ms < 2 else 4 if once_ms < 20 else 1
-    in_turn = cpu_replay([calls[i % len(calls)] for i in range(count)])
-    samples = []
-    for _ in range(3):
-        ctx.sync()
-        samples.append(host_ms(in_turn.run) * 1e3 / count)
-    ctx.sync()
-    return statistics.median(samples)

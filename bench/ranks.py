@@ -1,6 +1,6 @@
 """Benchmarks of several ranks: a process a GPU, or some of gloo, that measure together.
 
-`run("comm", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's module
+`run("peer", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's module
 runs, and the rows that it yields in rank 0 come back, also those before a failure. Ranks do the
 same in the same order: a replay that holds a collective keeps them in step.
 """

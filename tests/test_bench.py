@@ -112,12 +112,11 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
     from bench import plots
 
-    made = plots.draw(report.read(ROOT / "bench" / "results" / "nvidia-h200.json"), tmp_path)
-    assert {path.stem for path in made} == {"summary", *plots.PLOTS}
-    assert all(path.stat().st_size > 5000 for path in made)
+    plots.draw(report.read(ROOT / "bench/results/nvidia-h200.json"), tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
@@ -133,7 +132,7 @@ def test_nvcc_peers_compile(peer: str, use: Use) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", cases.NAMES)
 def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
-    if op in ("comm", "peer") and torch.cuda.device_count() < 2:
+    if op == "peer" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     path = tmp_path / "out.json"
     assert harness.main([op, "--quick", "--json", str(path)]) == 0

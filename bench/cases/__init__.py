@@ -11,7 +11,7 @@ from typing import Any
 from bench.case import Case, Context
 from jitkern.ops._ops import OPS
 
-MORE = ("lists", "ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
+MORE = ("lists", "ring", "peer", "pools", "pipeline", "beside", "host_overhead")
 NAMES = (*(op.stem for op in OPS), *MORE, "first_call")
 GUARDED = (*(op.stem for op in OPS), "host_overhead")
 
