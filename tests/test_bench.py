@@ -181,7 +181,7 @@ def measure_ranks(ranks, quick):
         ("raise ValueError('no more')", "RuntimeError: rank 1: ValueError: no more"),
         # Or of rank 0, if it has noticed before.
         ("os._exit(3)", "RuntimeError: rank (1: process 1 terminated with exit code 3|0: .*)"),
-        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 15 s"),
+        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 40 s"),
     ],
 )
 def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
@@ -190,7 +190,7 @@ def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
     (tmp_path / "fake_ranks.py").write_text(MODULE.format(does=does))
     monkeypatch.syspath_prepend(tmp_path)
     if "sleep" in does:
-        monkeypatch.setattr(ranks, "TIMEOUT_S", 15)
+        monkeypatch.setattr(ranks, "TIMEOUT_S", 40)
     first, second = ranks.run("fake", "fake_ranks", CPU)
     assert (first.case, first.median_us) == ("of rank 1", 1.0)
     assert second.case == ("2 ranks" if error else "second")

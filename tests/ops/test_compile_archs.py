@@ -54,7 +54,7 @@ def test_a_kernel_compiles(op: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", map(str, SUPPORTED_ARCHS))
+@pytest.mark.parametrize("arch", list(map(str, SUPPORTED_ARCHS)))
 @pytest.mark.parametrize("op", ON_GPU)
 def test_kernels_compile(op: str, arch: str) -> None:
     for kernel in kernels(op, arch):
