@@ -43,7 +43,7 @@ class Case:
     outputs: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
     reference: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
     calls: int = 1  # in one graph, rotating over the working sets
-    touched_bytes: int | None = None  # by one call, for the rotation; default bytes_moved
+    touched_bytes: int | None = None  # per call, for the rotation; default: bytes_moved
     prepare: Callable[[Any], object] | None = None  # fills the outputs before the checked call
     clock: Clock = "device"  # "host": the CPU time of a call, also if it launches a kernel
 
@@ -74,9 +74,9 @@ class Row:
     gb_s: float | None = None
     ratio_to_best_peer: float | None = None  # ours only; above 1 is faster
     percent_of_ceiling: float | None = None
-    against: str = ""  # of the ratio below: time of ours / time of it
-    ratio_median: float | None = None  # the median over pairs that ran one after the other
-    instructions: float | None = None  # of one call; exact
+    against: str = ""  # the reference of the guard
+    ratio_median: float | None = None  # time of ours / time of `against`, in the same run
+    instructions: float | None = None  # per call
     bytes_moved: int | None = None
     note: str = ""
     error: str = ""

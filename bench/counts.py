@@ -24,8 +24,8 @@ TIMEOUT_S = 1800.0
 IMPORT = "process: import of jitkern and tvm-ffi"
 LOAD = "process: load of the host module"
 KERNEL = "process: warm load of a kernel"
-STEPS = (IMPORT, LOAD, KERNEL)  # of a process before its first call
-ARCH, ROW_BYTES = "9.0", 4480  # of the kernel whose load is counted
+STEPS = (IMPORT, LOAD, KERNEL)  # a process takes them before its first call
+ARCH, ROW_BYTES = "9.0", 4480  # the kernel whose load is counted
 SHORT_CALLS, LONG_CALLS, UNCOUNTED_CALLS = 200, 3, 20
 LONG_CALL_S = 0.02  # under Callgrind, which makes a call 50 times as long
 

@@ -98,7 +98,7 @@ def _time(ctx: Context, case: Case) -> Row:
         torch.manual_seed(0)
         with torch.inference_mode():  # servers call so; with gradients enabled an op checks more
             row, other = measure(ctx, replace(case, impls=pair))
-    except Exception as error:  # of its buffers or its reference; the other cases still run
+    except Exception as error:  # in its buffers or its reference; the other cases still run
         return error_row(case.op, case.name, pair[0].name, "ours", error)
     row.against, row.error = other.impl, row.error or other.error
     if row.median_us and other.median_us:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("op", nargs="*", metavar="op", default=[], help=f"some of {names}; default: all")
     add("--quick", action="store_true", help="few sizes, under a minute")
     add("--json", type=Path, metavar="F", help="write here (default bench/results/<machine>.json)")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add = parser.add_argument_group("the guard").add_argument
     text = "count instructions per call and compare with a baseline; 1 if one rose"
     add("--ci", action="store_true", help=text)
@@ -103,7 +103,7 @@ def _run(ctx: Context, op: str) -> list[Row]:
 
 
 def compare(rows: list[Row]) -> None:
-    """Set ours against the best peer, and everything against the best ceiling, by speed."""
+    """Compare ours with the best peer, and all rows with the best ceiling, by speed."""
     peer = min((r.median_us for r in rows if r.role == "peer" and r.median_us), default=None)
     ceiling = max((r.gb_s for r in rows if r.role == "ceiling" and r.gb_s), default=None)
     for row in rows:
@@ -123,7 +123,7 @@ def write(path: Path, data: report.Payload) -> None:
 
 
 def table(op: str, rows: Sequence[Row]) -> str:
-    """Return the table of one benchmark; a blank cell is something that was not measured."""
+    """Return the table of one benchmark; a cell that was not measured is blank."""
     lines: list[list[str]] = []
     for case in dict.fromkeys(row.case for row in rows):
         lines.append([case, *[""] * (len(COLUMNS) - 1)])

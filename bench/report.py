@@ -50,7 +50,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def kind_of(described: dict[str, Any]) -> str:
-    """Return what results of like machines are called, such as ``nvidia-h200-x2``."""
+    """Return the name for results of this kind of machine, such as ``nvidia-h200-x2``."""
     name = described["name"]
     if described["device"] == "cpu":
         name += f" {described['cpu_cores']} cores"
@@ -60,9 +60,9 @@ def kind_of(described: dict[str, Any]) -> str:
 
 
 def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> Payload:
-    """Return what goes into the JSON: the machine, then the rows of each benchmark."""
+    """Return the JSON of a run: the machine, then the rows of each benchmark."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    load = round(os.getloadavg()[0], 2)  # above the number of cores, CPU figures mean little
+    load = round(os.getloadavg()[0], 2)  # CPU figures mean little if it exceeds the number of cores
     ops: dict[str, Any] = {}
     for row in rows:
         entry = ops.setdefault(row.op, {"date": now, "quick": quick, "load": load, "rows": []})
@@ -83,14 +83,14 @@ def read(path: Path) -> Payload:
 
 
 def rows_of(data: Payload) -> list[Row]:
-    """Return the rows of a result as they were measured."""
+    """Return the rows of a result."""
     known = {field.name for field in fields(Row)}
     rows = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
     return [Row(**{name: value for name, value in row.items() if name in known}) for row in rows]
 
 
 def rounded(value: Any) -> Any:
-    """Keep five significant digits: a diff of two results then shows what moved."""
+    """Keep five significant digits: a diff of two results then shows what changed."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):

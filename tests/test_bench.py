@@ -25,7 +25,7 @@ CPU = Context(device="cpu", quick=True)
 
 
 def copy_case(*impls: Impl) -> Case:
-    """A case that copies 64 KB; its buffers are (source, destination)."""
+    """Return a case that copies 64 KB; its buffers are (source, destination)."""
     return Case(
         op="copy",
         name="64 KB",
@@ -149,9 +149,9 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     named = set()
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
-        assert tables.made(text) == text, f"{page.name}: python -m bench.tables makes it anew"
+        assert tables.with_tables(text) == text, f"{page.name}: run python -m bench.tables"
         named.update("+".join(re.findall(r"<!-- table: (\S+) -->", text)).split("+"))
-    assert named - {""} == set(tables.MADE)
+    assert named - {""} == set(tables.TABLES)
 
 
 def test_results_of_earlier_runs_can_be_read() -> None:

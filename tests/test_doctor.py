@@ -86,4 +86,4 @@ def test_the_arch_of_a_gpu(monkeypatch: Patch, archs: str, state: str) -> None:
     monkeypatch.setattr(doctor, "gpu_archs", lambda: list(map(Arch.parse, archs.split())))
     check = doctor.gpu(2)
     assert check.state == state
-    assert check.found.startswith(f"2 x A GPU, arch {', '.join(dict.fromkeys(archs.split()))}")
+    assert check.text.startswith(f"2 x A GPU, arch {', '.join(dict.fromkeys(archs.split()))}")

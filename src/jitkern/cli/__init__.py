@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         return _fail(str(error), 2)
-    except (CompileError, WarmError) as error:  # with the compiler's log, of many lines
+    except (CompileError, WarmError) as error:  # its text has the compiler's log
         return _fail(str(error), 1)
     except JitkernError as error:
         return _fail(" ".join(str(error).split()), 1)

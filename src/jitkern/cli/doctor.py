@@ -31,11 +31,11 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Check(NamedTuple):
-    """One line: what was checked, its state, and what was found or what to do."""
+    """One line: the subject, its state, and a text that ends with the cure unless it is ok."""
 
-    what: str
+    subject: str
     state: Literal["ok", "note", "broken"]
-    found: str
+    text: str
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
     """Print each check when it is done; return 1 if the ops cannot run here."""
     broken = []
     for check in diagnose():
-        ui.say(f"{check.what:18} {check.state:6} {check.found}")
+        ui.say(f"{check.subject:18} {check.state:6} {check.text}")
         if check.state == "broken":
-            broken.append(check.what)
+            broken.append(check.subject)
     ui.say(f"broken: {', '.join(broken)}" if broken else "the ops run on this machine")
     return 1 if broken else 0
 
@@ -69,7 +69,7 @@ def diagnose() -> Iterator[Check]:
     if host.state == "ok":
         from jitkern.host.module import module
 
-        gpus, driver = int(module().device_count()), int(module().driver_version())
+        gpus, driver = (int(module()[name]()) for name in ("device_count", "driver_version"))
         if torch.state == "ok":
             yield gpu(gpus)
         if driver:
@@ -89,13 +89,13 @@ def diagnose() -> Iterator[Check]:
             yield _look(f"indexing on {device}", partial(_trial, device), needed=True)
 
 
-def _look(what: str, find: Callable[[], object], *, needed: bool = False) -> Check:
+def _look(subject: str, find: Callable[[], object], *, needed: bool = False) -> Check:
     """Return what `find` returns, or its error: a note, or broken if it is `needed`."""
     try:
-        return Check(what, "ok", str(find()))
+        return Check(subject, "ok", str(find()))
     except (JitkernError, ImportError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        return Check(what, "broken" if needed else "note", reason)
+        return Check(subject, "broken" if needed else "note", reason)
 
 
 # -- packages and GPUs -----------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def gpu(count: int) -> Check:
         return Check("GPU", "broken", f"{count}, unknown to torch; {cure}")
     names = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
     archs, oldest = gpu_archs(), SUPPORTED_ARCHS[0]
-    found = f"{count} x {', '.join(names)}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
+    gpus = f"{count} x {', '.join(names)}, arch {', '.join(map(str, dict.fromkeys(archs)))}"
     if min(archs) < oldest:
-        return Check("GPU", "note", f"{found}; not all kernels compile before {oldest}")
-    return Check("GPU", "ok", found)
+        return Check("GPU", "note", f"{gpus}; not all kernels compile before {oldest}")
+    return Check("GPU", "ok", gpus)
 
 
 def _compilers(driver: int, *, host_works: bool) -> Iterator[Check]:
@@ -149,14 +149,14 @@ def _compilers(driver: int, *, host_works: bool) -> Iterator[Check]:
             )
         return f"{tool.version} ({tool.path})"
 
-    def found(look: Callable[[], Any]) -> str:
+    def program(look: Callable[[], Any]) -> str:
         tool = look()
         return f"{tool.id} ({tool.path})"
 
     yield _look("NVRTC", nvrtc, needed=driver > 0)
-    yield _look("nvcc", partial(found, find.find_nvcc))
-    yield _look("c++", partial(found, find.find_cxx), needed=not host_works)
-    yield _look("ninja", partial(found, find.find_ninja), needed=not host_works)
+    yield _look("nvcc", partial(program, find.find_nvcc))
+    yield _look("c++", partial(program, find.find_cxx), needed=not host_works)
+    yield _look("ninja", partial(program, find.find_ninja), needed=not host_works)
 
 
 # -- caches and ops --------------------------------------------------------------------------------
