@@ -36,14 +36,19 @@ def run(ctx: Context) -> Iterator[Row]:
         impls["torch, double buffer"] = ("peer", partial(_double_buffer, blocks, body))
         impls["one behind the other"] = ("peer", partial(_in_turn, blocks, body))
         impls["the longer side alone"] = ("ceiling", partial(_longer, blocks, body))
-        yield from _measured(ctx, f"load, bodies of {name}", impls)
+        yield from _measured(ctx, f"load, bodies of {name}", impls, 1)
+    impls = {
+        f"jitkern, depth {BEST_DEPTH}": ("ours", partial(_update, blocks, bodies["sleep"])),
+        "both engines at once, no bodies": ("ceiling", partial(_both_engines, blocks)),
+    }
+    yield from _measured(ctx, "update, both directions", impls, 2)
     host = [Impl("jitkern", "ours", _empty_loads)]
     yield from measure(ctx, Case("pipeline", f"host, {BLOCKS} iterations", host, clock="host"))
 
 
-def _measured(ctx: Context, name: str, impls: dict[str, Any]) -> list[Row]:
+def _measured(ctx: Context, name: str, impls: dict[str, Any], ways: int) -> list[Row]:
     made = [Impl(impl, *how, graph=False, check=False) for impl, how in impls.items()]
-    return measure(ctx, Case("pipeline", name, made, bytes_moved=BLOCKS * BLOCK_BYTES))
+    return measure(ctx, Case("pipeline", name, made, bytes_moved=ways * BLOCKS * BLOCK_BYTES))
 
 
 def _bodies(blocks: Blocks) -> dict[str, Body]:
@@ -155,3 +160,41 @@ def _longer(blocks: Blocks, body: Body) -> Run:
             body(slot)
 
     return max(copies, bodies, key=lambda go: statistics.median(timer(go) for _ in range(5)))
+
+
+def _update(blocks: Blocks, body: Body) -> Run:
+    """Return loads and stores through a pipeline; ValueError if a block comes back as another."""
+    targets = torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory()
+    pipeline, pairs = _pipeline(), list(zip(blocks, targets, strict=True))
+
+    def go(_: object) -> None:
+        for slot in pipeline.update(
+            pairs,
+            load=lambda tensor, pair: _copy(tensor, pair[0]),
+            store=lambda tensor, pair: _copy(pair[1], tensor),
+        ):
+            body(slot.tensor)
+
+    go(None)
+    torch.cuda.synchronize()
+    if not all(torch.equal(block, target) for block, target in pairs):
+        raise ValueError("a block came back as another; not timed")
+    return go
+
+
+def _both_engines(blocks: Blocks) -> Run:
+    """Return copies both ways at once, which is slower than one way."""
+    loaded, stored, side = _slot(), _slot(), torch.cuda.Stream()
+    targets = torch.empty(BLOCKS, BLOCK_BYTES, dtype=torch.uint8).pin_memory()
+
+    def go(_: object) -> None:
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for block in blocks:
+                _copy(loaded, block)
+        for target in targets:
+            _copy(target, stored)
+        here.wait_stream(side)
+
+    return go
