@@ -11,8 +11,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 RELEASE_ARGS ?=
 VERSIONS_ARGS ?=
-# More than the two cores that it is made for: a quarter of the time of tests of ranks is waiting.
-# A file's tests stay with one worker, which sets up what they share, until another has none left.
+# One more than two cores: tests of ranks wait for a quarter of their time. A file's tests stay with
+# one worker, which sets up their fixtures, until another worker is idle.
 JOBS ?= 3
 CXX_FILES = $(shell find src tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu' \) \
               -not -path '*/_prebuilt/*')
@@ -25,15 +25,21 @@ else
   ready = $(VENV)/.ready-$(1)
 endif
 
-.PHONY: demo test test-versions lint format bench plots bench-ci sanitize docs wheel kernels-wheel \
+.PHONY: demo test test-all test-versions lint format bench plots bench-ci sanitize docs wheel kernels-wheel \
         release-check resolve-check clean
 .NOTPARALLEL:
 
 demo: $(call ready,cuda)
 	$(PY) -W "ignore:Failed to initialize NumPy" examples/demo.py
 
+pytest = $(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal)
+
 test: $(call ready,test)
-	$(PY) -m pytest $(if $(filter-out 0,$(JOBS)),-n $(JOBS) --dist worksteal) $(PYTEST_ARGS)
+	$(pytest) -m "not slow" $(PYTEST_ARGS)
+
+# Also the sweeps and mutants of kernels and threads, wheels, all archs, examples: half an hour.
+test-all: $(call ready,test)
+	$(pytest) $(PYTEST_ARGS)
 
 # One wheel under several versions of Python, torch and tvm-ffi: downloads up to 3 GB for each
 # version of torch, where no CPU builds are to be had. VERSIONS_ARGS="--python --torch 2.8.0": those only.
@@ -54,14 +60,14 @@ format: $(call ready,dev)
 bench: $(call ready,bench)
 	$(PY) -m bench
 
-# What the docs show of bench/results: tables and plots.
+# Tables and the plot of the docs, from bench/results.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
-	$(PY) -m bench.plots bench/results/nvidia-h200.json docs/img
+	$(PY) -m bench.plots bench/results/nvidia-h200.json docs/img/summary.png
 
-# Against the baseline of this kind of machine: instructions decide, times are shown.
+# Compares with the baseline of this kind of machine: instructions decide, times are shown.
 bench-ci: $(call ready,test)
-	$(PY) -m jitkern bench --ci --baseline bench/baselines $(BENCH_ARGS)
+	$(PY) -m bench --ci $(BENCH_ARGS)
 
 # The host module under Address- and UBSan, its threads under TSan; on a GPU also compute-sanitizer
 # (of the CUDA toolkit) over the kernels. SANITIZE="memcheck --thin 5": one tool, every fifth test.
@@ -79,7 +85,7 @@ wheel: $(call ready,cuda)
 kernels-wheel: $(call ready,release)
 	$(PY) -m pip wheel ./kernels --no-deps --no-build-isolation -w dist
 
-# Builds wheel and sdist into dist/, and looks at them as who installs them would.
+# Builds wheel and sdist into dist/, and checks them as a user would.
 release-check: $(call ready,release)
 	$(PY) tools/release_check.py $(RELEASE_ARGS)
 

@@ -1,6 +1,6 @@
-"""Benchmarks of several ranks: a process a GPU, or some of gloo, that measure together.
+"""Benchmarks of several ranks: a process per GPU, or processes over gloo, that measure together.
 
-`run("comm", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's module
+`run("peer", ...)` starts them; in each, `measure_ranks(ranks, quick)` of that benchmark's module
 runs, and the rows that it yields in rank 0 come back, also those before a failure. Ranks do the
 same in the same order: a replay that holds a collective keeps them in step.
 """
@@ -20,21 +20,21 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn import functional
 
-from jitkern.bench.case import Context, Row, error_row, error_text
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, cpu_replay, cuda_replay, host_ms, time_replays
+from bench.case import Context, Row, error_row, error_text
+from bench.measure import fill
+from bench.timing import Timing, cpu_replay, cuda_replay, host_ms, time_replays
 
 TIMEOUT_S = 400
 KIB, MIB = 1 << 10, 1 << 20
 ROUNDS = 21
-SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier 0.1 ms apart, and queue a graph in as much
+SLEEP_CYCLES = 2_000_000  # 1 ms: hosts leave a barrier and queue a graph in 0.1 ms each
 HOST_ROUNDS = 101
-HOST_CALLS = 30  # fewer than wait for the GPU: one that comes after 32 others waits for some
+HOST_CALLS = 30  # a call behind 32 unfinished ones blocks
 
 
 @dataclass(frozen=True)
 class Call:
-    """One implementation; if it sums, `tensor` is summed in place, or the sum is returned."""
+    """One implementation. A sum is written to `tensor`, or returned."""
 
     role: str
     run: Callable[[], object]
@@ -46,7 +46,7 @@ Calls = Mapping[str, Call]
 
 @dataclass(frozen=True)
 class Ranks:
-    """What one of the processes knows of all, and what they measure together."""
+    """The rank of this process, and the measurements that all ranks make together."""
 
     op: str
     rank: int
@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def where(self) -> str:
-        """What rows call them."""
+        """The ranks in the name of a case."""
         return f"{self.size} {'GPUs' if self.on_gpu else 'processes'}"
 
     def barrier(self) -> None:
@@ -70,20 +70,20 @@ class Ranks:
         dist.barrier(self.cpu_group)
 
     def first_text(self, text: str) -> str:
-        """Return the first text of all ranks' that is not empty; the same on each of them."""
+        """Return the first text of all ranks that is not empty; the same on each rank."""
         texts: list[Any] = [""] * self.size
         dist.all_gather_object(texts, text, group=self.cpu_group)
         return next(filter(None, texts), "")
 
     def timed(self, case: str, calls: Calls, count: int, **fields: Any) -> list[Row]:
-        """Return rows of replays of so many calls; `fields` are those of each row."""
+        """Return the rows of replays of `count` calls; `fields` go into each row."""
         word = torch.zeros(1, device=self.device)
 
         def line_up() -> None:
             self.barrier()
             if self.on_gpu:
-                # Hosts come out of it one after the other. GPUs sleep until all have queued what is
-                # timed, and then wait for each other: they begin within a microsecond or two.
+                # Hosts leave the barrier one after the other. The GPUs sleep until all replays are
+                # queued, then wait for each other: they start within two microseconds.
                 torch.cuda._sleep(SLEEP_CYCLES)
                 dist.all_reduce(word)
 
@@ -101,7 +101,7 @@ class Ranks:
         return rows
 
     def calls_for(self, num_bytes: int) -> int:
-        """Return the calls of a replay: so many that what it costs once is little beside them."""
+        """Return the calls per replay: enough that the cost of the replay itself is small."""
         if num_bytes > 8 * MIB:
             return 5
         return 200 if num_bytes <= 128 * KIB and self.on_gpu else 50
@@ -111,10 +111,11 @@ class Ranks:
         return f"all_reduce, {size} bf16, {self.where}"
 
     def sum_rows(self, num_bytes: int, sums: Calls, in_a_row: str = "") -> Iterator[Row]:
-        """Yield what sums of so many bytes take, those that are wrong as errors.
+        """Yield the rows of sums of `num_bytes`; a wrong sum is an error.
 
-        After each runs a small kernel, as in a model, whose time is in: two of NCCL's kernels in a
-        row cost 3 us more. `in_a_row` names ours without it, and adds a row of the small kernel.
+        A small kernel follows each sum, as in a model, and its time is included: two NCCL kernels
+        in a row cost 3 us more. `in_a_row` names a row of ours without it, and adds a row of the
+        small kernel.
         """
         case, params = self.sum_case(num_bytes), {"ranks": self.size, "num_bytes": num_bytes}
         spacer = torch.zeros(1, device=self.device)
@@ -124,11 +125,11 @@ class Ranks:
             spacer.zero_()
 
         calls: dict[str, Call] = {}
-        for name, one in sums.items():
-            if wrong := self.first_text(self._wrong(one)):
-                yield Row(self.op, case, name, one.role, params=params, error=wrong)
+        for name, call in sums.items():
+            if wrong := self.first_text(self._wrong(call)):
+                yield Row(self.op, case, name, call.role, params=params, error=wrong)
             else:
-                calls[name] = replace(one, run=partial(spaced, one.run))
+                calls[name] = replace(call, run=partial(spaced, call.run))
         if in_a_row:
             calls[in_a_row] = sums["jitkern"]
             calls["the small kernel behind each call"] = Call("floor", spacer.zero_)
@@ -136,38 +137,38 @@ class Ranks:
         count = self.calls_for(num_bytes)
         yield from self.timed(case, calls, count, params=params, bytes_moved=moved)
 
-    def _wrong(self, one: Call) -> str:
-        """Return what is wrong with a sum on this rank; its tensor is zeros afterwards."""
-        one.tensor.fill_(self.rank + 1)
+    def _wrong(self, call: Call) -> str:
+        """Return the error of a sum on this rank, if any; its tensor is zeros afterwards."""
+        call.tensor.fill_(self.rank + 1)
         self.barrier()
         wrong = ""
         try:
-            returned = one.run()
-            total = returned if isinstance(returned, torch.Tensor) else one.tensor
+            returned = call.run()
+            total = returned if isinstance(returned, torch.Tensor) else call.tensor
             if not bool((total == sum(range(1, self.size + 1))).all()):
                 wrong = f"rank {self.rank}: a wrong sum of {total.numel()} items; not timed"
         except Exception as error:  # a peer that fails is a row, not the end of the run
             wrong = error_text(error)
         self.barrier()
-        one.tensor.zero_()
+        call.tensor.zero_()
         self.barrier()
         return wrong
 
     def host_rows(self, num_bytes: int, sums: Calls) -> Iterator[Row]:
-        """Yield what a call of ours and of PyTorch costs the host, all ranks calling at once."""
+        """Yield the host time of a call, ours and PyTorch's, with all ranks calling at once."""
         samples: dict[str, list[float]] = {"jitkern": [], "torch.distributed": []}
         for _ in range(HOST_ROUNDS):
-            for name, found in samples.items():
+            for name, times_ms in samples.items():
                 self.barrier()
-                found.append(host_ms(sums[name].run, HOST_CALLS))
-        for name, found in samples.items():
+                times_ms.append(host_ms(sums[name].run, HOST_CALLS))
+        for name, times_ms in samples.items():
             case = f"{self.sum_case(num_bytes)}, host time"
             row = Row(self.op, case, name, sums[name].role, params={"ranks": self.size})
-            fill(row, Timing(tuple(found[1:])))
+            fill(row, Timing(tuple(times_ms[1:])))
             yield row
 
     def embedding_rows(self, comm: Any, tokens: Sequence[int], **how: Any) -> Iterator[Row]:
-        """Yield a TPEmbedding beside what is usual: a mask, F.embedding and a sum over ranks."""
+        """Yield TPEmbedding beside the usual way: a mask, F.embedding and a sum over ranks."""
         from jitkern.nn import TPEmbedding
 
         vocab, hidden = (131_072, 4096) if self.on_gpu else (4096, 1024)
@@ -176,7 +177,7 @@ class Ranks:
         torch.manual_seed(self.rank)
         ours.weight.normal_()
         start, count = ours.vocab_range
-        weight = ours.weight[:count].clone()  # of the usual memory
+        weight = ours.weight[:count].clone()  # in memory of torch's allocator
 
         def usual(ids: torch.Tensor) -> torch.Tensor:
             outside = (ids < start) | (ids >= start + count)
@@ -203,7 +204,7 @@ class Ranks:
 
 
 def run(op: str, module: str, ctx: Context) -> Iterator[Row]:
-    """Measure a benchmark with 2, 4 and 8 ranks, as many as there are GPUs; what fails is a row."""
+    """Measure a benchmark with 2, 4 and 8 ranks, up to the number of GPUs; a failure is a row."""
     most = torch.cuda.device_count() if ctx.device == "cuda" else 2
     for size in (n for n in (2, 4, 8) if n <= most):
         ctx.say(f"{op}: {size} ranks")
@@ -217,7 +218,7 @@ def run(op: str, module: str, ctx: Context) -> Iterator[Row]:
 
 
 def _processes(op: str, size: int, module: str, ctx: Context, folder: Path) -> str:
-    """Have so many ranks write rows into the folder; return how one failed, or that time was up."""
+    """Have the ranks write rows into the folder; return the error of a rank, or the timeout."""
     Path(folder, "rows").touch()
     started = spawn(_main, (op, size, module, ctx.device, ctx.quick, folder), size, join=False)
     until = time.monotonic() + TIMEOUT_S

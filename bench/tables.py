@@ -1,7 +1,6 @@
-"""The tables of the docs, made from ``bench/results/*.json``: ``python -m bench.tables``.
+"""The tables of the docs, written from ``bench/results/*.json`` by ``python -m bench.tables``.
 
-A page has ``<!-- table: NAME -->`` before one and ``<!-- end -->`` after it; what is between is
-written here, and a test holds the pages to it.
+In a page a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; a test compares.
 """
 
 import json
@@ -14,8 +13,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# Of each table three lines: its name, file of results, benchmark, name of a case with {} for what
-# differs, figure, and what stands in the corner; the cases, by what {} is; the implementations.
+# Three lines per table. First: its name, the file of results, the benchmark, the case with {} for
+# the part that varies, the figure, the text of the corner. Second: the cases, by the text of {}.
+# Third: the implementations.
 # "NAME ~ TEXT" is shown as TEXT; names with " / " between them share a cell. An implementation is
 # a row and a case a column; "rows:" in front of the cases turns that round.
 TABLES_TEXT = """
@@ -84,16 +84,16 @@ def _table(paragraph: str) -> list[str]:
 
 
 def _shown(line: str) -> dict[str, str]:
-    pairs = (one.partition(" ~ ") for one in line.split(" | "))
+    pairs = (cell.partition(" ~ ") for cell in line.split(" | "))
     return {name: shown or name for name, _, shown in pairs}
 
 
 def _text(rows: dict[str, Any], impl: str, figure: str) -> str:
-    found = [rows[name] for name in impl.split(" / ") if name in rows]
-    if any(row["median_us"] is None for row in found):
+    cells = [rows[name] for name in impl.split(" / ") if name in rows]
+    if any(row["median_us"] is None for row in cells):
         return "does not compile"
     key, unit = {"gb_s": ("gb_s", 1), "us": ("median_us", 1), "ms": ("median_us", 1e3)}[figure]
-    return " / ".join(three_digits(row[key] / unit) for row in found)
+    return " / ".join(three_digits(row[key] / unit) for row in cells)
 
 
 def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
@@ -107,10 +107,10 @@ def read(file: str) -> Any:
 
 
 def _rows(file: str, op: str, case: str) -> dict[str, Any]:
-    found = {r["impl"]: r for r in read(file)["benchmarks"][op]["rows"] if r["case"] == case}
-    if not found:
+    rows = {r["impl"]: r for r in read(file)["benchmarks"][op]["rows"] if r["case"] == case}
+    if not rows:
         raise ValueError(f"tables: {file}: {op}: no case {case!r}")
-    return found
+    return rows
 
 
 def three_digits(value: float) -> str:
@@ -121,7 +121,7 @@ def three_digits(value: float) -> str:
 
 
 def beside() -> list[str]:
-    """Return what movers and a decode step cost each other, figures of all batches in a cell."""
+    """Return the table of movers beside a decode step, the figures of all batches in a cell."""
     cases = [_rows("beside", "beside", f"decode step, batch {batch}") for batch in (1, 32, 128)]
     body = []
     for way, shown in BESIDE.items():
@@ -138,22 +138,23 @@ def beside() -> list[str]:
     return _markdown(heads, body)
 
 
-MADE: dict[str, Callable[[], list[str]]] = {
+TABLES: dict[str, Callable[[], list[str]]] = {
     paragraph.partition(" ")[0]: partial(_table, paragraph)
     for paragraph in TABLES_TEXT.strip().split("\n\n")
 }
-MADE["beside"] = beside
+TABLES["beside"] = beside
 
 
-def made(text: str) -> str:
-    return _MARKED.sub(lambda m: "\n".join([m[1].rstrip("\n"), *MADE[m[2]](), m[3]]), text)
+def with_tables(text: str) -> str:
+    """Return a page with its tables written anew."""
+    return _MARKED.sub(lambda m: "\n".join([m[1].rstrip("\n"), *TABLES[m[2]](), m[3]]), text)
 
 
 def main() -> None:
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         page = path.read_text()
-        if (anew := made(page)) != page:
-            path.write_text(anew)
+        if (text := with_tables(page)) != page:
+            path.write_text(text)
             print(f"tables: {path.relative_to(ROOT)}")
 
 

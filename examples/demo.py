@@ -1,7 +1,7 @@
-"""The ops on real tensors, compared bit by bit with PyTorch, and timed; `make demo` runs this.
+"""Three ops on real tensors, compared bit by bit with PyTorch, and timed; `make demo` runs this.
 
-On the GPU if there is one. Otherwise on the CPU, and the CUDA kernels are compiled for four archs.
-Without NVRTC it runs on the CPU and names what is missing: an error if there is a GPU.
+It uses the GPU if there is one, else the CPU, and then compiles the CUDA kernels for four archs.
+Without NVRTC it uses the CPU and says what to install: an error if there is a GPU.
 
     python examples/demo.py
 """
@@ -21,7 +21,7 @@ import jitkern
 from jitkern import ToolchainError, perf_cpu, perf_cuda
 
 ARCHS = ("8.0", "9.0", "10.0", "12.0")
-# 656: one token's row of a latent KV cache with its scales, no multiple of 128.
+# 656 bytes: a token of a latent KV cache with its scales; no multiple of 128.
 ROW_BYTES = {"store_cache": 656, "indexing": 8192, "h2d_gather": 656}
 ROWS = {
     "cuda": {"store_cache": 131_072, "indexing": 65_536, "h2d_gather": 262_144},
@@ -29,7 +29,7 @@ ROWS = {
 }
 LINE = "{:12}{:>17}  {:6}{:>7}{:>8}  {:24}{:>7}{:>8}"
 
-# An op, its call, where that writes, what PyTorch does instead, its call, where that writes.
+# Name, call and output of an op; the same of PyTorch.
 Case = tuple[str, Callable[[], Any], Tensor, str, Callable[[], Any], Tensor]
 
 
@@ -72,11 +72,11 @@ def compare(device: str, name: str) -> list[str]:
         if not is_right:
             wrong.append(op)
         ours_ms, theirs_ms = ms(ours), ms(theirs)
-        what = f"{ROWS[device][op]:,} of {ROW_BYTES[op]} B"
+        rows = f"{ROWS[device][op]:,} of {ROW_BYTES[op]} B"
         bits = "ok" if is_right else "failed"
         gb_s = f"{2 * output.nbytes / ours_ms / 1e6:,.1f}"  # read once, written once
         ratio = f"{theirs_ms / ours_ms:.2f}x"
-        print(LINE.format(op, what, bits, f"{ours_ms:.2f}", gb_s, peer, f"{theirs_ms:.2f}", ratio))
+        print(LINE.format(op, rows, bits, f"{ours_ms:.2f}", gb_s, peer, f"{theirs_ms:.2f}", ratio))
     jitkern.check(device)
     print()
     return wrong
@@ -120,10 +120,10 @@ def cases(device: str) -> Iterator[Case]:
 
 
 def compile_kernels() -> None:
-    """Compile the kernels for GPUs that are not here, and show how long that takes."""
+    """Compile the kernels for GPUs that this machine does not have, and print the time."""
     start = time.perf_counter()
-    found = [jitkern.warm([op], [size], ARCHS) for op, size in ROW_BYTES.items()]
-    sources = [one.source for some in found for one in some if one.arch and one.source != "memo"]
+    jobs = [job for op, size in ROW_BYTES.items() for job in jitkern.warm([op], [size], ARCHS)]
+    sources = [job.source for job in jobs if job.arch and job.source != "memo"]
     took_s = time.perf_counter() - start
     print(f"{len(sources)} CUDA kernels for {', '.join(ARCHS)} in {took_s:.1f} s,")
     print(f"{sources.count('compiled')} compiled, without a GPU or a CUDA toolkit")

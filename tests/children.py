@@ -1,15 +1,15 @@
 """Processes of the tests.
 
-`forked_python` and `fresh_python` run code in a process of its own and return what it printed:
+`forked_python` and `fresh_python` run code in a new process and return its output:
 
     def test_it(forked_python):
         forked_python("import jitkern; assert ...", "argument", env={"JITKERN_ARCH": "9.0"})
 
-A forked one comes from a server that has imported torch: 0.1 s (see forks.py, which also starts
-processes that go on while the test does). A fresh one takes 2 to 4 s of importing torch: only for
-what depends on the order of imports, or on what the interpreter reads of the environment.
+A forked process comes from a server that has imported torch: 0.1 s (see forks.py, which also starts
+processes that run beside the test). A fresh one imports torch for 2 to 4 s: it is for tests of the
+order of imports, or of variables that the interpreter reads.
 
-`children` are processes that load a small kernel, to be killed, stopped and deprived.
+`children` are processes that load a small kernel; tests kill and stop them.
 `as_user` runs a function as another user, for tests that run as root.
 """
 
@@ -42,7 +42,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def forked_python() -> Run:
-    """Run code in a process that has imported torch, and nothing of jitkern."""
+    """Run code in a process that has imported torch, and not jitkern."""
     return functools.partial(_checked, forks.run)
 
 
@@ -75,7 +75,7 @@ def pip(command: str, *argv: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# Sum<N> makes the compile as slow as a test needs it: 0.1 s for 4, 0.6 s for 150.
+# Sum<N> sets how long the compile takes: 0.1 s for 4, 0.6 s for 150.
 TINY = """\
 #include "value.cuh"
 struct TinyParams { float* out; };
@@ -91,7 +91,7 @@ template <int N> struct Tiny {
 """
 SLOW = 150
 
-# No header of tvm-ffi: 0.1 s to compile, and the constant from the header comes back.
+# Without headers of tvm-ffi it compiles in 0.1 s; it returns the constant of value.h.
 NATIVE = """\
 #include <cstdint>
 #include "value.h"
@@ -138,7 +138,7 @@ class Children:
         return process
 
     def wait_ready(self, *processes: subprocess.Popen[str]) -> None:
-        """Wait until the children have imported all they need and turn to the kernel."""
+        """Wait until the children have finished their imports."""
         wait_until(lambda: all((self._ready / str(p.pid)).exists() for p in processes))
 
     def report(self, process: subprocess.Popen[str], timeout_s: float = 60) -> dict[str, Any]:
@@ -183,11 +183,11 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None
 
 
 def sound(cache_dir: Path) -> bool:
-    """Nothing damaged and nothing half-written in sight."""
+    """Tell whether no entry is damaged or half-written."""
     return all(read_entry(path) for path in Cache(cache_dir).paths())
 
 
-MALLORY = 54321  # a uid that no machine has a user of
+MALLORY = 54321  # a uid without a user
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
 
@@ -209,7 +209,7 @@ def as_user(uid: int, act: Callable[[], object]) -> None:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A directory like /tmp, in which everybody may write: pytest's own are closed to others."""
+    """A directory that all users may write to, as /tmp; pytest's directories are private."""
     folder = Path(tempfile.mkdtemp(prefix="jitkern-test-"))
     folder.chmod(0o1777)
     yield folder

@@ -1,4 +1,4 @@
-"""What every test shares: the devices, one kernel cache for the session, empty ones on request."""
+"""Fixtures of all tests: devices, one kernel cache for the session, empty caches on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 pytest_plugins = ["children", "fake_toolkit", "headers", "tiny"]  # fixtures
 collect_ignore = ["toy_op"]  # an op that tests/test_table.py adds to a copy of the tree
 
-# The same examples in every run; `--hypothesis-profile thorough` looks for new ones.
+# Equal examples in every run; `--hypothesis-profile thorough` looks for new ones.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 hypothesis_settings.register_profile("quick", max_examples=200, derandomize=True, **_COMMON)
 hypothesis_settings.register_profile("thorough", max_examples=2000, **_COMMON)
@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have all temporary files of the run in one folder; ``--basetemp`` keeps those of pytest."""
-    # Inductor compiles in this process: its pool of processes imports torch in each.
+    """Keep all temporary files of the run in one folder; ``--basetemp`` keeps those of pytest."""
+    # Inductor compiles in this process: each process of its pool would import torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = temporary_folder()
@@ -52,7 +52,7 @@ def gpu_count() -> int:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a GPU when the test is about to run: collecting touches no driver."""
+    """Skip tests that need a GPU when they are about to run: collecting touches no driver."""
     if item.get_closest_marker("cuda") and gpu_count() < 1:
         pytest.skip("needs a CUDA GPU")
     several = item.get_closest_marker("multigpu")
@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that the ops run on; one test body serves both."""
+    """Each device that the ops run on."""
     return torch.device(request.param)
 
 
@@ -70,10 +70,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def session_cache(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[Path]:
-    """One cache for the whole run, all its workers included: each kernel is compiled once.
+    """One cache for the whole run and all its workers: each kernel is compiled once.
 
-    What inductor compiles is kept for the next run. The user's own JITKERN_ settings are set
-    aside, except the choice of an NVRTC.
+    Code of inductor is kept for the next run. The user's JITKERN_ settings are removed, except the
+    choice of an NVRTC.
     """
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -108,13 +108,13 @@ def wheel(session_cache: Path) -> Path:
     with FileLock(f"{out}.lock"):
         if not out.exists():
             pip("wheel", ROOT, "--no-build-isolation", "-w", out)
-    (found,) = out.glob("*.whl")
-    return found
+    (wheel,) = out.glob("*.whl")
+    return wheel
 
 
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of this test's own, for this process and the ones it starts."""
+    """A new cache directory, for this process and the processes it starts."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("JITKERN_CACHE_DIR", str(directory))
     settings.cache_clear()

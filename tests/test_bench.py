@@ -1,4 +1,4 @@
-"""The benchmarks: what is not timed, what is reported, short runs, and ranks of which one fails."""
+"""The benchmarks: results that are not timed, rows, short runs, and ranks of which one fails."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from needs import needs_nvcc
-from proved import unproved
 from tiny import Use
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import cases, harness, peers, ranks  # noqa: E402
-from jitkern.bench import Case, Context, Impl, Row, measure, report  # noqa: E402
+from bench import cases, harness, measure, peers, ranks, report  # noqa: E402
+from bench.case import Case, Context, Impl, Row  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
 
 
 def copy_case(*impls: Impl) -> Case:
-    """A case that copies 64 KB; its buffers are (source, destination)."""
+    """Return a case that copies 64 KB; its buffers are (source, destination)."""
     return Case(
         op="copy",
         name="64 KB",
@@ -111,21 +110,17 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         assert set(report.read(path)["benchmarks"]) == kept
 
 
-@unproved(
-    "plots", "bench/plots.py", "bench/results/nvidia-h200.json", "src/jitkern/bench/report.py"
-)
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_every_plot_is_drawn_of_the_kept_results(tmp_path: Path) -> None:
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
     from bench import plots
 
-    made = plots.draw(report.read(ROOT / "bench" / "results" / "nvidia-h200.json"), tmp_path)
-    assert {path.stem for path in made} == {"summary", *plots.PLOTS}
-    assert all(path.stat().st_size > 5000 for path in made)
+    plots.draw(report.read(ROOT / "bench/results/nvidia-h200.json"), tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
 @needs_nvcc
-@unproved("nvcc peers", "bench/peers/*.*")
 @pytest.mark.parametrize("peer", ["rows", "link"])
 def test_nvcc_peers_compile(peer: str, use: Use) -> None:
     if not torch.cuda.is_available():
@@ -137,7 +132,7 @@ def test_nvcc_peers_compile(peer: str, use: Use) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", cases.NAMES)
 def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
-    if op in ("comm", "peer") and torch.cuda.device_count() < 2:
+    if op == "peer" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     path = tmp_path / "out.json"
     assert harness.main([op, "--quick", "--json", str(path)]) == 0
@@ -154,9 +149,9 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     named = set()
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
-        assert tables.made(text) == text, f"{page.name}: python -m bench.tables makes it anew"
+        assert tables.with_tables(text) == text, f"{page.name}: run python -m bench.tables"
         named.update("+".join(re.findall(r"<!-- table: (\S+) -->", text)).split("+"))
-    assert named - {""} == set(tables.MADE)
+    assert named - {""} == set(tables.TABLES)
 
 
 def test_results_of_earlier_runs_can_be_read() -> None:
@@ -166,7 +161,7 @@ def test_results_of_earlier_runs_can_be_read() -> None:
 
 MODULE = """
 import os, time
-from jitkern.bench import Row
+from bench.case import Row
 
 def measure_ranks(ranks, quick):
     text = ranks.first_text("of rank 1" if ranks.rank else "")
@@ -178,7 +173,6 @@ def measure_ranks(ranks, quick):
 """
 
 
-@unproved("bench ranks", "bench/ranks.py", "tests/test_bench.py")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "error"),
@@ -187,7 +181,7 @@ def measure_ranks(ranks, quick):
         ("raise ValueError('no more')", "RuntimeError: rank 1: ValueError: no more"),
         # Or of rank 0, if it has noticed before.
         ("os._exit(3)", "RuntimeError: rank (1: process 1 terminated with exit code 3|0: .*)"),
-        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 15 s"),
+        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 40 s"),
     ],
 )
 def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
@@ -196,7 +190,7 @@ def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
     (tmp_path / "fake_ranks.py").write_text(MODULE.format(does=does))
     monkeypatch.syspath_prepend(tmp_path)
     if "sleep" in does:
-        monkeypatch.setattr(ranks, "TIMEOUT_S", 15)
+        monkeypatch.setattr(ranks, "TIMEOUT_S", 40)
     first, second = ranks.run("fake", "fake_ranks", CPU)
     assert (first.case, first.median_us) == ("of rank 1", 1.0)
     assert second.case == ("2 ranks" if error else "second")

@@ -15,7 +15,6 @@ import pytest
 from needs import needs_cxx, needs_nvrtc
 from pages import ALL, ROOT, Block, blocks
 from paths import python_path
-from proved import unproved
 
 from jitkern.arch import Arch
 from jitkern.cli import _parser, main
@@ -177,10 +176,9 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
 
 
 def param(block: Block) -> object:
-    """An example takes seconds: it runs if it or its page has changed."""
+    """Mark blocks that start an example as slow: they take seconds."""
     is_long = any(one.is_run and one.argv[0] == "python" for one in commands(block.text))
-    proved = [unproved(f"commands {block.page}", block.page, "examples/*.py")] if is_long else []
-    return pytest.param(block, marks=proved, id=str(block))
+    return pytest.param(block, marks=[pytest.mark.slow] if is_long else [], id=str(block))
 
 
 @needs_cxx
@@ -194,11 +192,3 @@ def test_commands_run(block: Block, folder: None, capsys: pytest.CaptureFixture[
                 printed = run(command, capsys, patch)
             settings.cache_clear()
             assert shows(command, printed), f"{command.line}\n{printed}"
-
-
-def test_the_job_for_ci_starts_a_command_that_there_is() -> None:
-    (job,) = [block.text for block in blocks("docs/bench-ci.md") if block.language == "yaml"]
-    lines = re.findall(r"run: ((?:jitkern|pip) .+)", job)
-    assert len(lines) == 3
-    for line in lines:
-        check(Command(line))

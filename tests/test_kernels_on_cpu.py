@@ -2,7 +2,7 @@
 
 Row sizes of 1 to 700 bytes and large ones, vector widths, alignments, padding, indices out of
 range, several orders of threads; then kernels that are wrong, of which each is noticed. See
-tests/emulate. All of a driver runs again if a source of it has changed: see proved.py.
+tests/emulate. All are slow: run those of an op by ``-k NAME`` after a change of its kernel.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from emulate.mutants import Mutant, mutants_of
-from emulate.runner import CSRC, Sweep, build, compiler, drivers, run, sources_of, sweeps_of
-from proved import unproved
+from emulate.runner import CSRC, Sweep, build, compiler, drivers, run, sweeps_of
 
 MISTAKES = {
     "read behind a row": "AddressSanitizer",
@@ -40,18 +39,13 @@ NOTICED = ("FAILED:", "AddressSanitizer", "runtime error:", "emulate:")
 # A thread that is to meet a kernel has no turn now and then on a busy machine.
 TRIES = {"race": 8}
 
-_files, _facts = sources_of("self_test")
-of_self_test = unproved("kernels self_test", *_files, "tests/test_kernels_on_cpu.py", also=_facts)
 SWEEPS, MUTANTS = [], []
 for _driver in drivers():
-    _files, _facts = sources_of(_driver)
-    _mutants = mutants_of(_driver)
-    _mark = unproved(f"kernels {_driver}", *_files, also=(_facts, _mutants))
-    SWEEPS += [pytest.param(one, marks=_mark, id=str(one)) for one in sweeps_of(_driver)]
-    # What mutants are tried on, where that is not one of the sweeps.
-    _few = {one.sweep for one in _mutants} - {*sweeps_of(_driver)}
-    SWEEPS += [pytest.param(one, marks=_mark, id=f"{one}-few") for one in _few]
-    MUTANTS += [pytest.param(one, marks=_mark, id=f"{_driver}-{one.old}") for one in _mutants]
+    SWEEPS += [pytest.param(sweep, id=str(sweep)) for sweep in sweeps_of(_driver)]
+    # Sweeps that only mutants run have to pass without a mutation.
+    _few = {mutant.sweep for mutant in mutants_of(_driver)} - {*sweeps_of(_driver)}
+    SWEEPS += [pytest.param(sweep, id=f"{sweep}-few") for sweep in _few]
+    MUTANTS += [pytest.param(one, id=f"{_driver}-{one.old}") for one in mutants_of(_driver)]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +62,13 @@ def self_test(folder: Path) -> Path:
     return build(Sweep("self_test"), folder)
 
 
-@of_self_test
+@pytest.mark.slow
 def test_emulation_works(self_test: Path) -> None:
     done = run(self_test)
     assert done.returncode == 0, done.stderr
 
 
-@of_self_test
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_noticed(self_test: Path, mistake: str) -> None:
     done = run(self_test, mistake)
@@ -82,12 +76,14 @@ def test_mistakes_are_noticed(self_test: Path, mistake: str) -> None:
     assert MISTAKES[mistake] in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", SWEEPS)
 def test_sweep(folder: Path, sweep: Sweep) -> None:
     done = run(build(sweep, folder))
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_is_caught(folder: Path, tmp_path: Path, mutant: Mutant) -> None:
     csrc = shutil.copytree(CSRC, tmp_path / "csrc")
@@ -103,15 +99,7 @@ def test_mutant_is_caught(folder: Path, tmp_path: Path, mutant: Mutant) -> None:
 
 
 def test_every_mutant_still_applies() -> None:
-    """Also those that this run does not make."""
     for driver in drivers():
         for mutant in mutants_of(driver):
             assert (CSRC / mutant.file).read_text().count(mutant.old) == mutant.of, mutant
             assert mutant.new != mutant.old
-
-
-def test_sources_of_a_driver_are_what_it_includes() -> None:
-    files = sources_of("store")[0]
-    ours = {"csrc/ops/store.cu", "csrc/include/jitkern/copy.cuh", "tests/emulate/fibers.cc"}
-    assert all(any(path.endswith(name) for path in files) for name in ours)
-    assert not any("unpack" in path for path in files)

@@ -17,7 +17,6 @@ import pytest
 from children import pip
 from filelock import FileLock
 from needs import needs_cxx, needs_nvrtc
-from proved import unproved
 
 import jitkern
 from jitkern.arch import Arch
@@ -35,11 +34,6 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-of_both_wheels = unproved(
-    "kernels wheel",
-    *("kernels/*", "hatch_build.py", "tests/test_kernels_wheel.py"),
-    *("src/jitkern/cache/*.py", "src/jitkern/jit/*.py"),
-)
 ROW_BYTES = 4112  # of no other test: no cache of this run has it
 LIST = f"""
 archs = ["9.0"]
@@ -143,7 +137,7 @@ def test_the_list_is_one() -> None:
     assert {op for op, _ in sized} == set(device_ops())
 
 
-@of_both_wheels
+@pytest.mark.slow
 @needs_nvrtc
 def test_found_without_a_compiler_and_never_stale(installed: Path, tmp_path: Path) -> None:
     found, said = look(installed, tmp_path)
@@ -186,7 +180,7 @@ def test_what_is_asked_for_last(beside: Path, empty_cache: Path) -> None:
     kernel.cache_clear()
 
 
-@of_both_wheels
+@pytest.mark.slow
 @needs_cxx
 @needs_nvrtc
 def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from proved import unproved
 
 import jitkern
 
@@ -74,7 +73,7 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
         check.check_versions(undated, tag)
 
 
-@unproved("sdist", "pyproject.toml", "hatch_build.py", ".gitignore", "tools/release_check.py")
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
 def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
@@ -84,7 +83,7 @@ def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
     check.check_sdist(sdist, ROOT)
 
 
-@unproved("links", "src/jitkern/host/*.py", "hatch_build.py", "tools/release_check.py")
+@pytest.mark.slow
 def test_what_the_host_module_links(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from needs import needs_cxx, needs_nvrtc
 from op_schemas import FROZEN, op_schemas
-from proved import unproved
 from stems import STEMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,11 +102,7 @@ def copy_of_the_tree(target: Path) -> None:
         (target / name).write_text(text.replace(f"{behind}\n", f"{behind}\n{line}\n"))
 
 
-@unproved(
-    "an op more",
-    *("tests/test_table.py", "tests/toy_op/**/*"),
-    *("src/jitkern/ops/*.py", "src/jitkern/csrc/include/**/*"),
-)
+@pytest.mark.slow
 @needs_cxx
 @needs_nvrtc
 def test_one_line_and_its_own_files_make_an_op(tmp_path: Path) -> None:

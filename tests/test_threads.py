@@ -1,8 +1,7 @@
 """Threads of the host module, under sanitizers: programs of tests/threads, and mutants of sources.
 
 ``ops`` calls every op on the CPU from two threads; ``uploads`` calls h2d_gather with pairs on the
-host, on a late GPU made of threads. Each of its cases is a test here, unless it is proved that
-they pass and that the mutants are caught (proved.py).
+host, on a late GPU made of threads. Each of its cases is a test here.
 """
 
 from __future__ import annotations
@@ -13,16 +12,12 @@ from pathlib import Path
 
 import pytest
 from needs import needs_cxx
-from proved import HOST, unproved
 from threads.mutants import MUTANTS, Mutant
 from threads.program import ASAN, CPU_OPS, HERE, TSAN, UPLOADS, Builder, Program
 
 from jitkern.compilers.sources import CSRC
 
-pytestmark = [
-    needs_cxx,
-    unproved("threads", *HOST, "tests/test_threads.py", "tests/threads/*"),
-]
+pytestmark = [needs_cxx, pytest.mark.slow]
 
 CASES = re.findall(r"CASE\((\w+)\)[,}]", (HERE / "uploads.cc").read_text())
 # `uploads` is about memory: no two threads meet in it.

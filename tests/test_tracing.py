@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._inductor.config
 from needs import needs_cxx
-from proved import is_proved
 from ref import same_bits
 from stems import own_tests
 from torch import Tensor
@@ -143,23 +142,17 @@ def test_export_and_load(device: torch.device, strict: bool) -> None:
     assert_does_the_same(torch.export.load(file).module(), device)
 
 
-# A compile of inductor's takes seconds, ten of them on a new machine.
-# On a GPU they always run: what has passed on the CPU says nothing of it.
-_IS_PROVED = is_proved("inductor traces", "src/jitkern/ops/*.py", "tests/test_tracing.py")
-_others = pytest.mark.skipif(
-    _IS_PROVED and not torch.cuda.is_available(), reason="inductor traces: passed"
-)
+# A compile by inductor takes seconds, ten on a new machine.
+_INDUCTOR = pytest.param("inductor", marks=[needs_cxx, pytest.mark.slow])
 
 
 # Not aot_eager, whose graph copies the pinned memory of d2h_scatter into what is not pinned.
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[needs_cxx, _others])])
+@pytest.mark.parametrize("backend", ["eager", _INDUCTOR])
 def test_compile(device: torch.device, backend: str) -> None:
     assert_does_the_same(torch.compile(Step(), fullgraph=True, backend=backend), device)
 
 
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cxx, _others])]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", _INDUCTOR])
 def test_dynamic_shapes_compile_once(backend: str, device: torch.device) -> None:
     """Of ops that write to what a later one reads; each way to call a merge."""
 
@@ -202,7 +195,7 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 }
 _EVERY_TIME = ("halves", torch.inference_mode)
 _CASES = [
-    pytest.param(layout, mode, marks=[] if (layout, mode) == _EVERY_TIME else [_others])
+    pytest.param(layout, mode, marks=[] if (layout, mode) == _EVERY_TIME else [pytest.mark.slow])
     for layout in LAYOUTS
     for mode in (torch.enable_grad, torch.inference_mode)
 ]
@@ -313,7 +306,7 @@ assert "torch._dynamo" not in sys.modules  # a second of import
 """)
 
 
-@_others
+@pytest.mark.slow
 def test_the_first_call_may_be_a_compiled_one_of_a_module(
     fresh_python: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -218,23 +218,22 @@ def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, u
 
 
 @needs_nvrtc
-def test_json(capsys: Capture, empty_cache: Path) -> None:
-    argv = ("--element-size", "60456", "--op", "store_cache", "--arch", "9.0", "--json")
-    argv += ("--head-dim", "44", "--head-dim", "52", "--op", "merge_state")
-    status, out, err = run(capsys, *argv, "--check")
+@pytest.mark.usefixtures("empty_cache")
+def test_what_cannot_be_kept_is_a_failure(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk `jitkern warm` ended with 0 and had kept nothing: the server then failed."""
+
+    def write_new(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jitkern.cache.store.write_new", write_new)
+    argv = ("--element-size", "60456", "--op", "store", "--arch", "9.0")
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        status, out, err = run(capsys, *argv)
     assert status == 1
-    assert {job["source"] for job in json.loads(out)["jobs"][1:]} == {"missing"}
-    status, out, err = run(capsys, *argv)
-    assert (status, err) == (0, "")
-    value = json.loads(out)
-    assert value.keys() == {"schema", "cache", "seconds", "jobs"}
-    assert (value["schema"], value["cache"]) == (1, str(empty_cache))
-    for job in value["jobs"][1:]:
-        assert list(job) == ["name", "parameters", "arch", "source", "ms", "bytes", "error"]
-        assert (job["arch"], job["source"], job["error"]) == ("9.0", "compiled", None)
-        assert job["bytes"] > 1000
-    built = {(job["name"], job["parameters"].partition(",")[0]) for job in value["jobs"][1:]}
-    assert built == {("store", "60456"), ("merge", "44"), ("merge", "52")}
+    assert re.findall(r"^store .* failed ", out, re.MULTILINE)
+    assert "cannot be written: compiled, and not kept" in err
+    monkeypatch.undo()
+    assert run(capsys, *argv, "--check")[0] == 1
 
 
 @needs_nvrtc

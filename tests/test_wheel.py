@@ -6,22 +6,16 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from proved import unproved
-from test_bench_guard import GOOD
 
 ROOT = Path(__file__).resolve().parent.parent
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = unproved(
-    "wheel",
-    *("hatch_build.py", "pyproject.toml", "tests/test_wheel.py", "src/jitkern/host/*.py"),
-)
+pytestmark = pytest.mark.slow
 
 
 def test_versions_are_read_in_any_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,32 +87,3 @@ def test_works_without_a_compiler(wheel: Path, tmp_path: Path, fresh_python: Fre
     }
     fresh_python(CODE, str(site), env=env)
     assert os.listdir(tmp_path / "bin") == []
-
-
-GUARD = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import jitkern
-assert jitkern.__file__.startswith(sys.path[0]), jitkern.__file__
-from jitkern.cli import main
-sys.exit(main(["bench", *sys.argv[1:]]))
-"""
-
-
-def test_the_guard_works_in_an_installed_package(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    (tmp_path / "mine.py").write_text(GOOD)
-    # An empty PATH: nothing to count instructions with, which takes half a minute.
-    env = {**os.environ, "PATH": "", "JITKERN_CACHE_DIR": str(tmp_path / "cache")}
-
-    def bench(*argv: str) -> subprocess.CompletedProcess[str]:
-        # -I: neither the checkout nor this user's packages, and none of its variables.
-        command = [sys.executable, "-I", "-c", GUARD, str(site), *argv]
-        return subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
-
-    own = bench("--ci")
-    assert (own.returncode, "jitkern's own are in a checkout" in own.stderr) == (2, True)
-    done = bench("--ci", "--device", "cpu", "--cases", "mine.py", "--json", "r.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mine: copy" in done.stdout and (tmp_path / "r.json").exists()

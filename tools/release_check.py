@@ -41,9 +41,9 @@ sys.path.insert(0, sys.argv[1])
 import jitkern
 from jitkern.cli import main
 assert jitkern.__file__.startswith(sys.argv[1]), jitkern.__file__
-status = main(["doctor", "--json"])
+status = main(["doctor"])
 assert jitkern.stats().shipped.count == 1, "the host module is not the one of the wheel"
-sys.exit(status or main(["warm", "--element-size", "656", "--arch", "9.0", "--json"]))
+sys.exit(status or main(["warm", "--element-size", "656", "--arch", "9.0"]))
 """
 
 # What the wheel of kernels is to have, by the sources of the wheel beside it: sys.argv[2:] are

@@ -1,16 +1,17 @@
-"""One module per benchmark: the ops', by their stems, and those of what several ops share.
+"""One module per benchmark: one for each op, by its stem, and those of several ops.
 
-`run(ctx)` yields rows of jitkern beside its peers. `cases(ctx)`, where there is one, yields what
-the CI guard measures. `NEEDS_GPU` skips the benchmark without one.
+`run(ctx)` yields rows of jitkern beside its peers. `cases(ctx)`, if there is one, yields the cases
+of the CI guard. `NEEDS_GPU` skips the benchmark without a GPU.
 """
 
+import runpy
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from bench.case import Case, Context
 from jitkern.ops._ops import OPS
 
-MORE = ("lists", "ring", "comm", "peer", "pools", "pipeline", "beside", "host_overhead")
+MORE = ("lists", "ring", "peer", "pools", "pipeline", "beside", "host_overhead")
 NAMES = (*(op.stem for op in OPS), *MORE, "first_call")
 GUARDED = (*(op.stem for op in OPS), "host_overhead")
 
@@ -19,5 +20,8 @@ def module(name: str) -> Any:
     return import_module(f"bench.cases.{name}")
 
 
-def guarded() -> list[Path]:
-    return [Path(__file__).with_name(f"{name}.py") for name in GUARDED]
+def cases_of(source: str, ctx: Context) -> list[Case]:
+    """Return the guard's cases of a module of this package, or of a file FOLDER/NAME.py."""
+    if source in GUARDED:
+        return list(module(source).cases(ctx))
+    return list(runpy.run_path(source)["cases"](ctx))

@@ -24,9 +24,8 @@ from torch.nn import functional
 
 import jitkern
 from bench import peers
+from bench.case import Context, Row, error_text
 from bench.peers import host_pool
-from jitkern.bench.case import Context, Row, error_text
-from jitkern.bench.timing import cuda_replay
 
 NEEDS_GPU = True
 
@@ -207,7 +206,6 @@ def movers(quick: bool = False) -> Iterator[Way]:
         named = {f"copy_blocks {way}": layer_first[at]()}
         for sms in () if quick else (1, 2, 3, 4, 8):
             named[f"copy_blocks {way}, {sms} SMs"] = layer_first[at](on_gpu=True, num_sms=sms)
-        named[f"copy_blocks {way}, in a graph"] = _captured(layer_first[at](on_gpu=True))
         named[f"copy_blocks {way}, engine"] = layer_first[at](method="engine")
         named[f"host page first, {way}"] = page_first[at]()
         named[f"pages, {way}"] = pages[at]()
@@ -241,14 +239,6 @@ def _copy_blocks(
     turn = itertools.cycle(sets)
     how |= {"dst_block_dim": dst_dim, "src_block_dim": src_dim}
     return lambda: jitkern.copy_blocks(src, dst, next(turn), **how)
-
-
-def _captured(call: Call) -> Call:
-    """Return what replays graphs of the call, each of other blocks."""
-    call()
-    graphs = [cuda_replay([call]) for _ in range(SETS)]
-    turn = itertools.cycle(graphs)
-    return lambda call=call: next(turn).run()  # a graph does not keep the pairs that it reads
 
 
 def _rows(pool: torch.Tensor, cache: torch.Tensor) -> Iterator[Way]:

@@ -9,8 +9,8 @@ import torch
 
 import jitkern
 from bench import peers
-from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import measure
+from bench.case import Case, Context, Impl, Row, Run
+from bench.measure import measure
 from jitkern.jit.device import DeviceModule
 
 COPY, NO_OP = "copy of the same bytes", "no-op FFI call"

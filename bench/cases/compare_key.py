@@ -13,9 +13,9 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row, Run
 from bench.cases.common import call_case, no_op
-from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import measure
+from bench.measure import measure
 
 LONG = 131_072
 

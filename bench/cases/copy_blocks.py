@@ -12,11 +12,11 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases.common import call_cases, host_copy_case, memcpy, ours, peer
 from bench.cases.pairs import job
+from bench.measure import measure
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
 
 NEEDS_GPU = True
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jitkern
+from bench.case import Case, Context, Impl, Row
 from bench.cases import pairs
 from bench.cases.common import ours
 from bench.cases.pairs import ROW_BYTES, ROWS, SLOTS
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
+from bench.measure import measure
 
 NEEDS_GPU = True
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from jitkern.bench.case import Context, Row, error_row
+from bench.case import Context, Row, error_row
 from jitkern.env import settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,11 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import pairs
 from bench.cases.common import empty_kernel, ours, peer
 from bench.cases.pairs import ROW_BYTES, ROWS, SLOTS, contiguous, copy_engine, kernel
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
+from bench.measure import measure
 
 NEEDS_GPU = True
 SMALL_ROWS = (1, 16, 128, 512, 2048, 8192)

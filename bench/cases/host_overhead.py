@@ -15,11 +15,11 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row, error_text
 from bench.cases.common import call_case, copy_module, empty_rows, no_op, ours, peer, random_rows
+from bench.measure import fill, measure
+from bench.timing import Timing
 from jitkern.arch import Arch
-from jitkern.bench.case import Case, Context, Impl, Row, error_text
-from jitkern.bench.measure import fill, measure
-from jitkern.bench.timing import Timing
 from jitkern.host import module as host
 from jitkern.nn import TPEmbedding
 from jitkern.offload import DescriptorRing, OffloadEngine

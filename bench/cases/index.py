@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import common
 from bench.cases.common import ours, peer
-from jitkern.bench.case import Case, Context, Impl, Row
 
 VOCAB, CPU_VOCAB = 131_072, 16_384
 

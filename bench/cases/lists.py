@@ -17,11 +17,11 @@ from torch.nn import functional
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Row, error_text
 from bench.cases.common import memcpy, ours, peer
+from bench.measure import fill, measure
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Row, error_text
-from jitkern.bench.measure import fill, measure
-from jitkern.bench.timing import cpu_replay, cuda_replay, time_replays
+from bench.timing import cpu_replay, cuda_replay, time_replays
 
 NEEDS_GPU = True
 

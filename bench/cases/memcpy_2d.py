@@ -13,9 +13,9 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import common
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
+from bench.measure import measure
 
 NEEDS_GPU = True
 

@@ -15,10 +15,10 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import common
 from bench.cases.common import ours, peer
-from jitkern.bench.case import Case, Context, Impl, Row
-from jitkern.bench.measure import measure
+from bench.measure import measure
 
 TOKENS = (1, 64, 256, 1024, 4096, 16_384)
 MOST, MANY = TOKENS[-1], 8

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from bench import peers
+from bench.case import Case, Context, Impl
 from bench.cases import common
 from bench.peers import host_pool
-from jitkern.bench.case import Case, Context, Impl
 
 SLOTS, ROW_BYTES, ROWS = 300_000, 656, 128 * 2048
 # (rows, bytes of a row) of the guard on a GPU: microseconds, and what the bus decides.

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import jitkern
 from bench import ranks as processes
+from bench.case import Row, error_text
 from bench.peers import host_pool
 from bench.ranks import KIB, MIB, Call, Ranks
-from jitkern.bench.case import Row, error_text
 
 BYTES = (8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
 QUICK_BYTES = (8 * KIB, MIB)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from jitkern.bench.case import Case, Context, Impl, Row, Run
-from jitkern.bench.measure import measure
-from jitkern.bench.timing import cuda_timer
+from bench.case import Case, Context, Impl, Row, Run
+from bench.measure import measure
+from bench.timing import cuda_timer
 from jitkern.offload import SlotPipeline
 
 NEEDS_GPU = True
@@ -53,7 +53,7 @@ def _measured(ctx: Context, name: str, impls: dict[str, Any], ways: int) -> list
 
 def _bodies(blocks: Blocks) -> dict[str, Body]:
     """Return bodies that take as long as a copy of a block."""
-    timer, cycles = cuda_timer("pipeline"), 1_000_000
+    timer, cycles = cuda_timer(), 1_000_000
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
 
@@ -148,7 +148,7 @@ def _in_turn(blocks: Blocks, body: Body) -> Run:
 
 def _longer(blocks: Blocks, body: Body) -> Run:
     """Return the longer of all copies and all bodies, with one more copy: the fill."""
-    slot, timer = _slot(), cuda_timer("pipeline")
+    slot, timer = _slot(), cuda_timer()
 
     def copies(_: object = None) -> None:
         for block in (blocks[0], *blocks):

@@ -12,12 +12,12 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Context, Impl, Row
 from bench.cases import pairs
 from bench.cases.common import ours, peer, random_rows
 from bench.cases.pairs import ROW_BYTES, ROWS
+from bench.measure import measure
 from bench.peers import host_pool
-from jitkern.bench.case import Context, Impl, Row
-from jitkern.bench.measure import measure
 
 NEEDS_GPU = True
 

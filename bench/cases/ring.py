@@ -11,9 +11,9 @@ import torch
 
 import jitkern
 from bench import peers
-from jitkern.bench.case import Context, Row
-from jitkern.bench.measure import fill
-from jitkern.bench.timing import Timing, cuda_replay, cuda_timer
+from bench.case import Context, Row
+from bench.measure import fill
+from bench.timing import Timing, cuda_replay, cuda_timer
 from jitkern.offload import DescriptorRing
 
 NEEDS_GPU = True
@@ -68,7 +68,7 @@ def _replays(
     """Return milliseconds of a call, in replays of a graph of CALLS of them."""
     call()
     torch.cuda.synchronize()
-    graph, timer, samples = cuda_replay([call] * CALLS), cuda_timer("ring"), []
+    graph, timer, samples = cuda_replay([call] * CALLS), cuda_timer(), []
     for _ in range(ROUNDS):
         for _ in range(CALLS if before_each else 0):
             before_each()

@@ -8,9 +8,9 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Impl, Row
 from bench.cases import common
 from bench.cases.common import ours, peer
-from jitkern.bench.case import Case, Context, Impl, Row
 
 MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twice the L2
 # (bytes of a row of K, of V): MLA's one cache, and 4 heads of 192 and of 128 items.

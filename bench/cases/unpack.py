@@ -12,8 +12,8 @@ import torch
 
 import jitkern
 from bench import peers
+from bench.case import Case, Context, Row
 from bench.cases import common
-from jitkern.bench.case import Case, Context, Row
 
 # (pieces, bytes of each) of the guard: in a cache, and in memory; on a GPU small and large.
 CPU_SIZES = ((64, 4096), (512, 65_536))

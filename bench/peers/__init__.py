@@ -81,6 +81,6 @@ def empty_launch() -> Callable[[Any], object]:
     return lambda _: module.launch("empty", *words, grid=1)
 
 
-def prebuild(device: str) -> None:
-    """Run the compilers of the peers side by side; a failure surfaces where the peer is used."""
-    wait([once.start() for once in ((host, rows, link) if device == "cuda" else (host,))])
+def prebuild() -> None:
+    """Run the compilers of the peers side by side; a failure is raised where the peer is used."""
+    wait([once.start() for once in (host, rows, link)])

@@ -74,7 +74,6 @@ class Settings(NamedTuple):
     home: Path | None
     path: str
     library_path: tuple[Path, ...]  # LD_LIBRARY_PATH
-    step_summary: Path | None  # GITHUB_STEP_SUMMARY
 
 
 @lru_cache(maxsize=1)
@@ -102,7 +101,6 @@ def settings() -> Settings:
         home=_path("HOME"),
         path=os.environ.get("PATH", os.defpath),
         library_path=_paths("LD_LIBRARY_PATH"),
-        step_summary=_path("GITHUB_STEP_SUMMARY"),
     )
     for name in sorted(os.environ):
         if name.startswith("JITKERN_") and name not in VARIABLES:

@@ -1,13 +1,17 @@
-"""Timing of memory kernels, as mini-sglang has it; ``jitkern.bench`` compares more carefully."""
+"""Timing of memory kernels with mini-sglang's signatures."""
 
 from __future__ import annotations
 
 import logging
 import math
+import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
-from jitkern.bench import timing
-from jitkern.bench.timing import Call
+from jitkern.errors import UnsupportedError
+
+Call = Callable[[], object]
 
 logger: logging.Logger = logging.getLogger("jitkern.perf")
 
@@ -41,15 +45,44 @@ def perf_cuda(
     _check_count("perf_cuda", "repetitions", repetitions, 1)
     graph_calls = cuda_graph_repetitions or 0
     _check_count("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
-    torch = timing.torch_with_cuda("perf_cuda")
+    torch = _torch_with_cuda()
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.Stream() if init_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         f()
-        replay = timing.cuda_replay([f] * graph_calls) if graph_calls else timing.Replay(f, 1)
-        replay.run()
-        ms = timing.cuda_timer("perf_cuda")(timing.cpu_replay([replay.run] * repetitions).run)
-    return ms / (repetitions * replay.calls)
+        replay = _graph_replay(f, graph_calls) if graph_calls else f
+        replay()
+        start.record()
+        for _ in range(repetitions):
+            replay()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / (repetitions * (graph_calls or 1))
+
+
+def _torch_with_cuda() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "perf_cuda: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
+        )
+    return torch
+
+
+def _graph_replay(f: Call, calls: int) -> Call:
+    """Capture `calls` calls of `f` into one CUDA graph and return its replay."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Results are kept during the capture: the memory of a dropped result would be reused by
+        # the next call, whose stores then hit the L2.
+        results = [f() for _ in range(calls)]
+    del results
+    return graph.replay
 
 
 def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> float:
@@ -60,9 +93,16 @@ def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> f
     """
     _check_count("perf_cpu", "repetitions", repetitions, 1)
     f()
-    calls = max(1, math.ceil(min_sample_ms / max(timing.host_ms(f), 1e-5)))
-    replays = {"f": timing.cpu_replay([f] * calls)}
-    return timing.time_replays(replays, device="cpu", rounds=repetitions)["f"].median_ms
+    calls = max(1, math.ceil(min_sample_ms / max(_host_ms(f, 1), 1e-5)))
+    _host_ms(f, calls)  # warm-up
+    return statistics.median(_host_ms(f, calls) for _ in range(repetitions))
+
+
+def _host_ms(f: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        f()
+    return (time.perf_counter() - start) * 1e3 / calls
 
 
 def compare_memory_kernel_perf(

@@ -16,7 +16,14 @@ from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.compilers.find import NVRTC_HINT
-from jitkern.errors import CompileError, FrozenError, JitkernError, ToolchainError, WarmError
+from jitkern.errors import (
+    CacheError,
+    CompileError,
+    FrozenError,
+    JitkernError,
+    ToolchainError,
+    WarmError,
+)
 from jitkern.fs import free_bytes, require_writable
 from jitkern.host import module as host
 from jitkern.jit.device import DeviceModule, compiler_id
@@ -140,7 +147,8 @@ def warm(
     Raises
     ------
     WarmError
-        Some failed. The others have been built; ``outcomes`` has all, ``error`` of each says why.
+        Some failed, or could not be written to the cache. The others have been built;
+        ``outcomes`` has all, ``error`` of each says why.
     FrozenError
         Some are missing, and the process is frozen.
     ToolchainError
@@ -191,6 +199,11 @@ def warm(
     missing = [outcome for outcome in outcomes if outcome.source == "missing"]
     if missing and not check:  # else the cache need not be writable
         _build(missing, threads, progress)
+    for outcome in outcomes:
+        if outcome.lookup is not None and outcome.lookup.path is None:
+            # The process has it in memory; the image or the next server would not.
+            text = f"{user_cache().root}: cannot be written: compiled, and not kept"
+            outcome.source, outcome.error = "failed", CacheError(text)
     for outcome in outcomes:
         if out is not None and outcome.lookup is not None and outcome.is_to_copy:
             # From memory: the cache may have evicted it since.

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
-from jitkern.compilers.sources import CSRC, include_closure, include_dirs
+from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import device_ops, pairs
 from jitkern.ops.merge import STATES_OF_THREAD, BlockShape
@@ -149,15 +149,6 @@ def _facts_of(driver: str) -> list[str]:
                 facts[f"{stem}_{name}"] = value
     launches = [f"{name.upper()}={value}" for name, value in facts.items()]
     return [*launches, *_INSTANCES.get(driver, ())]
-
-
-def sources_of(driver: str) -> tuple[list[str], list[str]]:
-    """Return what decides how a driver ends: files, and what else it is compiled with."""
-    files = [HERE / name for name in (f"{driver}.cc", *SUPPORT, "cuda_on_cpu.h", "runner.py")]
-    text = "\n".join(path.read_text() for path in files[:-1])
-    files += include_closure(text, include_dirs=[HERE, *include_dirs(CSRC)]).files
-    own = [str(path.relative_to(ROOT)) for path in files if path.is_relative_to(ROOT)]
-    return own, _facts_of(driver)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_fake_gpu.py."""
+"""What copy_blocks has the driver do, on that of fake_driver.c; run by test_fake_driver.py."""
 
 from __future__ import annotations
 

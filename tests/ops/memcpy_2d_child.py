@@ -1,4 +1,4 @@
-"""What memcpy_2d_async has a driver do, that of fake_driver.c; for test_fake_gpu.py."""
+"""What memcpy_2d_async has a driver do, that of fake_driver.c; run by test_fake_driver.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Kernels compile for every supported architecture, through the loader and its cache.
-
-One kernel per op, for 9.0, as long as all others are proved of these sources: see proved.py.
-"""
+"""Kernels compile for every supported architecture, through the loader and its cache."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import struct
 
 import pytest
 from needs import needs_nvrtc
-from proved import is_proved
 from stems import ON_GPU, STEMS, own_tests
 
 from jitkern import load_jit
@@ -20,12 +16,6 @@ from jitkern.ops import device_ops
 
 pytestmark = needs_nvrtc
 
-PROVED = is_proved(
-    "archs",
-    *("src/jitkern/csrc/**/*.cu", "src/jitkern/csrc/**/*.cuh", "src/jitkern/csrc/ops/*.h"),
-    *("src/jitkern/csrc/include/**/*.h", "src/jitkern/ops/*.py", "tests/ops/test_compile_archs.py"),
-)
-ARCHS = ["9.0"] if PROVED else list(map(str, SUPPORTED_ARCHS))
 # One row size for each vector width from 16 bytes down to 1, and the largest.
 # If an op is sized by the elements of a head, as many of those.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
@@ -33,10 +23,8 @@ FEW = 4
 
 
 def kernels(op: str, arch: str) -> list[DeviceModule]:
-    """All for 9.0, a few of one size for the others."""
+    """Return all kernels for 9.0, a few of one size for the others."""
     module = device_ops()[op]
-    if PROVED:
-        return [module.kernel(*module.specialisations(656)[0])]
     specs = module.specialisations(ROW_BYTES[0])
     if arch != "9.0":
         return [module.kernel(*spec) for spec in specs[:: -(-len(specs) // FEW)]]
@@ -52,15 +40,25 @@ def arch_of(image: bytes) -> int:
     return flags >> 8 & 0xFF if image[8] >= 8 else flags & 0xFF
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+def compiles(kernel: DeviceModule, arch: Arch) -> None:
+    image = kernel.image(arch)
+    assert arch_of(image) == arch.major * 10 + arch.minor
+    for export in kernel.exports:
+        assert b".text." + export.encode() + b"\0" in image  # found by its plain C name
+
+
+@pytest.mark.parametrize("op", ON_GPU)
+def test_a_kernel_compiles(op: str) -> None:
+    module = device_ops()[op]
+    compiles(module.kernel(*module.specialisations(656)[0]), Arch(9, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", list(map(str, SUPPORTED_ARCHS)))
 @pytest.mark.parametrize("op", ON_GPU)
 def test_kernels_compile(op: str, arch: str) -> None:
-    wanted = Arch.parse(arch)
     for kernel in kernels(op, arch):
-        image = kernel.image(wanted)
-        assert arch_of(image) == wanted.major * 10 + wanted.minor
-        for export in kernel.exports:
-            assert b".text." + export.encode() + b"\0" in image  # found by its plain C name
+        compiles(kernel, Arch.parse(arch))
 
 
 @pytest.mark.parametrize("op", ON_GPU)
@@ -74,7 +72,7 @@ def test_a_profiler_tells_kernels_apart(op: str) -> None:
         assert re.match(rf"jitkern_{op}_(\d+B_)?v\d+", name)
 
 
-@pytest.mark.skipif(PROVED, reason="archs: passed with these sources, TEST_ALL=1 runs it")
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ON_GPU)
 def test_no_kernel_spills(op: str) -> None:
     """A spilled register would be memory traffic of its own; ptxas tells."""

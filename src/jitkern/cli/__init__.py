@@ -1,4 +1,4 @@
-"""The command line: ``jitkern warm``, ``jitkern doctor`` and the others.
+"""The command line: ``jitkern doctor``, ``jitkern warm`` and ``jitkern cache``.
 
 Each command is a module with ``configure(parser)`` and ``run(args)``, which does the heavy imports.
 """
@@ -12,18 +12,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from jitkern import __version__
-from jitkern.cli import bench_cmd, cache_cmd, doctor, warm
+from jitkern.cli import cache, doctor, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, WarmError
+from jitkern.version import __version__
 
-_COMMANDS = {
-    "warm": warm,
-    "doctor": doctor,
-    "cache": cache_cmd,
-    "bench": bench_cmd,
-}
+_COMMANDS = {"doctor": doctor, "warm": warm, "cache": cache}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,15 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except UsageError as error:
         return _fail(str(error), 2)
+    except (CompileError, WarmError) as error:  # its text has the compiler's log
+        return _fail(str(error), 1)
     except JitkernError as error:
-        # One line, except what compilers print.
-        text = str(error)
-        is_long = isinstance(error, (CompileError, WarmError))
-        return _fail(text if is_long else " ".join(text.split()), 1)
+        return _fail(" ".join(str(error).split()), 1)
     except OSError as error:
         try:
             sys.stdout.flush()
-        except OSError:  # `jitkern cache list | head`, or a full disk: Python would flush at exit
+        except OSError:  # `jitkern doctor | head`, or a full disk: Python would flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 1
@@ -66,10 +60,7 @@ def _run(argv: list[str]) -> int:
         settings()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    try:
-        status: int = args.run(args)
-    except UsageError as error:
-        raise UsageError(f"{error} (see: {args.prog} --help)") from error
+    status: int = args.run(args)
     return status
 
 
@@ -86,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
             name, help=module.SUMMARY, description=module.DESCRIPTION, example=module.EXAMPLE
         )
         module.configure(command)
-        command.set_defaults(run=getattr(module, "run", None))  # each action of cache has its own
+        command.set_defaults(run=module.run)
     return parser
 
 

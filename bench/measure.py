@@ -1,16 +1,13 @@
-"""How one case is measured: every implementation checked bit for bit, then timed in turn."""
+"""Measure one case: check each implementation bit for bit, then time them in turn."""
 
-from __future__ import annotations
-
-import statistics
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 
-from jitkern.bench.case import Case, Context, Impl, Row, Run, error_text
-from jitkern.bench.timing import (
+from bench.case import Case, Context, Impl, Row, Run, error_text
+from bench.timing import (
     Call,
     Replay,
     Timing,
@@ -22,22 +19,22 @@ from jitkern.bench.timing import (
 )
 
 POISON = 0xA5
-SLOW_REPLAY_MS = 60.0  # replays longer than this get fewer calls and fewer rounds
-# Where the host's time of a call is measured; a stream takes 1,024 launches before one waits.
+SLOW_REPLAY_MS = 60.0  # longer replays get fewer calls and fewer rounds
+# Limits of a replay for the host's clock: a launch blocks when 1,024 are queued in its stream.
 HOST_REPLAY_MS, QUEUED_LAUNCHES = 2.0, 200
 
 
 @cache
 def flush_l2() -> Call:
-    """Return a call that fills the L2 with clean lines of something else."""
+    """Return a call that fills the L2 with clean lines of another buffer."""
     filler = torch.ones(2 * cache_bytes_of("cuda") // 4, device="cuda")
     sink = torch.zeros((), device="cuda")
-    # Reading, not writing: dirty lines would be written back inside the timed region.
+    # Read, not written: dirty lines would be written back inside the timed region.
     return lambda: torch.sum(filler, dim=0, out=sink)
 
 
 def measure(ctx: Context, case: Case) -> list[Row]:
-    """Check every implementation of the case against the reference, then time those that pass."""
+    """Check each implementation of the case against the reference, then time those that pass."""
     ctx.say(case.key)
     on_gpu = ctx.device == "cuda" and case.clock == "device"
     buffers = _working_sets(ctx, case)
@@ -60,7 +57,6 @@ def measure(ctx: Context, case: Case) -> list[Row]:
             calls = max(1, min(most, int(most_ms / once_ms)))
             bound: list[Call] = [partial(run, buffers[i % len(buffers)]) for i in range(calls)]
             replay = _replay(ctx, impl, bound, row) if on_gpu else cpu_replay(bound)
-            row.host_us = _host_us(ctx, bound, once_ms) if on_gpu else None
         except Exception as error:  # a peer that fails is a row, not the end of the run
             row.error = error_text(error)
             continue
@@ -77,11 +73,11 @@ def measure(ctx: Context, case: Case) -> list[Row]:
 
 
 def _working_sets(ctx: Context, case: Case) -> list[Any]:
-    """Return as many as it takes to leave the cache; of what only the host is timed for, one."""
+    """Return as many as exceed the cache; one if only the host's time is measured."""
     touched = case.touched_bytes or case.bytes_moved
     if case.clock == "host" or not touched:
         return [case.make(0)]
-    # Where these are less than twice the cache, it is flushed between replays.
+    # `calls` limits them; flush_l2() between replays helps where they are less than twice the L2.
     count = min(case.calls, 2 * cache_bytes_of(ctx.device) // touched + 1)
     return [case.make(i) for i in range(max(2, count))]
 
@@ -112,8 +108,8 @@ def _check(
     if not impl.check:
         return
     got: Any = (returned,) if impl.returns else case.outputs(buffers)
-    for one, other in zip(got, expected, strict=True):
-        if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+    for tensor, reference in zip(got, expected, strict=True):
+        if not torch.equal(tensor.view(torch.uint8), reference.view(torch.uint8)):
             raise ValueError("the result differs from the PyTorch reference; not timed")
 
 
@@ -138,14 +134,3 @@ def _replay(ctx: Context, impl: Impl, calls: list[Call], row: Row) -> Replay:
         ctx.sync()
         row.note = f"timed without a graph: {type(error).__name__}"
         return cpu_replay(calls)
-
-
-def _host_us(ctx: Context, calls: list[Call], once_ms: float) -> float:
-    count = 32 if once_ms < 2 else 4 if once_ms < 20 else 1
-    in_turn = cpu_replay([calls[i % len(calls)] for i in range(count)])
-    samples = []
-    for _ in range(3):
-        ctx.sync()
-        samples.append(host_ms(in_turn.run) * 1e3 / count)
-    ctx.sync()
-    return statistics.median(samples)

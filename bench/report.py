@@ -1,6 +1,4 @@
-"""What a run leaves: JSON of the machine and the rows, one format for every benchmark."""
-
-from __future__ import annotations
+"""The JSON of a run: the machine and the rows, in one format for all benchmarks."""
 
 import datetime
 import importlib.metadata
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 import jitkern
-from jitkern.bench.case import CaseError, Row
+from bench.case import Row
 from jitkern.fs import kernel_driver, processor
 
 Payload = dict[str, Any]
@@ -53,7 +51,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def kind_of(described: dict[str, Any]) -> str:
-    """Return what results of like machines are called, such as ``nvidia-h200-x2``."""
+    """Return the name for results of this kind of machine, such as ``nvidia-h200-x2``."""
     name = described["name"]
     if described["device"] == "cpu":
         name += f" {described['cpu_cores']} cores"
@@ -63,9 +61,9 @@ def kind_of(described: dict[str, Any]) -> str:
 
 
 def payload(described: dict[str, Any], rows: Sequence[Row], *, quick: bool) -> Payload:
-    """Return what goes into the JSON: the machine, then the rows of each benchmark."""
+    """Return the JSON of a run: the machine, then the rows of each benchmark."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    load = round(os.getloadavg()[0], 2)  # above the number of cores, CPU figures mean little
+    load = round(os.getloadavg()[0], 2)  # CPU figures mean little if it exceeds the number of cores
     ops: dict[str, Any] = {}
     for row in rows:
         entry = ops.setdefault(row.op, {"date": now, "quick": quick, "load": load, "rows": []})
@@ -80,26 +78,20 @@ def save(path: Path, data: Any) -> None:
 
 
 def read(path: Path) -> Payload:
-    """Return a result; CaseError in one line where the file holds none."""
-    try:
-        data: Payload = json.loads(path.read_text())
-        kind_of(data["machine"])
-        rows_of(data)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise CaseError(f"{path}: not a result of jitkern bench: {why}") from error
+    """Return a result."""
+    data: Payload = json.loads(path.read_text())
     return data
 
 
 def rows_of(data: Payload) -> list[Row]:
-    """Return the rows of a result as they were measured."""
+    """Return the rows of a result."""
     known = {field.name for field in fields(Row)}
     rows = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
     return [Row(**{name: value for name, value in row.items() if name in known}) for row in rows]
 
 
 def rounded(value: Any) -> Any:
-    """Keep five significant digits: a diff of two results then shows what moved."""
+    """Keep five significant digits: a diff of two results then shows what changed."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -108,8 +100,8 @@ def rounded(value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -1,22 +1,17 @@
-"""What comparisons are made of: replays that are timed in turn, by the host or by events."""
-
-from __future__ import annotations
+"""Replays that are timed in turn, by the host's clock or by CUDA events."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from jitkern.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 Call = Callable[[], object]
 
-# What counts as "cache" on a CPU when the buffers rotate. Shared L3 slices of hundreds of MB are
-# reported by virtual machines and cannot be defeated in a short run; the same for every peer.
+# The cache size that rotating buffers exceed on a CPU. Virtual machines report shared L3 slices of
+# hundreds of MB, which a short run cannot exceed; all peers get the same buffers.
 CPU_CACHE_BYTES = 32 << 20
 
 
@@ -43,35 +38,33 @@ class Timing:
 
 
 class Replay(NamedTuple):
-    """Something that can be run again and again, and how many calls one run holds."""
+    """A function to run repeatedly, and the number of calls in one run."""
 
     run: Call
     calls: int
 
 
 def cache_bytes_of(device: torch.device | str | int) -> int:
-    """Return the L2 size of a CUDA device in bytes, or the figure assumed for a CPU."""
-    import torch
-
-    where = torch.device(device)
-    if where.type != "cuda":
+    """Return the L2 size of a CUDA device in bytes; CPU_CACHE_BYTES for a CPU."""
+    device = torch.device(device)
+    if device.type != "cuda":
         return CPU_CACHE_BYTES
-    return int(torch.cuda.get_device_properties(where).L2_cache_size)
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def cuda_replay(calls: Sequence[Call]) -> Replay:
-    """Capture ``calls``, in order, into one CUDA graph; every one must have run before."""
-    torch = torch_with_cuda("cuda_replay")
+    """Capture ``calls``, in order, into one CUDA graph; each must have run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Kept: a dropped result's memory would go to the next call, which L2 then still holds.
+        # Results are kept during the capture: the memory of a dropped result would be reused by
+        # the next call, whose stores then hit the L2.
         results = [call() for call in calls]
     del results
     return Replay(graph.replay, len(calls))
 
 
 def cpu_replay(calls: Sequence[Call]) -> Replay:
-    """Run ``calls`` in order; also the way to time CUDA work that no graph can hold."""
+    """Run ``calls`` in order; used for CUDA work too that cannot be captured."""
 
     def run() -> None:
         for call in calls:
@@ -87,13 +80,13 @@ def time_replays(
     rounds: int = 10,
     before: Call | None = None,
 ) -> dict[str, Timing]:
-    """Time several replays in turn, round after round, so that drift hits all of them alike.
+    """Time several replays in turn, round after round, so that drift affects all alike.
 
-    ``before`` runs ahead of each replay, untimed (an L2 flush, say). The first round is untimed.
-    Every other round goes backwards, so that no replay always follows the same neighbour.
+    ``before`` runs before each replay, untimed (an L2 flush, say). The first round is untimed.
+    Every second round is in reverse order, so that no replay always follows the same one.
     """
     samples: dict[str, list[float]] = {name: [] for name in replays}
-    timer = cuda_timer("time_replays") if device == "cuda" else host_ms
+    timer = cuda_timer() if device == "cuda" else host_ms
     for round_number in range(rounds + 1):
         in_turn = list(replays.items())
         for name, replay in in_turn[:: 1 if round_number % 2 == 0 else -1]:
@@ -106,16 +99,15 @@ def time_replays(
 
 
 def host_ms(call: Call, count: int = 1) -> float:
-    """Return the milliseconds of the host for one of `count` calls in a row."""
+    """Return the host's milliseconds per call, over `count` calls."""
     start = time.perf_counter()
     for _ in range(count):
         call()
     return (time.perf_counter() - start) * 1e3 / count
 
 
-def cuda_timer(who: str) -> Callable[[Call], float]:
-    """Return what takes the milliseconds of the GPU between two events around a call."""
-    torch = torch_with_cuda(who)
+def cuda_timer() -> Callable[[Call], float]:
+    """Return a function that measures the GPU milliseconds of a call between two events."""
     tic = torch.cuda.Event(enable_timing=True)
     toc = torch.cuda.Event(enable_timing=True)
 
@@ -127,14 +119,3 @@ def cuda_timer(who: str) -> Callable[[Call], float]:
         return float(tic.elapsed_time(toc))
 
     return timer
-
-
-def torch_with_cuda(who: str) -> Any:
-    """Return torch; raise UnsupportedError in the name of `who` where it sees no GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"{who}: PyTorch sees no CUDA device; on a machine without a GPU use perf_cpu"
-        )
-    return torch

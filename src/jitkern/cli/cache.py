@@ -1,0 +1,44 @@
+"""``jitkern cache info | clear``."""
+
+from __future__ import annotations
+
+import argparse
+
+from jitkern.cache.get import caches, user_cache
+from jitkern.cache.store import Cache
+from jitkern.cli import ui
+from jitkern.env import settings
+from jitkern.errors import CacheError
+
+SUMMARY = "show the caches of compiled kernels, or empty yours"
+DESCRIPTION = """\
+info: the caches in the order they are searched, and their sizes.
+clear: remove the entries of JITKERN_CACHE_DIR, by default ~/.cache/jitkern."""
+EXAMPLE = "jitkern cache info"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("info", "clear"))
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action == "clear":
+        cache = user_cache()
+        count = cache.clear()
+        ui.say(f"{count} entries removed from {cache.root}; {len(cache.paths())} left")
+        return 0
+    for searched in caches():
+        ui.say(f"{searched.origin:18} {describe(searched.cache)}")
+    ui.say(f"JITKERN_CACHE_DIR holds at most {ui.bytes_text(settings().cache_max_bytes)}")
+    return 0
+
+
+def describe(cache: Cache) -> str:
+    """Return the folder, the number of entries, their size, and why nothing is loaded if so."""
+    sizes = [entry.size_bytes for entry in cache.entries()]
+    text = f"{cache.root}: {len(sizes):,} entries, {ui.bytes_text(sum(sizes))}"
+    try:
+        cache.check()
+    except CacheError as error:
+        return f"{text}; not searched: {error}"
+    return text
