@@ -1,6 +1,6 @@
-"""vLLM: its KV cache offloaded, and its attention states merged, by jitkern's kernels.
+"""jitkern in vLLM: KV cache offloading, and merges of attention states.
 
-vLLM's `spec_name` and `kv_connector` take the classes below, its module paths this module.
+vLLM's settings `spec_name` and `kv_connector` name classes of this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import vllm
 from jitkern.integrations import log_once, require_version
 
 TRIED = ("0.33.0",)
-require_version("vllm", vllm.__version__, TRIED)  # before names that other versions lack
+require_version("vllm", vllm.__version__, TRIED)  # first: other versions lack names below
 
 import numpy as np
 import torch
@@ -33,13 +33,13 @@ _engine_merge = engine_ops.merge_attn_states
 class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[misc]
     """Copies each group of a job in one launch. vLLM calls `_add`, then `_copy`."""
 
-    by_layer = False  # whether layers wait for new jobs, instead of the host
+    by_layer = False  # True: layers wait for new jobs on the GPU. False: the host waits
 
     def __init__(self, *args: Any, host_memory_is_pinned: bool = True, **rest: Any) -> None:
         super().__init__(*args, host_memory_is_pinned=host_memory_is_pinned, **rest)
         self.groups: list[tuple[BlockBuffers, BlockBuffers, LayerSignals]] = []
-        self.awaited: dict[int, LayerSignals] = {}  # of groups with copies that layers wait for
-        self.stream: Any = current_platform.Stream()  # of all jobs, as signals are of one stream
+        self.awaited: dict[int, LayerSignals] = {}  # by group: copies that layers still wait for
+        self.stream: Any = current_platform.Stream()  # all jobs: LayerSignals allow one stream
         self._added: list[tuple[int, slice]] = []
         try:
             if self._canonical_copy_plans is not None or not host_memory_is_pinned:
@@ -53,22 +53,24 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         src = self._list(self.src_tensors, self.src_blocks_per_chunk, refs)
         dst = self._list(self.dst_tensors, self.dst_blocks_per_chunk, refs)
         signals = LayerSignals(len(refs), self.stream.device)
-        with current_platform.stream(self.stream):  # checks memory, compiles, copies nothing
-            none = (torch.full((1,), -1, device=self.stream.device),) * 2
-            copy_blocks(src, dst, none, method="sm", signals=signals)
+        with current_platform.stream(self.stream):  # padding only: checks memory and compiles
+            padding = torch.full((1,), -1, device=self.stream.device)
+            copy_blocks(src, dst, (padding, padding), method="sm", signals=signals)
         return src, dst, signals
 
     def _list(self, side: list[Tensor], n: int, refs: list[Any]) -> BlockBuffers:
         pages = [side[r.tensor_idx].unflatten(1, (n, -1))[..., : r.page_size_bytes] for r in refs]
         if n > 1 or pages[0].is_cuda:
             return BlockBuffers(pages, block_dims=2)
-        # Trusted: of a region that ranks share, a rank may have pinned its own slots only.
-        addresses, sizes = [p.data_ptr() for p in pages], [p.shape[2] for p in pages]
-        strides, make = [p.stride(0) for p in pages], BlockBuffers.from_trusted_addresses
-        return make(addresses, sizes, len(pages[0]), "cpu", block_strides=strides)
+        # Trusted: ranks share the region, and a rank may have pinned only its own slots.
+        addresses, sizes = [page.data_ptr() for page in pages], [page.shape[2] for page in pages]
+        strides = [page.stride(0) for page in pages]
+        return BlockBuffers.from_trusted_addresses(
+            addresses, sizes, len(pages[0]), "cpu", block_strides=strides
+        )
 
     def _add(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:
-        """Write down the blocks of a group; a block is part of a chunk, on the CPU's side."""
+        """Record the blocks of a group. On the CPU side a block is a part of a chunk."""
         part = slice(op_idx, op_idx + group_size)
         for side, parts in ("src", self.src_blocks_per_chunk), ("dst", self.dst_blocks_per_chunk):
             ids = (job[f"group_{side}"][:, None] * parts + np.arange(parts)).ravel()
@@ -79,8 +81,9 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         return part.stop, group_size * sum(sizes)
 
     def _copy(self, src_ids: Tensor, dst_ids: Tensor, *_: Any, **__: Any) -> None:
-        # On the GPU: blocks of 64 KiB on the CPU would go to the copy engine, 4 ms of host time.
-        ids = [one.to(self.stream.device, non_blocking=True) for one in (src_ids, dst_ids)]
+        # With pairs on the CPU, copy_blocks would give blocks of 64 KiB to the copy engine, at 4 ms
+        # of host time.
+        ids = [side.to(self.stream.device, non_blocking=True) for side in (src_ids, dst_ids)]
         options: Any = {"method": STORE_METHOD if self.gpu_to_cpu else LOAD_METHOD}
         added, self._added = self._added, []
         for group, part in added:
@@ -99,12 +102,12 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
             self.awaited.clear()
 
     def shutdown(self) -> None:
-        self.groups = []  # or the region could not be unmapped
+        self.groups = []  # they keep tensors of the region, which vLLM unmaps
         super().shutdown()
 
 
 class JitkernOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
-    """vLLM's offloading to host memory that its ranks share, by jitkern's copies."""
+    """vLLM's offloading to host memory that its ranks share, with jitkern's copies."""
 
     def create_worker(self, kv_caches: Any) -> Any:
         gpu_worker.SingleDirectionOffloadingHandler = _Handler
@@ -115,14 +118,18 @@ class JitkernOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
 
 class JitkernOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
-    """Has each layer wait for its own part of the loads that a step needs."""
+    """vLLM's connector; each layer waits only for its own part of the loads of a step."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         config = self.connector_worker.kv_cache_config
         names = [config.kv_cache_groups[i].layer_names for i in get_offloading_group_ids(config)]
-        self._places = {name: (i, n) for i, one in enumerate(names) for n, name in enumerate(one)}
-        self._unseen = set(self._places)  # layers that no step has seen waiting, such as Mamba's
+        self._places = {
+            name: (group, layer)
+            for group, layers in enumerate(names)
+            for layer, name in enumerate(layers)
+        }
+        self._unseen = set(self._places)  # layers that have not waited in any step, e.g. Mamba
         if not isinstance(spec := self.connector_worker.spec, JitkernOffloadingSpec):
             raise ValueError(f"spec_name: {type(spec).__name__}, expected JitkernOffloadingSpec")
         self._loads = self.connector_worker.worker._expedited_load_handler
@@ -131,7 +138,7 @@ class JitkernOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         self._loads.by_layer = bool(self._loads.groups)
         super().start_load_kv(forward_context, **kwargs)
         self._loads.by_layer = False
-        mode = forward_context.cudagraph_runtime_mode.name  # layers of a full graph do not wait
+        mode = forward_context.cudagraph_runtime_mode.name  # in a full graph, layers do not wait
         if self._unseen or mode == "FULL" or forward_context.attn_metadata is None:
             self._loads.wait_on_stream()
 
