@@ -64,9 +64,7 @@ import jitkern
 table = torch.arange(12, dtype=torch.int32).reshape(4, 3)
 assert jitkern.indexing(table, torch.tensor([2])).tolist() == [[6, 7, 8]]
 from jitkern.arch import Arch
-from jitkern.host.module import _measured
 from jitkern.ops.index import kernel
-assert _measured("no such GPU", 13000) == {}  # what a first h2d_gather asks for
 if len(sys.argv) > 1:
     assert kernel(12, 4, 8).lookup(Arch(9, 0)).source == "cached"
 print(*sorted(set(sys.modules) - before))
