@@ -64,9 +64,7 @@ import jitkern
 table = torch.arange(12, dtype=torch.int32).reshape(4, 3)
 assert jitkern.indexing(table, torch.tensor([2])).tolist() == [[6, 7, 8]]
 from jitkern.arch import Arch
-from jitkern.host.module import _measured
 from jitkern.ops.index import kernel
-assert _measured("no such GPU", 13000) == {}  # what a first h2d_gather asks for
 if len(sys.argv) > 1:
     assert kernel(12, 4, 8).lookup(Arch(9, 0)).source == "cached"
 print(*sorted(set(sys.modules) - before))
@@ -102,7 +100,8 @@ def test_public_name(name: str) -> None:
 
 def test_the_table_says_what_the_type_checker_sees() -> None:
     tree = ast.parse(Path(jitkern.__file__).read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    guards = (node for node in tree.body if isinstance(node, ast.If))
+    guarded = next(node for node in guards if ast.unparse(node.test) == "TYPE_CHECKING")
     imported = {
         alias.asname: node.module
         for node in guarded.body
