@@ -41,6 +41,10 @@ def test_the_wheel_is_used_as_it_is() -> None:
     assert find().source == "shipped"
 
 
+def test_doctor() -> None:
+    run_python("-m", "jitkern", "doctor")
+
+
 def test_readme() -> None:
     run_python("-c", (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0])
 

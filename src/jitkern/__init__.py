@@ -13,14 +13,6 @@ from typing import TYPE_CHECKING
 from jitkern.ops._ops import OPS as _OPS
 from jitkern.version import __version__ as __version__
 
-# pip installs the wheel into free-threaded Python too. NVRTC is called through ctypes, which is not
-# thread-safe in 3.13t (cuda-python#1177); nothing has run under 3.14t.
-if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
-    raise ImportError(
-        f"jitkern: Python {sys.version_info[0]}.{sys.version_info[1]} without the GIL, expected "
-        "the GIL: use the regular build of Python, or set PYTHON_GIL=1"
-    )
-
 if TYPE_CHECKING:
     from jitkern.arch import Arch as Arch
     from jitkern.cache.get import freeze as freeze
@@ -58,6 +50,14 @@ if TYPE_CHECKING:
     from jitkern.perf import perf_cpu as perf_cpu
     from jitkern.perf import perf_cuda as perf_cuda
     from jitkern.warming import warm as warm
+
+# pip installs the wheel into free-threaded Python too. NVRTC is called through ctypes, which is not
+# thread-safe in 3.13t (cuda-python#1177); nothing has run under 3.14t.
+if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
+    raise ImportError(
+        f"jitkern: Python {sys.version_info[0]}.{sys.version_info[1]} without the GIL, expected "
+        "the GIL: use the regular build of Python, or set PYTHON_GIL=1"
+    )
 
 # The public names by the module that defines them. The imports above say the same to a type
 # checker, which cannot read a table; tests/test_package.py proves that the two agree.
