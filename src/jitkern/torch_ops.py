@@ -1,4 +1,4 @@
-"""The ops as PyTorch operators, ``torch.ops.jitkern.*``, for tracing and autograd.
+"""The ops as PyTorch operators, ``torch.ops.jitkern.*``, for all that traces or wraps tensors.
 
 Importing this module registers them, as ``ops.register.OVERLOADS`` lists them. The
 public functions do so when they are traced; import it before an exported program is loaded, which
@@ -29,14 +29,9 @@ _LIBRARY: Any = vars(torch.library)["Library"]("jitkern", "FRAGMENT")
 def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     """Call ``torch.ops.jitkern.<op>.<overload>``.
 
-    RuntimeError if an op that writes is given a tensor that requires a gradient or is batched.
+    RuntimeError if a tensor requires a gradient, has a tangent or is batched.
     """
-    function = _DIFFERENTIABLE.get((op, overload))
-    if function is None:
-        _refuse_watched(op, arguments)
-    elif torch._C._are_functorch_transforms_active():
-        # They go over an autograd.Function as a whole, but not over an operator that applies one.
-        return function.apply(*arguments.values())
+    refuse_transformed(op, arguments)
     operator = getattr(getattr(torch.ops.jitkern, op), overload)
     if torch.compiler.is_dynamo_compiling():
         return operator(**arguments)
@@ -56,30 +51,35 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
 
 def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Raise for an op that writes in place and is no operator: see ``dispatch.refuse``."""
-    _refuse_watched(op, arguments)
+    refuse_transformed(op, arguments)
     _refuse_inference_tensors(op, written)
 
 
-def _refuse_watched(op: str, arguments: dict[str, Any]) -> None:
-    """Raise for a tensor that requires a gradient, has a tangent or is batched."""
+# What has a gradient and does the same.
+_DIFFERENTIABLE = {"indexing": "torch.nn.functional.embedding"}
+
+
+def refuse_transformed(op: str, arguments: dict[str, Any]) -> None:
+    """Raise for a tensor that requires a gradient, has a tangent or is batched by vmap."""
     is_compiling = torch.compiler.is_dynamo_compiling()
     is_dual_level = not is_compiling and forward_ad._current_level >= 0
+    instead = f", or use {_DIFFERENTIABLE[op]}" if op in _DIFFERENTIABLE else ""
     for name, value in _tensors_of(arguments):
         if torch.is_grad_enabled() and value.requires_grad:
             raise RuntimeError(
-                f"{op}: {name}: requires a gradient, expected none: the op writes in place and has "
-                f"no gradient; call it under torch.no_grad(), or pass {name}.detach()"
+                f"{op}: {name}: requires a gradient, expected none: the op has no gradient; call "
+                f"it under torch.no_grad() or pass {name}.detach(){instead}"
             )
         if is_dual_level and _unpack_dual(value).tangent is not None:
             raise RuntimeError(
-                f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op writes in "
-                f"place and has no gradient; pass forward_ad.unpack_dual({name}).primal"
+                f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op has no "
+                f"gradient; pass forward_ad.unpack_dual({name}).primal{instead}"
             )
-        # Of torch.compile PyTorch's own error names the operator.
+        # In a graph of torch.compile PyTorch's own error names the operator.
         if not is_compiling and torch._C._functorch.is_batchedtensor(value):
             raise RuntimeError(
-                f"{op}: {name}: batched by torch.vmap, expected a plain tensor: the op writes in "
-                "place; call it in a loop, or once with all rows"
+                f"{op}: {name}: batched by torch.vmap, expected a plain tensor: call the op in a "
+                f"loop or once with all rows{instead}"
             )
 
 
@@ -98,10 +98,9 @@ def _kernel(op: str, arguments: Any, function: Callable[..., Any]) -> Callable[.
     def kernel(*args: Any, **kwargs: Any) -> Any:
         named = _named(arguments, args, kwargs)
         changed = {name: named[name] for name in written if named.get(name) is not None}
-        if changed:
-            _refuse_watched(op, named)
-            if not torch.is_inference_mode_enabled():
-                _refuse_inference_tensors(op, changed)
+        refuse_transformed(op, named)
+        if changed and not torch.is_inference_mode_enabled():
+            _refuse_inference_tensors(op, changed)
         try:
             result = function(*args, **kwargs)
         except RuntimeError as error:
@@ -154,20 +153,8 @@ def _register(op: str, overload: TorchOverload) -> None:
     torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
     if overload.one_by_one is not None:
         operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
-    if not overload.gradient:
-        # Without this PyTorch invents a gradient that only warns.
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        return
-
-    def without_gradient(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return operator(*args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args, **kwargs)
-
-    function = import_module(overload.gradient).differentiable(without_gradient)
-    _LIBRARY.impl(name, _apply(function, operator), "Autograd")
-    _DIFFERENTIABLE[op, operator._overloadname] = function
+    # Without this PyTorch invents a gradient that only warns.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[..., Any]:
@@ -191,20 +178,6 @@ def _allocation(tensor: Any) -> int:
     storage: int = tensor.untyped_storage()._cdata
     return storage
 
-
-def _apply(function: Any, operator: Any) -> Callable[..., Any]:
-    """Return `function`'s apply() for arguments as the dispatcher gives them."""
-    arguments = operator._schema.arguments
-
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        rest = arguments[len(args) :]  # the dispatcher leaves out what has its default
-        return function.apply(*args, *(kwargs.get(a.name, a.default_value) for a in rest))
-
-    return apply
-
-
-# (op, overload) -> the autograd.Function of an operator that has a gradient
-_DIFFERENTIABLE: dict[tuple[str, str], Any] = {}
 
 for _op in OPS:
     import_module(f"jitkern.ops.{_op.stem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,7 @@ from mistakes import Mistake
 from stems import OpCheck, Rows
 from torch import Tensor
 
+import jitkern.torch_ops  # noqa: F401 - registers the operators
 from jitkern import merge_state, merge_states
 
 NUMBERS = [1, 2, 3, 4, 5, 8, 9, 16, 17, 64]
@@ -370,6 +372,34 @@ SHAPE = (4, 2, 8)
 UNCHECKED: set[str] = set()
 RESULTS = {"output", "lse", "scale"}
 MIXED_DEVICES = [(name, "cuda:0 as in output") for name in ("lse", "scale", "count")]
+
+
+@pytest.mark.parametrize("which", ["outs", "lses"])
+def test_partials_that_cannot_be_read(which: str) -> None:
+    """For the meta device PyTorch would run nothing, silently."""
+    for way, text in (("sparse", "layout sparse_coo"), ("meta", "device meta")):
+        outs, lses = partials(torch.device("cpu"), 3, 5, 2, 8)
+        lists = {"outs": list(outs), "lses": list(lses)}
+        good = lists[which][1]
+        lists[which][1] = good.to("meta") if way == "meta" else good.to_sparse()
+        with pytest.raises(ValueError, match=re.escape(f"merge_states: {which}[1]: {text}")):
+            merge_states(**lists)
+
+
+def test_the_operators(device: torch.device) -> None:
+    """As a graph that was exported calls them."""
+    outs, lses = partials(device, 2, 5, 2, 8)
+    wanted = merge_states(outs, lses)
+    operator = torch.ops.jitkern.merge_states
+    assert_same(operator.default(list(outs), list(lses)), wanted)
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    assert operator.out(list(outs), list(lses), output=out, lse=lse) is None
+    assert_same((out, lse), wanted)
+    prefill = {"prefill_tokens_with_context": 2}
+    fewer = operator.default(list(outs), list(lses), **prefill)
+    assert_same(fewer, merge_state(outs[0], lses[0], outs[1], lses[1], **prefill))
+    with pytest.raises(ValueError, match=re.escape("merge_states: outs: a list of 0, expected 1")):
+        operator.out([], [], output=out, lse=lse)
 
 
 def good_arguments() -> dict[str, Any]:

@@ -100,6 +100,13 @@ def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
     torch_ops.refuse(op, written, {**written, **read})
 
 
+def refuse_transformed(op: str, **arguments: Any) -> None:
+    """Raise RuntimeError for a tensor that requires a gradient, has a tangent or is batched."""
+    from jitkern import torch_ops
+
+    torch_ops.refuse_transformed(op, arguments)
+
+
 def refuse_watchers(op: str) -> None:
     """Raise RuntimeError if a tracer or dispatch mode is active, which would not see the op."""
     if _num_modes() > 0 or _tracing_state() is not None:

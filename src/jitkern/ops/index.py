@@ -95,9 +95,9 @@ def indexing(
     """Return ``weights[indices]``, with zeros where an index is outside of this part of the table.
 
     Asynchronous on the current stream. Bit-exact for every dtype: bytes are copied as they lie in
-    memory, so resolve lazy conj and neg views first. Differentiable in ``weights`` unless
-    ``output`` is given. A CUDA graph may capture any call, also the first. After
-    ``torch.nn.functional.embedding`` and vLLM's vocab-parallel embedding.
+    memory, so resolve lazy conj and neg views first. A CUDA graph may capture any call, also
+    the first. After ``torch.nn.functional.embedding``, which has a gradient, and vLLM's
+    vocab-parallel embedding.
 
     Parameters
     ----------
@@ -128,8 +128,7 @@ def indexing(
     TypeError, ValueError
         A wrong dtype, device, shape, stride or range; memory that overlaps. Nothing was written.
     RuntimeError
-        ``output`` is given, and an argument requires grad, or it is an inference tensor outside of
-        inference mode.
+        ``weights`` requires grad, or ``output`` is an inference tensor outside of inference mode.
     IndexError
         An index of ``num_rows`` or more (with ``vocab_range``: of ``vocab_size`` or more). On the
         CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
@@ -228,7 +227,6 @@ OVERLOADS["indexing"] = [
         f"indexing(Tensor weights, Tensor indices, *, {_REST}) -> Tensor",
         _new,
         lambda weights, indices, **_: _new_output(weights, indices),
-        "jitkern.ops.index_gradient",
     ),
     # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
     TorchOverload(

@@ -163,8 +163,7 @@ def merge_states(
     For each token and head, with ``w_i = exp(lse_i - max)``: the result is ``sum(w_i * out_i) /
     sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
     each partial is read once. Computed in fp32 and summed in the order of the partials, so that
-    ranks get the same bits. A CUDA graph may capture any call. Differentiable in `outs` and `lses`,
-    unless `output` or a tensor as `lse` is given. Returns the result and its LSE.
+    ranks get the same bits. A CUDA graph may capture any call. Returns the result and its LSE.
 
     An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
     does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.
@@ -200,8 +199,8 @@ def merge_states(
         Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; 0 or over 64 partials;
         pageable or overlapping memory; a float8 `output` without `scale`. Nothing was written.
     RuntimeError
-        `output` or `lse` is given, and an argument requires grad, or it is an inference tensor
-        outside of inference mode.
+        An argument requires grad, or `output` or `lse` is an inference tensor outside of inference
+        mode.
     """
     is_list = isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple))
     partials = (outs, lses)
@@ -314,6 +313,7 @@ def _through_torch(
 ) -> Results:
     if (wrong := _not_tensors(function, partials)) is not None:
         raise wrong
+    dispatch.refuse_transformed(function, **_named(function, partials))
     given = (partials[::2], partials[1::2]) if function == "merge_state" else partials
     outs, lses = (list(one if isinstance(one, (list, tuple)) else one.unbind(0)) for one in given)
     rest = {"count": None, "prefill_tokens_with_context": None, **options}
@@ -371,7 +371,6 @@ OVERLOADS["merge_states"] = [
         f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
         _new,
         _fake,
-        "jitkern.ops.merge_gradient",
     ),
     TorchOverload(
         "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "

@@ -22,18 +22,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 class TorchOverload(NamedTuple):
     """One operator of an op in ``torch.ops.jitkern``.
 
-    `fake` is the same on tensors without memory; None if there is no result. `gradient` is the
-    module whose ``differentiable(operator)`` makes the ``torch.autograd.Function`` of the operator
-    without a gradient; its ``apply`` takes the arguments in order. `one_by_one` is the same by
-    operators that write one tensor each, for tensors that share an allocation, such as a pool of K
-    and V: PyTorch's inductor writes only one of them in place, and the other to a copy of the
-    allocation; in torch 2.11 it copies from the wrong address.
+    `fake` is the same on tensors without memory; None if there is no result. `one_by_one` is the
+    same by operators that write one tensor each, for tensors that share an allocation, such as a
+    pool of K and V: PyTorch's inductor writes only one of them in place, and the other to a copy of
+    the allocation; in torch 2.11 it copies from the wrong address.
     """
 
     schema: str  # ``indexing.out(Tensor weights, ...) -> ()``
     function: Callable[..., Any]
     fake: Callable[..., Any] | None = None
-    gradient: str = ""
     one_by_one: Callable[..., None] | None = None
 
 
