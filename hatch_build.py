@@ -39,7 +39,7 @@ class HostModuleHook(BuildHookInterface[Any]):
             return
         # The package builds itself; that takes tvm-ffi's headers, a C++ compiler and ninja.
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from jitkern.host.build import build_host_module
+        from jitkern.host.library import build_host_module
 
         self._scratch = tempfile.TemporaryDirectory(prefix="jitkern-wheel-")
         out_dir = Path(self._scratch.name)

@@ -135,7 +135,7 @@ def _import() -> None:
 
 
 def _load() -> None:
-    from jitkern.host import module as host
+    from jitkern.host import library as host
 
     host.module()
 

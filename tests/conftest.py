@@ -94,7 +94,7 @@ def session_cache(
 @pytest.fixture(scope="session")
 def host_module(session_cache: Path) -> None:
     """Build the host module in the session's cache, not once more in a test's empty one."""
-    from jitkern.host.module import module
+    from jitkern.host.library import module
 
     module()
 

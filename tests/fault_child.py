@@ -18,10 +18,11 @@ from fake_gpu import report_checks
 from launch_fake import STREAM, Fault, cuda, driver, log, params
 
 import jitkern
-from jitkern.host import module as host
-from jitkern.host.module import torch_state
+from jitkern.errors import EarlierIndexError
+from jitkern.host import library as host
+from jitkern.host.library import torch_state
 from jitkern.jit.device import DeviceModule
-from jitkern.ops import store
+from jitkern.ops import store  # noqa: F401 - registers its kernels
 
 PARAMS = "=QQqqQqqqqqqqIxxxxQ"  # of IndexParams
 driver.fake_kernel(b"jitkern_index_20B_v4_i64", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
@@ -55,14 +56,14 @@ def raised(call: Callable[..., object], *args: Any, **how: Any) -> Exception | N
 def is_raised_once(fault: Fault) -> None:
     check = host.module()["check_faults"]
     error = raised(check, 0)
-    assert isinstance(error, IndexError) and "index 900 at position 7" in str(error), error
+    assert isinstance(error, EarlierIndexError) and "index 900 at position 7" in str(error), error
     assert raised(check, 0) is None and fault.state == 0
 
 
 def check_the_second_half_of_a_store_raises_nothing() -> None:
     """PyTorch took the call apart, and K is stored by then."""
     fault = record()
-    first, store_v = (host.op_now(f"store_{n}cache", store.kernel) for n in ("", "v_"))
+    first, store_v = (host.Function(f"store_{n}cache_now") for n in ("", "v_"))
     for items in (5, 6):
         fault.be(*BAD)
         store_v(cuda(10, items), indices(), cuda(3, items))

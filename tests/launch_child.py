@@ -15,7 +15,7 @@ from fake_gpu import report_checks
 from launch_fake import STREAM, cuda, driver, log, module_of, pinned, refused
 
 import jitkern
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit import device as launch
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig

@@ -27,7 +27,7 @@ from launch_fake import (
 
 from jitkern.comm.args import namespace
 from jitkern.errors import UnsupportedError
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit import device as launch
 from jitkern.jit.device import CpuForm, DeviceModule
 

@@ -14,7 +14,7 @@ from needs import needs_nvrtc
 
 import jitkern
 from jitkern.compilers.sources import CSRC
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(jitkern.__file__).parent

@@ -13,7 +13,7 @@ from tiny import Use
 from jitkern.arch import Arch
 from jitkern.cli import doctor, main
 from jitkern.errors import ToolchainError
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

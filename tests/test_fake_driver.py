@@ -13,7 +13,7 @@ import pytest
 from fake_gpu import build_driver, checks_of, environment, needs_fake_gpu, run_checks
 from paths import TESTS
 
-from jitkern.host.module import module
+from jitkern.host.library import module
 
 
 class Script(NamedTuple):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +27,8 @@ from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.env import settings
-from jitkern.errors import CompileError, ToolchainError
-from jitkern.host import module as host
-from jitkern.host.build import build_host_module
+from jitkern.errors import CompileError, JitkernError, ToolchainError
+from jitkern.host import library as host
 
 SOURCE = """\
 #include <jitkern/answer.h>
@@ -73,7 +73,7 @@ def write_csrc(folder: Path, answer: int = 42) -> Path:
 
 
 def forget() -> None:
-    host._found = None
+    host._lookup = None
     host._builders.clear()
     get._caches.cache_clear()
     settings.cache_clear()
@@ -86,7 +86,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "CFLAGS", CFLAGS)
         csrc = write_csrc(folder / "src/jitkern/csrc")
-        entry = build_host_module(folder / "_prebuilt", csrc)
+        entry = host.build_host_module(folder / "_prebuilt", csrc)
     assert entry.artefact_name == "jitkern_host.so"
     return folder / "_prebuilt"
 
@@ -98,7 +98,7 @@ def stand_in(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(host, "CSRC", csrc)
     monkeypatch.setattr(host, "CFLAGS", CFLAGS)
     monkeypatch.setattr(get, "SHIPPED", tmp_path / "nothing")
-    monkeypatch.setattr(host, "_found", None)
+    monkeypatch.setattr(host, "_lookup", None)
     monkeypatch.setattr(host, "_builders", {})
     forget()
     return csrc
@@ -256,22 +256,44 @@ def kernels(**image: Any) -> Mock:
 
 def test_ops_resolve_through_python(shipped: Path) -> None:
     builder = Mock(return_value=kernels(return_value=b"12345"))
-    demo = host.op("demo", builder)
+    host.builds("demo", builder)
+    demo = host.Function("demo")
     assert demo(656, 16) == 70205  # image, entry points and configuration
     builder.assert_called_once_with(rows=656, bytes=16)
     builder().image.assert_called_once_with(Arch(9, 0))
-    host._builders["demo"] = lambda bytes_, lines: kernels()  # of other parameters
+    host.builds("demo", lambda bytes_, lines: kernels())  # other parameters
     with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
         demo(656, 16)
 
 
 def test_exceptions_survive_the_way_through_cxx(shipped: Path) -> None:
     error = CompileError("demo: failed", command="nvrtc", log="line 1", source="text")
-    demo = host.op("demo", lambda **_: kernels(side_effect=error))
-    with pytest.raises(type(error)) as caught:
-        demo(1, 2)
-    assert caught.value is error
-    assert host.ThroughCpp.waiting == {}
+    host.builds("demo", lambda **_: kernels(side_effect=error))
+    demo = host.Function("demo")
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            demo(1, 2)
+        assert caught.value is error
+    assert not vars(host._in_cpp)
+
+
+def test_threads_that_fail_at_once_get_their_own_exceptions(shipped: Path) -> None:
+    barrier = threading.Barrier(2)
+
+    def failing(rows: int, **_: int) -> Mock:
+        barrier.wait()
+        raise JitkernError(f"{rows} rows")
+
+    host.builds("demo", failing)
+    demo = host.Function("demo")
+
+    def failure(rows: int) -> str:
+        with pytest.raises(JitkernError) as caught:
+            demo(rows, 16)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(failure, (3, 4))) == ["3 rows", "4 rows"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jitkern.host.module import module
+from jitkern.host.library import module
 
 SPEED, WIDTH = "link_speed", "link_width"
 GEN_5 = {f"max_{SPEED}": "32.0 GT/s PCIe", f"max_{WIDTH}": "16"}

@@ -74,7 +74,7 @@ print(*sorted(set(sys.modules) - before))
 def test_a_first_call_imports_what_it_needs(fresh_python: Fresh) -> None:
     """Neither ninja nor a compiler, nor what writes to a cache, where all is there."""
     from jitkern.arch import Arch
-    from jitkern.host.module import module
+    from jitkern.host.library import module
     from jitkern.ops.index import kernel
 
     module()  # in the session's cache

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jitkern
 import jitkern.torch_ops
-from jitkern.host import module as host_module
-from jitkern.host.module import torch_state
+from jitkern.host import library as host_module
+from jitkern.host.library import torch_state
 from jitkern.ops._ops import OPS as TABLE
 from jitkern.ops.register import OVERLOADS
 

@@ -15,7 +15,7 @@ from jitkern.cache import get
 from jitkern.cache.entry import new_entry
 from jitkern.cache.store import Cache
 from jitkern.errors import ToolchainError
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit import device as jit_device
 
 OLD, NEW = "nvrtc-12.9", "nvrtc-13.1"
@@ -92,7 +92,7 @@ def test_ptx_is_for_drivers_as_new_as_its_compiler(
 @needs_cxx
 def test_the_driver_is_asked_through_the_host_module(monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler(monkeypatch, None)
-    monkeypatch.setattr(host, "_found", None)
+    monkeypatch.setattr(host, "_lookup", None)
     monkeypatch.setattr(host, "find_built", lambda: None)  # not built, and not for this
     assert taken() == NEW
     for answer, expected in ((12040, (12, 4)), (13010, (13, 1)), (0, (0, 0))):

@@ -19,7 +19,7 @@ import tvm_ffi
 from needs import needs_cxx, needs_nvrtc
 
 import jitkern
-from jitkern.host.module import find
+from jitkern.host.library import find
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {2: {"key0": 0, "key1": 1}, 20: {f"key{i}": i for i in range(20)}}

@@ -49,7 +49,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def run(ctx: Context) -> Iterator[Row]:
-    from jitkern.host import module as host
+    from jitkern.host import library as host
 
     host.module()  # built, if need be: no process that is timed shall do that
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as work:

@@ -20,7 +20,7 @@ from bench.cases.common import call_case, copy_module, empty_rows, no_op, ours, 
 from bench.measure import fill, measure
 from bench.timing import Timing
 from jitkern.arch import Arch
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.nn import TPEmbedding
 from jitkern.offload import DescriptorRing, OffloadEngine
 

@@ -25,7 +25,7 @@ from jitkern.errors import (
     WarmError,
 )
 from jitkern.fs import free_bytes, require_writable
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, compiler_id
 from jitkern.jit.loader import checked, load_device
 from jitkern.jit.native import NativeLibrary, has_cuda

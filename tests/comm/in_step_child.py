@@ -17,7 +17,7 @@ from launch_fake import STREAM, Fault, cuda, driver, log, params, raises
 import jitkern
 from jitkern.comm import PeerReducer
 from jitkern.errors import CommTimeoutError, EarlierFault
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 
 kept: list[Any] = []
@@ -35,7 +35,7 @@ class Reducer:
         memory = torch.full((2, num_bytes), 0xFF, dtype=torch.uint8)
         kept.append(memory)
         places = [part.data_ptr() for part in memory]
-        functions = host.op("make_peer_reducer")(0, places, 0, num_bytes, 10**9, 1 << 20)
+        functions = host.Function("make_peer_reducer")(0, places, 0, num_bytes, 10**9, 1 << 20)
         self._all_reduce, self.reset = functions["all_reduce"], functions["reset"]
         self._barrier = functions["device_barrier"]
 

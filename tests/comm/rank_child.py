@@ -46,7 +46,7 @@ from jitkern.comm import (
     rendezvous,
 )
 from jitkern.errors import CommTimeoutError
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.offload import PinnedPool, Share
 from jitkern.offload.memory import PinnedMemory
 

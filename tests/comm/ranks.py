@@ -25,7 +25,7 @@ from shared_gpu import IS_SHARED, num_gpus
 from threads.program import compiled
 
 from jitkern.compilers.sources import CSRC, include_dirs
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 HERE = Path(__file__).resolve().parent
 THREADS = HERE.parent / "threads"

@@ -13,7 +13,7 @@ from processes import EXAMPLES, run_example
 
 from jitkern.cli import main
 from jitkern.env import settings
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.ops import store
 
 ARCHS = "8.0,9.0"

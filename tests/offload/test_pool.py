@@ -19,7 +19,7 @@ from rings import is_mapped
 
 import jitkern
 from jitkern.errors import ShareError
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.offload import PinnedPool, Share, memory
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from ref import flat, replaced, same_bits
 from stems import FUNCTIONS, own_tests
 
 import jitkern
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 TABLES: dict[str, list[Mistake]] = {op: own_tests(FUNCTIONS[op]).mistakes() for op in FUNCTIONS}
 

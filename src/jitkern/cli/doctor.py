@@ -67,7 +67,7 @@ def diagnose() -> Iterator[Check]:
     yield host
     gpus = driver = 0
     if host.state == "ok":
-        from jitkern.host.module import module
+        from jitkern.host.library import module
 
         gpus, driver = (int(module()[name]()) for name in ("device_count", "driver_version"))
         if torch.state == "ok":
@@ -111,7 +111,7 @@ def _torch() -> str:
 
 
 def _host_module() -> str:
-    from jitkern.host import module as host
+    from jitkern.host import library as host
 
     lookup = host.find()
     return f"{lookup.source}, in {lookup.ms:.0f} ms"

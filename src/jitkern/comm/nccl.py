@@ -26,7 +26,7 @@ from jitkern.comm.threads import call_with_timeout, watch
 from jitkern.env import settings
 from jitkern.errors import CommError, UnsupportedError
 from jitkern.fs import ForkLocal
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 _FILE = "libnccl.so.2"
 _ALIGN_BYTES = 512  # the alignment of PyTorch's allocator
@@ -145,7 +145,7 @@ class PyNCCLCommunicator(Closing):
             raise
 
     def _connect(self, unique_id: bytes) -> None:
-        make = host.op("make_nccl_communicator")
+        make = host.Function("make_nccl_communicator")
         calls = namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
         for function in vars(calls).values():
             function.release_gil = True  # the thread below has to look for late calls

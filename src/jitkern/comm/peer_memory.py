@@ -21,7 +21,7 @@ from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
 _MAX_BYTES = 1 << 46  # per rank: less than a process can address

@@ -14,7 +14,7 @@ from tvm_ffi.error import register_error
 from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.args import call_cpp, namespace
 from jitkern.errors import CommError, CommTimeoutError, EarlierFault
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import load_entries
@@ -108,7 +108,7 @@ class PeerReducer:
         one_shot_bytes = ONE_SHOT_BYTES[self.size]
         deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
         functions = namespace(
-            host.op("make_peer_reducer")(
+            host.Function("make_peer_reducer")(
                 ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
             )
         )

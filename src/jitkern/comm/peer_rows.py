@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from jitkern.args import type_text
 from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import MAX_RANKS, PeerReducer
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
@@ -43,9 +43,9 @@ def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
 host.builds("peer_lists", list_kernel)
 
 
-@cache
-def _function(op: str) -> Callable[..., bool]:
-    return host.op(op, copy_kernels(op))
+for _op in _COPIES:
+    host.builds(_op, copy_kernels(_op))
+_gather, _scatter = host.Function("peer_gather"), host.Function("peer_scatter")
 
 
 def peer_gather(
@@ -102,8 +102,8 @@ def peer_gather(
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
         return
     args = (src, list(dsts), pairs, num_sms, reducer.rank, *reducer.barrier_in_cpp)
-    function, names = _function("peer_gather"), _GATHER_NAMES[size]
-    call_cpp("peer_gather", function, args, names, tuple(dsts), (src,), (pairs,))
+    names = _GATHER_NAMES[size]
+    call_cpp("peer_gather", _gather.call, args, names, tuple(dsts), (src,), (pairs,))
 
 
 def peer_scatter(
@@ -125,8 +125,7 @@ def peer_scatter(
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
     args = (src, dst, pairs, num_sms, reducer.rank, reducer.size, *reducer.barrier_in_cpp)
-    function = _function("peer_scatter")
-    call_cpp("peer_scatter", function, args, "dst src pairs", (dst,), (src,), (pairs,))
+    call_cpp("peer_scatter", _scatter.call, args, "dst src pairs", (dst,), (src,), (pairs,))
 
 
 def _reducer(op: str, group: Any) -> PeerReducer | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 if TYPE_CHECKING:
     import torch

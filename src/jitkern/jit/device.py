@@ -26,7 +26,7 @@ from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closu
 from jitkern.env import settings
 from jitkern.errors import JitkernError, ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig

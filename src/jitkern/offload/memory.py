@@ -16,7 +16,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from jitkern.fs import free_bytes
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from jitkern.args import device_arg, dtype_arg, int_arg, optional_arg, shape_arg
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.offload.depth import DepthController
 from jitkern.offload.monitor import OverlapMonitor
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from jitkern.args import device_arg, int_arg, number_arg
 from jitkern.errors import name_unreadable
 from jitkern.fs import make_memory
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.offload import memory
 from jitkern.offload.memory import PinnedMemory
 from jitkern.ops import dispatch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jitkern.errors import UNREADABLE, name_unreadable
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 if TYPE_CHECKING:
     import torch

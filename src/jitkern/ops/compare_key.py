@@ -5,26 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jitkern.errors import UNREADABLE, name_unreadable
-from jitkern.host import module as host
+from jitkern.host import library as host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    Compare = Callable[[Tensor, Tensor, int, int], int]
-
-
-def _first_call(x: Tensor, y: Tensor, start: int, page_size: int) -> int:
-    """Put the C++ function in the place of this one, and call it."""
-    global _op
-    op: Compare = host.module()["compare_key"]
-    _op = op
-    return op(x, y, start, page_size)
-
-
-# A plain name: the call of a cached look-up would be 25 ns of the 0.4 us that short keys take.
-_op: Compare = _first_call
+_compare = host.Function("compare_key")
 
 
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
@@ -48,7 +34,8 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
         ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
     """
     try:
-        return _op(x, y, start, page_size)
+        count: int = _compare.call(x, y, start, page_size)
+        return count
     except UNREADABLE as error:
         given = {"x": x, "y": y, "start": start, "page_size": page_size}
         options = dict.fromkeys(("start", "page_size"), "an int")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch, pairs
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
+_NOT_CONTIGUOUS = 2  # Outcome of csrc/ops/index.cc
 TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
 
 
@@ -57,9 +57,8 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     return [*((row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES), *tables]
 
 
-@cache
-def _op() -> Callable[..., Any]:
-    return host.op("indexing", kernel)
+host.builds("indexing", kernel)
+_index, _index_now = host.Function("indexing"), host.Function("indexing_now")
 
 
 def _through_torch(
@@ -144,26 +143,25 @@ def indexing(
         try:
             if result is None:
                 result = _new_output(weights, indices)
-            if not _op()(weights, indices, result, vocab_range, more):
+            outcome = _index.call(weights, indices, result, vocab_range, more)
+            if not outcome:
                 if output is not None:
                     dispatch.wrote(output)
                 return result
+            if outcome == _NOT_CONTIGUOUS and not hasattr(indices, "contiguous"):
+                _index_now(weights, indices, result, vocab_range, more)  # raises
         except TypeError:
             _check_ranges(vocab_range, added_range)
             raise
         except dispatch.UNREADABLE as error:
-            # PyTorch's indices that are not contiguous are copied on the way through PyTorch. To
-            # ask before takes 0.1 us of every call.
-            spread = str(error).startswith("indexing: indices: not contiguous")
-            if not spread or not hasattr(indices, "new_empty"):
-                # The new output, too: under torch.func.grad of something else it is a wrapper.
-                tensors = {"weights": weights, "indices": indices, "output": result}
-                ints = {"vocab_size": vocab_size}
-                for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
-                    if isinstance(given, (list, tuple)):
-                        ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
-                expected = dict.fromkeys(ints, "an int")
-                dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
+            # The new output, too: under torch.func.grad of something else it is a wrapper.
+            tensors = {"weights": weights, "indices": indices, "output": result}
+            ints = {"vocab_size": vocab_size}
+            for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
+                if isinstance(given, (list, tuple)):
+                    ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
+            expected = dict.fromkeys(ints, "an int")
+            dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     return _through_torch(weights, indices, output=output, **ranges)
 
@@ -217,7 +215,7 @@ def _into(
     first, added = (given and tuple(given) for given in (vocab_range, added_range))
     _check_ranges(first, added)
     more = (added, vocab_size)
-    host.op_now("indexing", kernel)(weights, indices.contiguous(), output, first, more)
+    _index_now(weights, indices.contiguous(), output, first, more)
 
 
 _REST = "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None"

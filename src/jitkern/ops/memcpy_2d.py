@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from jitkern.errors import UNREADABLE, name_unreadable
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.ops import dispatch
 from jitkern.ops.common import type_text
 
@@ -23,15 +22,7 @@ _OPTIONS = {
 }
 
 
-def _first_call(*arguments: Any) -> Any:
-    """Load the C++ function, replace this one by it, and call it."""
-    global _op
-    _op = host.op("memcpy_2d")
-    return _op(*arguments)
-
-
-# A module global, as in compare_key.py: the whole call of the driver takes 2 us.
-_op: Callable[..., Any] = _first_call
+_memcpy = host.Function("memcpy_2d")
 
 
 # No PyTorch operator: it may write outside of the view `dst`, which no schema can express.
@@ -96,13 +87,13 @@ def memcpy_2d_async(
             text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
             raise TypeError(f"memcpy_2d_async: stream: {text}") from None
     try:
-        outcome = _op(
+        outcome = _memcpy.call(
             dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable, None
         )
         if outcome == _STORAGE_IS_NEEDED:
             storages = (*_storage(dst), *_storage(src))
             rest = (code, handle, ordinal, allow_pageable, storages)
-            outcome = _op(dst, src, dpitch, spitch, width, height, *rest)
+            outcome = _memcpy.call(dst, src, dpitch, spitch, width, height, *rest)
     except UNREADABLE as error:
         sizes = (dpitch, spitch, width, height)
         options = dict(zip(_OPTIONS, (*sizes, kind, allow_pageable), strict=True))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint, warm_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
@@ -106,9 +106,8 @@ def specialisations(head_dim: int) -> list[tuple[int, ...]]:
 host.builds("merge", kernel)
 
 
-@cache
-def _op(name: str) -> Callable[..., Any]:
-    return host.op(name, kernel)
+_NAMES_OF_CPP = ("merge_state", "merge_states", "merge_state_now", "merge_states_now")
+_cpp = {name: host.Function(name) for name in _NAMES_OF_CPP}
 
 
 @dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
@@ -223,7 +222,7 @@ def _merge(op: str, partials: tuple[Any, ...], read: tuple[Any, ...], /, *option
                 to = _new_out(like)
             if lse is None and (like := _first(op, partials[1])) is not None:
                 to_lse = _new_lse(like)
-            if not _op(op)(*partials, to, to_lse, packed):
+            if not _cpp[op].call(*partials, to, to_lse, packed):
                 if given:
                     dispatch.wrote(*given)
                 return to, to_lse
@@ -344,11 +343,11 @@ def _now(
     prefill = prefill_tokens_with_context
     if prefill is None:
         options = _options("merge_states", base, lse_layout, scale, count)
-        host.op_now("merge_states", kernel)(outs, lses, output, lse, options)
+        _cpp["merge_states_now"](outs, lses, output, lse, options)
     else:
         options = _options("merge_state", base, lse_layout, scale, prefill)
         both = (outs[0], lses[0], outs[1], lses[1])
-        host.op_now("merge_state", kernel)(*both, output, lse, options)
+        _cpp["merge_state_now"](*both, output, lse, options)
 
 
 def _new(outs: list[Tensor], lses: list[Tensor], **rest: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.ops import dispatch
 from jitkern.ops.block_buffers import BlockBuffers
 
@@ -42,7 +42,7 @@ _DIRECT = """\
 def {name}({parameters}):
     if dispatch.in_inference_mode() or dispatch.may_write({written}, {read}):
         try:
-            if not call({arguments}):
+            if not call.call({arguments}):
                 dispatch.wrote(*{changed})
                 return
         except dispatch.UNREADABLE as error:
@@ -89,18 +89,14 @@ def op(
             untraced=refusal if objects else "",
         )
 
-        def first_call(*args: Any) -> Any:
-            """Load the host module, and stand aside from then on."""
-            functions["call"] = host.op(called, kernel)
-            return functions["call"](*args)
-
+        host.builds(called, kernel)
         functions: dict[str, Any] = {
             "AUTO": "auto",
             "OPTIONS": {p.name: _expected(p) for p in parameters.values() if not _is_tensor(p)},
             "dispatch": dispatch,
             "BlockBuffers": BlockBuffers,
-            "call": first_call,
-            "call_now": lambda *args: host.op_now(called, kernel)(*args),
+            "call": host.Function(called),
+            "call_now": host.Function(f"{called}_now"),
         }
         exec(compile(source, f"<jitkern op {called}>", "exec"), functions)
         schema = _schema(called, parameters.values(), writes)

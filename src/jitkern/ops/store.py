@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
@@ -42,6 +42,9 @@ def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
     """Return the template arguments that rows of ``row_bytes`` need, of both caches or of one."""
     vec_bytes = widest_vec_bytes(row_bytes)
     return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
+
+
+_store_v = host.Function("store_v_cache_now")
 
 
 def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
@@ -96,6 +99,6 @@ def store_cache(
 OVERLOADS["store_cache"].append(
     TorchOverload(
         "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()",
-        lambda v_cache, indices, v: host.op_now("store_v_cache", kernel)(v_cache, indices, v),
+        lambda v_cache, indices, v: _store_v(v_cache, indices, v),
     )
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
-from jitkern.host import module as host
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch

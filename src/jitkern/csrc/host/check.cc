@@ -8,7 +8,7 @@ namespace jitkern {
 namespace {
 
 // Stands for an int of more than 64 bits under apache-tvm-ffi before 0.1.15, whose Python side
-// raises OverflowError for it without a word on which argument it is (host/module.py).
+// raises OverflowError for it without a word on which argument it is (host/library.py).
 struct BigInt : tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.BigInt", BigInt, tvm::ffi::Object);
 };

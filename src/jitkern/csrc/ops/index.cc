@@ -238,7 +238,20 @@ void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range
   launch_index(LaunchScope(args.indices), args);
 }
 
-JITKERN_EXPORT_OP(indexing, index);
+// The result of a call for Python: see ops/index.py.
+enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kIndicesNotContiguous };
+
+int64_t index_unless_torch(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range,
+                           AnyView more) {
+  if (torch_has_to_see_it()) return kTorchHasToSeeIt;
+  const Tensor checked(kOp, "indices", indices);
+  if (checked.numel() > 0 && !tvm::ffi::IsContiguous(*checked.dl)) return kIndicesNotContiguous;
+  index(weights, indices, output, vocab_range, more);
+  return kDone;
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexing, index_unless_torch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexing_now, index);
 
 }  // namespace
 

@@ -1,31 +1,35 @@
-"""The host module: all of jitkern's own C++ as one library that checks, computes and launches.
+"""The host module: jitkern's own C++ as one library that checks, computes and launches.
 
-It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it in
-``build/`` there, when it is first used.
+It needs no CUDA to build and none to load. The wheel ships it; a source checkout builds it in its
+``build/`` folder at the first use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.arch import Arch
 from jitkern.cache import get
-from jitkern.cache.entry import Entry, Key
+from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, get_or_build
-from jitkern.cache.store import EXACT, NO_USE
+from jitkern.cache.lock import build_folder
+from jitkern.cache.store import EXACT, NO_USE, Cache
+from jitkern.compilers import cxx
 from jitkern.compilers.load import load_library, platform_abi
-from jitkern.compilers.sources import CSRC
-from jitkern.env import settings
-from jitkern.errors import EarlierIndexError, EarlierRuntimeError, JitkernError
+from jitkern.compilers.sources import CSRC, include_dirs
+from jitkern.env import CXX_HEADERS, settings
+from jitkern.errors import EarlierIndexError, EarlierRuntimeError, JitkernError, ToolchainError
 from jitkern.fs import ForkLocal, digest, sha256
 
 if TYPE_CHECKING:
@@ -34,10 +38,11 @@ if TYPE_CHECKING:
 NAME = "jitkern_host"
 CFLAGS = ("-std=c++17", "-O3", "-fvisibility=hidden")  # no -march=native: the cache may be shared
 
-Builder = Callable[..., Any]  # returns the DeviceModule of a specialisation of an op
+Builder = Callable[..., Any]  # returns the DeviceModule of a specialisation
 
+_log = logging.getLogger("jitkern")
 _guard = ForkLocal(threading.RLock)
-_found: Lookup[Module] | None = None
+_lookup: Lookup[Module] | None = None
 _builders: dict[str, Builder] = {}
 
 
@@ -51,43 +56,53 @@ def module() -> Module:
 
 def find() -> Lookup[Module]:
     """Return the host module and where it was found. Raises as ``module``."""
-    if _found is None:
+    if _lookup is None:
         with _guard.value:
-            if _found is None:
+            if _lookup is None:
                 return _initialised(get_or_build(HostModule(CSRC)))
-    return _found
+    return _lookup
 
 
 def find_built() -> Lookup[Module] | None:
-    """As ``find``, but None if it would have to be built."""
+    """Return the same as ``find``, but None if it would have to be built."""
     with _guard.value:
-        found = _found or get.find(HostModule(CSRC))
-        return found if found is None or found is _found else _initialised(found)
+        lookup = _lookup or get.find(HostModule(CSRC))
+        return lookup if lookup is None or lookup is _lookup else _initialised(lookup)
 
 
-def op(name: str, builder: Builder | None = None) -> Callable[..., Any]:
-    """Return the exported C++ function of the op `name`.
+# -- functions of the host module ------------------------------------------------------------------
 
-    `builder` makes its kernels: it is called with the ints of a specialisation, by name, when a
-    call on a GPU first needs it. The function returns true and does nothing if a mode or a tracer
-    of PyTorch has to see the call.
+
+class Function:
+    """An exported C++ function that may ask for PyTorch's state, looked up at its first call.
+
+    ``call`` is the C++ function itself from then on: a hot path calls it without a wrapper of
+    Python, which takes 60 ns.
     """
-    if builder is not None:
-        _builders[name] = builder
-    module()["set_torch_state"](*torch_state())
-    return module()[name]
+
+    __slots__ = ("_name", "call")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.call: Callable[..., Any] = self._look_up_and_call
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def _look_up_and_call(self, *args: Any) -> Any:
+        loaded = module()
+        loaded["set_torch_state"](*torch_state())
+        self.call = loaded[self._name]
+        return self.call(*args)
 
 
 def builds(name: str, builder: Builder) -> None:
-    """Register `builder` for the kernels that C++ requests by `name`, for several ops."""
-    _builders[name] = builder
+    """Register what makes the kernels that C++ requests by `name`.
 
-
-@cache
-def op_now(name: str, builder: Builder) -> Callable[..., Any]:
-    """As ``op``, but for calls of PyTorch's dispatcher: the function always runs."""
+    A call on a GPU that needs a specialisation for the first time calls `builder` with its ints, by
+    name.
+    """
     _builders[name] = builder
-    return module()[f"{name}_now"]
 
 
 def takes_big_ints(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +150,9 @@ class _BigIntModule:
         return self[name]
 
 
+# -- building and loading --------------------------------------------------------------------------
+
+
 class HostModule(Buildable["Module"]):
     """The library of the sources in `csrc`. The key leaves out the compiler: any will do."""
 
@@ -160,29 +178,91 @@ class HostModule(Buildable["Module"]):
         return cast("Module", _BigIntModule(load_library(NAME, entry.artefact or entry.data)))
 
     def build(self) -> Entry:
-        # Imported here: few processes build it.
-        from jitkern.host.build import announce_and_build
-
-        built = announce_and_build(self.key, self._csrc)
+        """Log why it is built, and build it; ToolchainError without a compiler."""
+        why, cure = self._why_not_shipped()
+        if not cxx.toolchain_id():
+            raise ToolchainError(
+                f"the host module {why} and there is no C++ compiler to build it; {cure}"
+            )
+        # A warning, which Python shows without any logging setup: the build takes long.
+        _log.warning("jitkern: building the host module with c++: it %s", why)
+        entry = self.compile()
         if HostModule(self._csrc).key.digest != self.key.digest:
             raise JitkernError(f"{NAME}: a source changed while it was built; call it again")
-        return built
+        return entry
 
     def hint(self) -> str:
         return "build it beforehand with: jitkern warm"
+
+    def compile(self, *, ldflags: Sequence[str] = ()) -> Entry:
+        """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`."""
+        import tvm_ffi
+
+        with build_folder(self._checkout_folder()) as folder:
+            library = cxx.build(
+                NAME,
+                sources=sorted(self._csrc.rglob("*.cc")),
+                directory=folder,
+                cflags=self.key.describe["cflags"],
+                ldflags=("-pthread", *ldflags),  # a library of its own before glibc 2.34
+                include_paths=include_dirs(self._csrc),
+                precompiled=self._csrc / "host" / "precompiled.h",
+                unset=CXX_HEADERS,  # they would bring headers that are in no key
+            ).read_bytes()
+        notes = {"tvm_ffi": tvm_ffi.__version__, "libc": platform_abi()[1]}
+        variant = f"{cxx.toolchain_id()}+tvm-ffi-{tvm_ffi.__version__}"
+        return new_entry(self.key, variant, {f"{NAME}.so": library}, notes)
+
+    def _checkout_folder(self) -> Path | None:
+        """Return the folder in a checkout's ``build/`` for ninja; None outside a checkout.
+
+        Its name holds what ninja does not check: the versions of the compiler and of tvm-ffi.
+        """
+        import tvm_ffi
+
+        root = self._csrc.parents[2]
+        headers = [str(path) for path in cxx.tvm_ffi_include_dirs()]
+        # pip builds wheels against packages in a temporary directory, with a new name each time.
+        is_temporary = headers[0].startswith(tempfile.gettempdir())
+        is_checkout = (root / "hatch_build.py").is_file() and os.access(root, os.W_OK)
+        unchecked = [cxx.toolchain_id(), tvm_ffi.__version__, headers, self.key.describe]
+        name = f"host-{digest(unchecked)[:12]}"
+        return root / "build" / name if is_checkout and not is_temporary else None
+
+    def _why_not_shipped(self) -> tuple[str, str]:
+        """Return why no library of the wheel serves, and what to install instead of a compiler."""
+        import tvm_ffi
+
+        entry = Cache(get.SHIPPED, read_only=True, shared=True).lookup(self.key)
+        if entry is None:
+            cure = "install g++ (apt install g++) or a jitkern wheel"
+            return "is not shipped for these sources", cure
+        shipped = entry.meta.get("tvm_ffi")
+        why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
+        return why, f"pip install apache-tvm-ffi=={shipped}"
+
+
+def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
+    """Build the host module as an entry below `out_dir`, for the wheel.
+
+    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
+    """
+    # Stripped. Links the user's libstdc++, which torch needs too; a static one needs glibc 2.36.
+    entry = HostModule(csrc).compile(ldflags=("-s",))
+    return Cache(Path(out_dir), shared=True).publish(entry)
 
 
 def _source_digests(csrc: str) -> dict[str, str]:
     """Return the digest of each C++ source and header below `csrc`, by its path there."""
     # Not Path.rglob and relative_to: with them a warm load takes 4 ms instead of 2.
-    found = {}
+    digests = {}
     for folder, _, names in os.walk(csrc):
         for name in names:
             if name.endswith((".cc", ".h")):
                 file = f"{folder}/{name}"
                 with open(file, "rb", buffering=0) as source:
-                    found[file[len(csrc) + 1 :]] = sha256(source.read())
-    return found
+                    digests[file[len(csrc) + 1 :]] = sha256(source.read())
+    return digests
 
 
 def fits(built_against: str, installed: str) -> bool:
@@ -197,17 +277,20 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def _initialised(found: Lookup[Module]) -> Lookup[Module]:
+# -- what C++ asks Python for ----------------------------------------------------------------------
+
+
+def _initialised(lookup: Lookup[Module]) -> Lookup[Module]:
     """Give the host module its callbacks and settings, and keep it for this process."""
-    global _found
+    global _lookup
     from tvm_ffi.error import register_error
 
     for error in (ThroughCpp, EarlierIndexError, EarlierRuntimeError):
         register_error(f"jitkern.{error.__name__}", error)
-    found.loaded["set_resolver"](_resolve)
-    found.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
-    _found = found
-    return found
+    lookup.loaded["set_resolver"](_resolve)
+    lookup.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
+    _lookup = lookup
+    return lookup
 
 
 # Functions of PyTorch on the state of a thread, for C++ that is built without PyTorch: the number
@@ -246,16 +329,18 @@ _FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
 }
 
 
-class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
-    """Carries a jitkern exception through C++, which keeps only kind and message.
+_in_cpp = threading.local()  # .error: the exception that C++ is passing on, on this thread
 
-    The exception itself, with its log and command, waits here and comes back in its place.
+
+class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
+    """Stands for a jitkern exception inside C++, which keeps only the kind and the message.
+
+    When C++ raises it in Python again, the exception itself comes in its place, with its log and
+    command.
     """
 
-    waiting: ClassVar[dict[str, JitkernError]] = {}
-
-    def __new__(cls, message: str) -> Any:
-        return cls.waiting.pop(message, None) or super().__new__(cls, message)
+    def __new__(cls, *args: Any) -> Any:
+        return _in_cpp.__dict__.pop("error", None) or super().__new__(cls, *args)
 
 
 @contextmanager
@@ -264,10 +349,8 @@ def through_cpp() -> Iterator[None]:
     try:
         yield
     except JitkernError as error:
-        # The id, since two threads may fail with the same message.
-        message = f"{type(error).__name__}: {error} [{id(error)}]"
-        carrier = ThroughCpp(message)
-        ThroughCpp.waiting[message] = error
+        carrier = ThroughCpp(str(error))
+        _in_cpp.error = error
         raise carrier from error
 
 
