@@ -145,8 +145,7 @@ def _look_up(op: str) -> None:
     from jitkern.arch import Arch
     from jitkern.ops import device_ops
 
-    module = device_ops()[op]
-    module.kernel(*module.specialisations(ROW_BYTES)[0]).image(Arch.parse(ARCH))
+    device_ops()[op].kernels(ROW_BYTES)[0].image(Arch.parse(ARCH))
 
 
 def _count_case(callgrind: "Callgrind", case: Any) -> float:

@@ -172,9 +172,8 @@ def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
 @pytest.mark.parametrize("op", ON_GPU)
 def test_the_advice_of_a_missing_kernel_builds_it(op: str) -> None:
     """Some named an op that there is not."""
-    module, sizes = device_ops()[op], op_sizes()
-    kernels = [module.kernel(*spec) for spec in module.specialisations(656)]
-    for kernel in kernels + getattr(module, "shared_kernels", list)():
+    sizes = op_sizes()
+    for kernel in device_ops()[op].kernels(656):
         command = kernel.hint(SM_90).partition("jitkern ")[2].split()
         args = _parser().parse_args(command)
         ops = [op_names()[name] for name in args.op or [op]]
@@ -185,12 +184,13 @@ def test_the_advice_of_a_missing_kernel_builds_it(op: str) -> None:
 
 def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
     merge = device_ops()["merge"]
-    spec = merge.specialisations(128)[0]
-    usual = merge.kernel(*spec).hint(SM_90)
-    assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", usual)
-    dim, elems, in_type, out_type, *rest = spec
-    for other in ((dim, elems // 2, in_type, out_type, *rest), (dim, elems, in_type, 3, *rest)):
-        assert merge.kernel(*other).hint(SM_90) == device.record_hint(SM_90)
+    usual = {"vec_elems": 8, "out_type": 2}  # 16 bytes of bf16, to bf16
+    rest = {"dim": 128, "in_type": 2, "lse_type": 0, "capacity": 2, "plain": 1}
+    hint = merge.kernel(**usual, **rest).hint(SM_90)
+    assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", hint)
+    for unusual in ({"vec_elems": 4}, {"out_type": 3}):
+        kernel = merge.kernel(**{**usual, **unusual}, **rest)
+        assert kernel.hint(SM_90) == device.record_hint(SM_90)
 
 
 @needs_nvrtc

@@ -132,8 +132,7 @@ def _image_lookups() -> Calls:
     modules = device_ops()
 
     def look_up(op: str, row_bytes: int = ROW_BYTES, number: int = 0) -> Callable[[], object]:
-        spec = modules[op].specialisations(row_bytes)[number]
-        return lambda: modules[op].kernel(*spec).image(Arch.parse("9.0"))
+        return lambda: modules[op].kernels(row_bytes)[number].image(Arch.parse("9.0"))
 
     lookups: Calls = {FIRST_KERNEL: look_up("store", OTHER_ROW_BYTES)}
     lookups |= {op: look_up(op) for op in INLINE}

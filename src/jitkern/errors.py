@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
@@ -107,23 +107,17 @@ UNREADABLE = (RuntimeError, ValueError, BufferError)
 """Exceptions that C++ raises for an argument whose memory it cannot read."""
 
 
-def name_unreadable(
-    error: Exception, op: str, options: Mapping[str, str] | None = None, /, **arguments: Any
-) -> NoReturn:
+def name_unreadable(error: Exception, op: str, /, **arguments: Any) -> NoReturn:
     """Raise ValueError naming the argument whose memory C++ cannot read; else `error`.
 
     A tensor that is meta, sparse, quantised, nested or inside vmap fails with PyTorch's words and
-    no argument's name, a read-only array with NumPy's. `options` says what arguments that are no
-    tensors should be: a tensor there is a TypeError. Called after a call has failed.
+    no argument's name, a read-only array with NumPy's. Called after a call has failed.
     """
     import tvm_ffi
 
     for name, value in arguments.items():
         if not hasattr(value, "__dlpack__"):
             continue
-        if options is not None and name in options:
-            text = f"{op}: {name}: {type(value).__name__}, expected {options[name]}"
-            raise TypeError(text) from error
         try:
             tvm_ffi.from_dlpack(value)
         except Exception as refusal:

@@ -1,8 +1,8 @@
 """The ops as PyTorch operators, ``torch.ops.jitkern.*``, for all that traces or wraps tensors.
 
-Importing this module registers them, as ``ops.register.OVERLOADS`` lists them. The
-public functions do so when they are traced; import it before an exported program is loaded, which
-names the operators but calls no function.
+Importing this module registers the ``OVERLOADS`` of each op's module. A public function imports it
+when it is traced; import it yourself before you load an exported program, which names operators but
+calls no function. ``ops/dispatch.py`` says which calls come here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 
 from jitkern.errors import name_unreadable
-from jitkern.ops._ops import OPS
+from jitkern.ops._ops import OPS, TorchOverload
 from jitkern.ops.common import not_a_tensor
-from jitkern.ops.register import OVERLOADS, TorchOverload
 
 _unpack_dual: Any = forward_ad.unpack_dual
 
@@ -88,21 +87,34 @@ def _tensors_of(arguments: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors_of({f"{name}[{i}]": one for i, one in enumerate(value)})
+            yield from _tensors_of({f"{name}[{i}]": item for i, item in enumerate(value)})
 
 
-def _kernel(op: str, arguments: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs where the tensors are plain: PyTorch's rules, then the op."""
-    written = _written(arguments)
+class _Signature:
+    """The arguments of an operator, in the order of its schema."""
+
+    def __init__(self, operator: Any) -> None:
+        arguments = operator._schema.arguments
+        self._defaults = {a.name: a.default_value for a in arguments}
+        self.written = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+
+    def bind(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments by name. The dispatcher leaves out those at their defaults."""
+        return {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **kwargs}
+
+
+def _kernel(op: str, signature: _Signature, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator for tensors with memory: PyTorch's rules, then the op."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        named = _named(arguments, args, kwargs)
-        changed = {name: named[name] for name in written if named.get(name) is not None}
-        refuse_transformed(op, named)
+        named = signature.bind(args, kwargs)
+        changed = {name: named[name] for name in signature.written if named[name] is not None}
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            refuse_transformed(op, named)
         if changed and not torch.is_inference_mode_enabled():
             _refuse_inference_tensors(op, changed)
         try:
-            result = function(*args, **kwargs)
+            result = run(*named.values())
         except RuntimeError as error:
             name_unreadable(error, op, **dict(_tensors_of(named)))
         if changed:
@@ -122,49 +134,44 @@ def _refuse_inference_tensors(op: str, written: dict[str, Any]) -> None:
             )
 
 
-def _fake(op: str, arguments: Any, function: Callable[..., Any] | None) -> Callable[..., Any]:
+def _fake(op: str, signature: _Signature, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operator's fake, which refuses tensors on the meta device beside others."""
 
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        tensors = dict(_tensors_of(_named(arguments, args, kwargs)))
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(args, kwargs)
+        tensors = dict(_tensors_of(named))
         on_meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
         if 0 < len(on_meta) < len(tensors):
             raise ValueError(f"{op}: {on_meta[0]}: device meta, expected cpu or cuda")
-        return None if function is None else function(*args, **kwargs)
+        return fake(*named.values())
 
-    return fake
-
-
-def _named(arguments: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-
-
-def _written(arguments: Any) -> list[str]:
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return checked
 
 
 def _register(op: str, overload: TorchOverload) -> None:
     name = overload.schema.partition("(")[0]
     _LIBRARY.define(overload.schema, tags=(torch.Tag.pt2_compliant_tag,))
     operator = getattr(getattr(torch.ops.jitkern, op), name.partition(".")[2] or "default")
-    arguments = operator._schema.arguments
-    _LIBRARY.impl(name, _kernel(op, arguments, overload.function), "CompositeExplicitAutograd")
-    fake = _fake(op, arguments, overload.fake)
+    signature = _Signature(operator)
+    _LIBRARY.impl(name, _kernel(op, signature, overload.run), "CompositeExplicitAutograd")
+    fake = _fake(op, signature, overload.fake)
     torch.library.register_fake(f"jitkern::{name}", fake, lib=_LIBRARY)
     if overload.one_by_one is not None:
-        operator.py_impl(FunctionalTensorMode)(_functional(operator, overload.one_by_one))
+        functional = _functional(operator, signature, overload.one_by_one)
+        operator.py_impl(FunctionalTensorMode)(functional)
     # Without this PyTorch invents a gradient that only warns.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
-def _functional(operator: Any, one_by_one: Callable[..., None]) -> Callable[..., Any]:
+def _functional(
+    operator: Any, signature: _Signature, one_by_one: Callable[..., None]
+) -> Callable[..., Any]:
     """Return the operator for graphs without writes: one by one if outputs share a storage."""
-    arguments = operator._schema.arguments
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        named = _named(arguments, args, kwargs)
-        tensors = [named[name] for name in _written(arguments) if named.get(name) is not None]
-        if len({_allocation(one) for one in tensors}) == len(tensors):
+        named = signature.bind(args, kwargs)
+        tensors = [named[name] for name in signature.written if named[name] is not None]
+        if len(set(map(_allocation, tensors))) == len(tensors):
             return mode.__torch_dispatch__(operator, (), args, kwargs)
         with mode:
             return one_by_one(**named)
@@ -180,6 +187,5 @@ def _allocation(tensor: Any) -> int:
 
 
 for _op in OPS:
-    import_module(f"jitkern.ops.{_op.stem}")
-    for _overload in OVERLOADS.get(_op.function, ()):
+    for _overload in getattr(import_module(f"jitkern.ops.{_op.stem}"), "OVERLOADS", ()):
         _register(_op.function, _overload)

@@ -294,9 +294,7 @@ def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Ou
 def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
     kernels: dict[DeviceModule, None] = {}
     for op, size in wanted:
-        module = device_ops()[op]
-        of_size = [module.kernel(*spec) for spec in module.specialisations(size)]
-        kernels |= dict.fromkeys(of_size + getattr(module, "shared_kernels", list)())
+        kernels |= dict.fromkeys(device_ops()[op].kernels(size))
     return list(kernels)
 
 

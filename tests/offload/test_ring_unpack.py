@@ -146,7 +146,7 @@ def test_what_would_see_nothing_of_it() -> None:
     src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(rows((0, 0, 8)))
-        text = "^unpack: dst: written while a tracer or a dispatch mode of PyTorch is active"
+        text = "^unpack: cannot run inside torch.jit.trace or a TorchDispatchMode"
         with pytest.raises(RuntimeError, match=text), Watcher():
             unpack(src, dst, ring)
 

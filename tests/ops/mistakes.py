@@ -108,11 +108,10 @@ def unreadable(argument: str, like: Tensor) -> list[Mistake]:
 
 
 def not_ints(*arguments: str, optional: bool = False) -> list[Mistake]:
-    """What is no int, also tensors that cannot be read."""
+    """What is no int."""
     values = [
         ("float", 1.0), ("bool", True), ("str", "2"), ("int of more than 64 bits", 2**63),
-        ("Tensor", torch.tensor(2)), ("Tensor", torch.ones((), device="meta")),
-        ("Tensor", torch.ones(2, 2).to_sparse()), *[("None", None)] * (not optional),
+        ("Tensor", torch.tensor(2)), *[("None", None)] * (not optional),
     ]  # fmt: skip
     return [
         ({name: value}, TypeError, f"{name}: {came}, expected an int")
@@ -148,7 +147,7 @@ def not_words(name: str, expected: str, *wrong: str, optional: bool = False) -> 
     """Return what is none of an argument's words: these, nothing, and what is no str."""
     values = [
         ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list", ["e"]),
-        ("Tensor", torch.ones(2, device="meta")), *[("None", None)] * (not optional),
+        ("Tensor", torch.ones(2)), *[("None", None)] * (not optional),
     ]  # fmt: skip
     words = [({name: word}, ValueError, f'{name}: "{word}", expected {expected}')
              for word in (*wrong, "")]  # fmt: skip

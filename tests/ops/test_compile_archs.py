@@ -25,11 +25,15 @@ FEW = 4
 def kernels(op: str, arch: str) -> list[DeviceModule]:
     """Return all kernels for 9.0, a few of one size for the others."""
     module = device_ops()[op]
-    specs = module.specialisations(ROW_BYTES[0])
+    kernels: list[DeviceModule] = module.kernels(ROW_BYTES[0])
     if arch != "9.0":
-        return [module.kernel(*spec) for spec in specs[:: -(-len(specs) // FEW)]]
-    specs += [module.specialisations(size)[0] for size in ROW_BYTES[1:]]
-    return [module.kernel(*spec) for spec in specs] + getattr(module, "shared_kernels", list)()
+        return kernels[:: -(-len(kernels) // FEW)]
+    return kernels + [module.kernels(size)[0] for size in ROW_BYTES[1:]]
+
+
+def own_kernels(op: str, row_bytes: int) -> list[DeviceModule]:
+    """Return the op's kernels for rows of this size, without those that it shares with others."""
+    return [kernel for kernel in device_ops()[op].kernels(row_bytes) if kernel.op == op]
 
 
 def arch_of(image: bytes) -> int:
@@ -49,8 +53,7 @@ def compiles(kernel: DeviceModule, arch: Arch) -> None:
 
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_kernel_compiles(op: str) -> None:
-    module = device_ops()[op]
-    compiles(module.kernel(*module.specialisations(656)[0]), Arch(9, 0))
+    compiles(device_ops()[op].kernels(656)[0], Arch(9, 0))
 
 
 @pytest.mark.slow
@@ -64,10 +67,9 @@ def test_kernels_compile(op: str, arch: str) -> None:
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_profiler_tells_kernels_apart(op: str) -> None:
     """By op, index type and what else a call may use, and row size if that is compiled in."""
-    module = device_ops()[op]
-    specs = {spec for row_bytes in ROW_BYTES for spec in module.specialisations(row_bytes)}
-    names = {module.kernel(*spec).exports[0] for spec in specs}
-    assert len(names) == len(specs)
+    kernels = {kernel for row_bytes in ROW_BYTES for kernel in own_kernels(op, row_bytes)}
+    names = {kernel.exports[0] for kernel in kernels}
+    assert len(names) == len(kernels)
     for name in names:
         assert re.match(rf"jitkern_{op}_(\d+B_)?v\d+", name)
 
@@ -76,9 +78,8 @@ def test_a_profiler_tells_kernels_apart(op: str) -> None:
 @pytest.mark.parametrize("op", ON_GPU)
 def test_no_kernel_spills(op: str) -> None:
     """A spilled register would be memory traffic of its own; ptxas tells."""
-    module, arch = device_ops()[op], Arch.parse("9.0")
-    for spec in module.specialisations(656):
-        kernel = module.kernel(*spec)
+    arch = Arch.parse("9.0")
+    for kernel in own_kernels(op, 656):
         verbose = load_jit(
             op,
             *kernel.args,

@@ -83,12 +83,11 @@ def test_rows_of_two_sizes(
 
 def test_one_kernel_serves_both_caches_and_one() -> None:
     store = jitkern.ops.store
-    assert store.specialisations(656) == [(656, 16, 4), (656, 16, 8)]
-    for spec in store.specialisations(656):
-        row_bytes = spec[0]
-        of_a_call = store.kernel(*spec, first_row_bytes=row_bytes)  # as C++ asks for it
-        assert of_a_call.key(SM_90) == store.kernel(*spec).key(SM_90)
-        assert of_a_call.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
+    assert store.kernels(656) == [store.kernel(656, 16, index_bytes) for index_bytes in (4, 8)]
+    for spec in ((656, 16, 4), (656, 16, 8)):
+        requested = store.kernel(*spec, first_row_bytes=656)  # by C++
+        assert requested.key(SM_90) == store.kernel(*spec).key(SM_90)
+        assert requested.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
 
 
 def test_a_frozen_miss_of_two_sizes_names_the_way_to_build_it() -> None:

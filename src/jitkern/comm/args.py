@@ -76,18 +76,18 @@ def call_cpp(
     ``names`` are those of the written, the read and the index tensors. RuntimeError if PyTorch has
     to see the call.
     """
-    if not dispatch.in_inference_mode() and not dispatch.may_write(written, read):
+    if not (dispatch.inference_mode.is_enabled() or dispatch.is_plain(written, read)):
         name = iter(names.split())
         parts = [{next(name): tensor for tensor in part} for part in (written, read)]
         dispatch.refuse(op, *parts)
     try:
         result = function(*args)
     except EarlierFault:
-        dispatch.wrote(*written)  # this call was made all the same
+        dispatch.bump_versions(written)  # this call was made all the same
         raise
     except Exception as error:
         tensors = (*written, *read, *indices)
         name_unreadable(error, op, **dict(zip(names.split(), tensors, strict=True)))
     if not result:
-        dispatch.wrote(*written)
+        dispatch.bump_versions(written)
     return result

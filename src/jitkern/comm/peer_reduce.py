@@ -17,7 +17,7 @@ from jitkern.errors import CommError, CommTimeoutError, EarlierFault
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import load_entries
+from jitkern.ops.common import RowShape, load_entries
 
 Algorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
@@ -48,7 +48,7 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
     entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
     file, hint = "comm/peer_reduce.cu", record_hint  # `jitkern warm` has no option for it
-    return load_entries("peer_reduce", file, entries, args, in_flight, hint)
+    return load_entries("peer_reduce", file, entries, args, RowShape(in_flight), hint)
 
 
 host.builds("peer_reduce", kernel)

@@ -142,7 +142,9 @@ class TorchCommunicator(Closing):
                 raise ValueError(f"{call}: {name}: {tensor.layout}, expected a dense tensor")
             if not tensor.is_contiguous():
                 raise ValueError(f"{call}: {name}: not contiguous, expected contiguous")
-        if not dispatch.in_inference_mode() and not dispatch.may_write((), tuple(tensors.values())):
+        if not (
+            dispatch.inference_mode.is_enabled() or dispatch.is_plain((), tuple(tensors.values()))
+        ):
             dispatch.refuse(call, {}, tensors)
         x, output = tensors["x"], tensors.get("output", tensors["x"])
         if output.dtype != x.dtype:

@@ -76,8 +76,8 @@ def find_built() -> Lookup[Module] | None:
 class Function:
     """An exported C++ function that may ask for PyTorch's state, looked up at its first call.
 
-    ``call`` is the C++ function itself from then on: a hot path calls it without a wrapper of
-    Python, which takes 60 ns.
+    From then on ``call`` is the C++ function itself. Ops bind it to a local name and call that: a
+    wrapper takes 60 ns, and ``function.call(...)`` 15 ns in Python 3.11.
     """
 
     __slots__ = ("_name", "call")

@@ -228,15 +228,14 @@ class DeviceModule:
         """Compile for `arch` and publish that in `cache`, even if other caches have it."""
         return cache.publish(build(DeviceImage(self, arch)))
 
-    def launched_with(
-        self, *configs: KernelConfig, in_flight: int, splits: int = 1
-    ) -> DeviceModule:
+    def launched_with(self, *configs: KernelConfig, shape: tuple[int, int]) -> DeviceModule:
         """Tell C++ how to launch these kernels of jitkern's own; return the module.
 
-        Each kernel has a config. A lane has `in_flight` vectors in flight, a row `splits` parts.
+        Each kernel has a config. `shape` are the last two arguments of the ``KernelTable``'s
+        ``ShapeOf``.
         """
         flat = [int(value) for config in configs for value in (config.num_threads, config.use_pdl)]
-        self.launch_config = (*flat, in_flight, splits)
+        self.launch_config = (*flat, *shape)
         return self
 
     def cuda_headers(self) -> toolchain.CudaHeaders:

@@ -238,9 +238,9 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             raise  # nothing was queued
         except Exception as error:
             # Earlier slots were copied; or the kernel is queued and the error is an earlier call's.
-            dispatch.wrote(dst)
+            dispatch.bump_versions((dst,))
             name_unreadable(error, "unpack", dst=dst, src=src)
-        dispatch.wrote(dst)
+        dispatch.bump_versions((dst,))
 
     def _ticket_arg(self, call: str, ticket: Any) -> int:
         number = int_arg(call, "ticket", ticket, 0)
@@ -283,9 +283,9 @@ def _zeros_on(device: torch.device, num_bytes: int) -> Tensor:
 
 def _require_writable(call: str, dst: Tensor, src: Tensor) -> None:
     """Raise for a write that autograd or a tracer would have to see."""
-    if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
+    if not (dispatch.inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,))):
         dispatch.refuse(call, {"dst": dst}, {"src": src})
-    dispatch.refuse_watchers(call)
+    dispatch.refuse_tracing(call)
 
 
 # By device: a second server would take more SMs from the model's kernels.
@@ -319,7 +319,7 @@ class RingServer:
         if self._ended is not None:
             self._request_stop()
             self._ended.synchronize()
-            dispatch.wrote(self._dst)
+            dispatch.bump_versions((self._dst,))
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         if self._ring is not None and self._ring._server is self:
             self._ring._server = None
@@ -343,7 +343,7 @@ class RingServer:
         self._launch(self._stop.data_ptr(), self._stream.cuda_stream)
         self._ended = self._stream.record_event()
         ring._server = self
-        dispatch.wrote(self._dst)
+        dispatch.bump_versions((self._dst,))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
@@ -31,8 +32,27 @@ class Op(NamedTuple):
     stem: str  # of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ...
     function: str  # the public one, which ``ops/<stem>.py`` defines and ``jitkern`` shows
     more: tuple[str, ...] = ()  # public functions beside it
-    has_kernels: bool = True  # its module has ``kernel`` and ``specialisations``
-    sized_by: str = "element_size"  # the one of `SIZES` that ``specialisations`` takes
+    has_kernels: bool = True  # its module has ``kernels`` and ``OVERLOADS``
+    sized_by: str = "element_size"  # the one of `SIZES` that ``kernels`` takes
+
+
+class TorchOverload(NamedTuple):
+    """An operator ``torch.ops.jitkern.*``; ``OVERLOADS`` of an op's module lists its operators.
+
+    `one_by_one` does the same as the operator by operators that write one tensor each, for tensors
+    that share an allocation, such as a pool of K and V: PyTorch's inductor writes only one of them
+    in place, and the other to a copy of the allocation; in torch 2.11 it copies from the wrong
+    address.
+    """
+
+    schema: str  # "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()"
+    run: Callable[..., Any]  # takes the arguments of the schema, in its order
+    fake: Callable[..., Any]  # the same for tensors without memory
+    one_by_one: Callable[..., None] | None = None
+
+
+def no_result(*_: Any, **__: Any) -> None:
+    """Return nothing: the fake of an operator that only writes."""
 
 
 OPS = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from jitkern.args import type_text
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import CppArgs, KernelConfig
 
@@ -34,24 +36,31 @@ Hint = Callable[[object], str] | None
 """Advises how to build a kernel beforehand; None: by its row size."""
 
 
+class RowShape(NamedTuple):
+    """How the threads of a kernel share rows."""
+
+    in_flight: int  # vectors that a thread has in flight
+    splits: int = 1  # parts of a row, one warp each
+
+
 def load_entries(
     op: str,
     file: str,
     entries: Sequence[Entry],
     args: CppArgs,
-    in_flight: int,
+    shape: tuple[int, int],
     hint: Hint = None,
-    splits: int = 1,
 ) -> DeviceModule:
     """Return the device module of some entry points in a file of csrc.
 
-    `args` tell it from the op's others; `in_flight` and `splits` as of ``launched_with``.
+    `args` tell it from the op's others. `shape` are two ints for the op's C++, which launches the
+    kernels: a `RowShape`, or what the op names them.
     """
     wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
     module = load_own(op, *args, device_files=[file], device_wrappers=wrappers)
     module.hint = hint or module.hint
     configs = [config for *_, config in entries]
-    return module.launched_with(*configs, in_flight=in_flight, splits=splits)
+    return module.launched_with(*configs, shape=shape)
 
 
 def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
@@ -66,8 +75,3 @@ def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
             expected = "a torch.Tensor" if hasattr(value, "__dlpack__") else "a tensor"
             return TypeError(f"{op}: {name}: {type_text(value)}, expected {expected}")
     return None
-
-
-def type_text(value: object) -> str:
-    """Return the name of an argument's type for an error message."""
-    return "None" if value is None else type(value).__name__

@@ -33,10 +33,9 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     TypeError, ValueError
         ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
     """
+    call = _compare.call
     try:
-        count: int = _compare.call(x, y, start, page_size)
+        count: int = call(x, y, start, page_size)
         return count
     except UNREADABLE as error:
-        given = {"x": x, "y": y, "start": start, "page_size": page_size}
-        options = dict.fromkeys(("start", "page_size"), "an int")
-        name_unreadable(error, "fast_compare_key", options, **given)
+        name_unreadable(error, "fast_compare_key", x=x, y=y)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, load_entries, widest_vec_bytes
-from jitkern.ops.register import op
+from jitkern.ops import dispatch
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
+from jitkern.ops.common import INDEX_BYTES, RowShape, load_entries, widest_vec_bytes
+from jitkern.ops.dispatch import AUTO, inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 
 # A few full blocks; each lane has this many vectors in flight.
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
@@ -36,16 +38,38 @@ def kernel(vec_bytes: int, index_bytes: int, to_host: int) -> DeviceModule:
     name = f"jitkern_copy_blocks_v{vec_bytes}_{pairs}_{direction}"
     entry = (name, f"CopyBlocks<{make_cpp_args(*values)}, jitkern::{lines}>", CONFIG)
     args = make_cpp_args(*values, bool(to_host))
-    return load_entries("copy_blocks", "ops/copy_blocks.cu", [entry], args, in_flight)
+    return load_entries("copy_blocks", "ops/copy_blocks.cu", [entry], args, RowShape(in_flight))
 
 
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that pieces of ``row_bytes`` need."""
+host.builds("copy_blocks", kernel)
+
+
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for pieces of ``row_bytes``."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    return [(vec_bytes, *rest) for rest in product((0, *INDEX_BYTES), (0, 1))]
+    return [kernel(vec_bytes, *rest) for rest in product((0, *INDEX_BYTES), (0, 1))]
 
 
-@op(kernel, writes=("dst",), reads=("src",))
+_copy = host.Function("copy_blocks")
+
+
+def _through_torch(
+    src: Tensor | BlockBuffers,
+    dst: Tensor | BlockBuffers,
+    pairs: Tensor | tuple[Tensor, Tensor],
+    *,
+    signals: LayerSignals | None = None,
+    **options: Any,
+) -> None:
+    if signals is not None:  # no operator of PyTorch takes them
+        raise RuntimeError(
+            f"copy_blocks: signals: {type(signals).__name__} while PyTorch traces or "
+            "differentiates, expected None"
+        )
+    dispatch.through_torch("copy_blocks", src=src, dst=dst, pairs=pairs, **options)
+
+
+@dispatch.traced_as(_through_torch)
 def copy_blocks(
     src: Tensor | BlockBuffers,
     dst: Tensor | BlockBuffers,
@@ -111,3 +135,45 @@ def copy_blocks(
     >>> pairs = torch.tensor([[7, 0], [999, 5]], device="cuda")
     >>> jitkern.copy_blocks(pool, cache, pairs, src_block_dim=0)
     """
+    call = _copy.call
+    if inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,)):
+        way = None if method is AUTO else method
+        try:
+            if not call(
+                src, dst, pairs, src_block_dim, dst_block_dim, way, count, num_sms, signals
+            ):
+                if type(dst) is not BlockBuffers:  # 80 tensors would take 10 us
+                    dispatch.bump_versions((dst,))
+                return
+        except dispatch.UNREADABLE as error:
+            tensors = {"src": src, "dst": dst, "pairs": pairs, "count": count}
+            dispatch.require_wrapper(error, "copy_blocks", **tensors)
+    _through_torch(
+        src,
+        dst,
+        pairs,
+        src_block_dim=src_block_dim,
+        dst_block_dim=dst_block_dim,
+        method=method,
+        count=count,
+        num_sms=num_sms,
+        signals=signals,
+    )
+
+
+_copy_now = host.Function("copy_blocks_now")
+
+
+def _run(*arguments: Any) -> None:
+    _copy_now(*arguments, None)  # no signals
+
+
+OVERLOADS = (
+    TorchOverload(
+        "copy_blocks(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt src_block_dim=1, "
+        'SymInt dst_block_dim=1, str method="auto", Tensor? count=None, SymInt? num_sms=None) '
+        "-> ()",
+        run=_run,
+        fake=no_result,
+    ),
+)

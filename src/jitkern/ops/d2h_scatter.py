@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.ops.pairs import list_kernels, pair_kernels
-from jitkern.ops.pairs import specialisations as specialisations
-from jitkern.ops.register import op
+from jitkern.host import library as host
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import dispatch
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.dispatch import AUTO, inference_mode
+from jitkern.ops.pairs import list_kernels, pair_kernels, specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 4  # vectors per thread; PCIe writes are posted, so few need to be in flight
 kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=1)  # independent of the row size
+host.builds("d2h_scatter", kernel)
 
 
-@op(kernel, writes=("dst",), reads=("src",))
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for contiguous rows of ``row_bytes``."""
+    of_size = [kernel(*spec) for spec in specialisations(row_bytes)]
+    return of_size + list_kernels(host_target=1)
+
+
+_scatter = host.Function("d2h_scatter")
+
+
+def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+    dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, **options)
+
+
+@dispatch.traced_as(_through_torch)
 def d2h_scatter(
     src: Tensor,
     dst: Tensor,
@@ -65,3 +81,23 @@ def d2h_scatter(
     >>> pairs = torch.tensor([[0, 7], [1, 299_999]], device="cuda")
     >>> jitkern.d2h_scatter(cache, host_cache, pairs)
     """
+    call = _scatter.call
+    if inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,)):
+        sort, way = None if order is AUTO else order, None if method is AUTO else method
+        try:
+            if not call(src, dst, pairs, num_sms, sort, way):
+                dispatch.bump_versions((dst,))
+                return
+        except dispatch.UNREADABLE as error:
+            dispatch.require_wrapper(error, "d2h_scatter", src=src, dst=dst, pairs=pairs)
+    _through_torch(src, dst, pairs, num_sms=num_sms, order=order, method=method)
+
+
+OVERLOADS = (
+    TorchOverload(
+        "d2h_scatter(Tensor src, Tensor(a!) dst, Tensor pairs, *, SymInt? num_sms=None, "
+        'str order="auto", str method="auto") -> ()',
+        run=host.Function("d2h_scatter_now"),
+        fake=no_result,
+    ),
+)

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.ops.pairs import list_kernels, pair_kernels
-from jitkern.ops.pairs import specialisations as specialisations
-from jitkern.ops.register import op
+from jitkern.host import library as host
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import dispatch
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.dispatch import AUTO, inference_mode
+from jitkern.ops.pairs import list_kernels, pair_kernels, specialisations
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGE_IN_FLIGHT = 8  # vectors per thread: 8 * 16 B * 2,048 threads are 5 us of the link
 kernel = cache(partial(pair_kernels, "h2d_gather", "H2DGather", LARGE_IN_FLIGHT))
-shared_kernels = partial(list_kernels, host_target=0)  # independent of the row size
+host.builds("h2d_gather", kernel)
 
 
-@op(kernel, writes=("dst", "slot_map"), reads=("src",))
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for contiguous rows of ``row_bytes``."""
+    of_size = [kernel(*spec) for spec in specialisations(row_bytes)]
+    return of_size + list_kernels(host_target=0)
+
+
+_gather = host.Function("h2d_gather")
+
+
+def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+    dispatch.through_torch("h2d_gather", src=src, dst=dst, pairs=pairs, **options)
+
+
+@dispatch.traced_as(_through_torch)
 def h2d_gather(
     src: Tensor,
     dst: Tensor,
@@ -83,3 +99,34 @@ def h2d_gather(
     >>> dst = torch.empty(300_000, 328, dtype=torch.bfloat16, device="cuda")
     >>> jitkern.h2d_gather(src, dst, torch.tensor([[7, 0], [299_999, 1]], device="cuda"))
     """
+    call = _gather.call
+    written = (dst,) if slot_map is None else (dst, slot_map)
+    if inference_mode.is_enabled() or dispatch.is_plain(written, (src,)):
+        sort, way = None if order is AUTO else order, None if method is AUTO else method
+        try:
+            if not call(src, dst, pairs, slot_map, dedup, num_sms, sort, way):
+                dispatch.bump_versions(written)
+                return
+        except dispatch.UNREADABLE as error:
+            tensors = {"src": src, "dst": dst, "pairs": pairs, "slot_map": slot_map}
+            dispatch.require_wrapper(error, "h2d_gather", **tensors)
+    _through_torch(
+        src,
+        dst,
+        pairs,
+        slot_map=slot_map,
+        dedup=dedup,
+        num_sms=num_sms,
+        order=order,
+        method=method,
+    )
+
+
+OVERLOADS = (
+    TorchOverload(
+        "h2d_gather(Tensor src, Tensor(a!) dst, Tensor pairs, *, Tensor(b!)? slot_map=None, "
+        'bool dedup=True, SymInt? num_sms=None, str order="auto", str method="auto") -> ()',
+        run=host.Function("h2d_gather_now"),
+        fake=no_result,
+    ),
+)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch, pairs
-from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries, not_a_tensor, widest_vec_bytes
-from jitkern.ops.register import OVERLOADS, TorchOverload
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.common import (
+    INDEX_BYTES,
+    RowShape,
+    entry_name,
+    load_entries,
+    not_a_tensor,
+    widest_vec_bytes,
+)
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,65 +27,79 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
 VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
-_NOT_CONTIGUOUS = 2  # Outcome of csrc/ops/index.cc
 TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
 
 
 @cache
-def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int = -1, large: int = 1
-) -> DeviceModule:
+def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    With ``line_aligned``, 0 or 1: of large calls on a table in host memory. Small calls run the
-    same kernel on host and device memory.
+    It reads tables in device memory, and in small calls tables in host memory, too.
     """
-    if line_aligned < 0:
-        splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))  # parts of a row, a warp each
-        args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-        name = entry_name("index", row_bytes, vec_bytes, index_bytes)
-        entry = (name, f"IndexKernel<{args}>", CONFIG)
-        return load_entries("index", "ops/index.cu", [entry], args, IN_FLIGHT, splits=splits)
+    splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))
+    args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
+    name = entry_name("index", row_bytes, vec_bytes, index_bytes)
+    entry = (name, f"IndexKernel<{args}>", CONFIG)
+    return load_entries("index", "ops/index.cu", [entry], args, RowShape(IN_FLIGHT, splits))
+
+
+@cache
+def table_kernel(
+    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
+) -> DeviceModule:
+    """Return the device module of large calls on a table in host memory."""
     spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
     args = pairs.pair_copy_args(*spec, TABLE_IN_FLIGHT)
+    name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
+    gather = (name, f"H2DGather<{args}>", pairs.pair_config(large))
     list_args = make_cpp_args(*spec[:3], *pairs.LIST_CONFIG[:2])
-    listed = f"jitkern_index_pairs_i{8 * index_bytes}", f"PairsOfIndices<{list_args}>"
-    entries = [(name, f"H2DGather<{args}>", pairs.pair_config(large)), (*listed, pairs.LIST_CONFIG)]
-    return load_entries("index", "ops/index.cu", entries, args, TABLE_IN_FLIGHT)
-
-
-shared_kernels = partial(pairs.list_kernels, host_target=0)  # of tables in host memory
-
-
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need."""
-    vec_bytes = widest_vec_bytes(row_bytes)
-    tables = [spec for spec in pairs.specialisations(row_bytes) if spec[-1]]
-    return [*((row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES), *tables]
+    list_name = f"jitkern_index_pairs_i{8 * index_bytes}"
+    list_pairs = (list_name, f"PairsOfIndices<{list_args}>", pairs.LIST_CONFIG)
+    entries = [gather, list_pairs]
+    return load_entries("index", "ops/index.cu", entries, args, RowShape(TABLE_IN_FLIGHT))
 
 
 host.builds("indexing", kernel)
+host.builds("indexing_table", table_kernel)
+
+
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for contiguous rows of ``row_bytes``, in device and in host memory."""
+    vec_bytes = widest_vec_bytes(row_bytes)
+    on_device = [kernel(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
+    on_host = [
+        table_kernel(*sizes, large) for *sizes, large in pairs.specialisations(row_bytes) if large
+    ]
+    return on_device + on_host + pairs.list_kernels(host_target=0)
+
+
 _index, _index_now = host.Function("indexing"), host.Function("indexing_now")
+_NOT_CONTIGUOUS = 2  # Outcome of csrc/ops/index.cc
 
 
 def _through_torch(
-    weights: Tensor, indices: Tensor, *, output: Tensor | None = None, **ranges: Any
+    weights: Tensor,
+    indices: Tensor,
+    *,
+    output: Tensor | None = None,
+    vocab_range: Any = None,
+    added_range: Any = None,
+    vocab_size: int | None = None,
 ) -> Tensor:
     import torch
 
-    ranges = {"vocab_range": None, "added_range": None, "vocab_size": None, **ranges}
     # The dispatcher's texts would differ. In a graph the op raises when it runs: torch.compile
     # replaces an error that is raised while it traces.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None and output is None:
             raise wrong
-        _check_ranges(ranges["vocab_range"], ranges["added_range"])
-    given = {"weights": weights, "indices": indices, **ranges}
+        _check_ranges(vocab_range, added_range)
+    ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
+    table: dict[str, Any] = {"weights": weights, "indices": indices}
     if output is None:
-        return cast("Tensor", dispatch.through_torch("indexing", **given))
-    dispatch.through_torch("indexing", "out", output=output, **given)
+        return cast("Tensor", dispatch.through_torch("indexing", **table, **ranges))
+    dispatch.through_torch("indexing", "out", **table, output=output, **ranges)
     return output
 
 
@@ -133,20 +155,18 @@ def indexing(
         CPU at once, with nothing written. On CUDA its row is zeros, and the next jitkern call on
         the device or ``check`` raises.
     """
-    if dispatch.in_inference_mode() or (
-        not dispatch.wants_gradient(weights)
-        if output is None
-        else dispatch.may_write((output,), (weights,))
-    ):
-        more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
+    call = _index.call
+    written = () if output is None else (output,)
+    if inference_mode.is_enabled() or dispatch.is_plain(written, (weights,)):
         result = output
         try:
             if result is None:
                 result = _new_output(weights, indices)
-            outcome = _index.call(weights, indices, result, vocab_range, more)
+            more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
+            outcome = call(weights, indices, result, vocab_range, more)
             if not outcome:
-                if output is not None:
-                    dispatch.wrote(output)
+                if written:
+                    dispatch.bump_versions(written)
                 return result
             if outcome == _NOT_CONTIGUOUS and not hasattr(indices, "contiguous"):
                 _index_now(weights, indices, result, vocab_range, more)  # raises
@@ -156,14 +176,15 @@ def indexing(
         except dispatch.UNREADABLE as error:
             # The new output, too: under torch.func.grad of something else it is a wrapper.
             tensors = {"weights": weights, "indices": indices, "output": result}
-            ints = {"vocab_size": vocab_size}
-            for name, given in (("vocab_range", vocab_range), ("added_range", added_range)):
-                if isinstance(given, (list, tuple)):
-                    ints |= {f"{name}[{i}]": one for i, one in enumerate(given)}
-            expected = dict.fromkeys(ints, "an int")
-            dispatch.require_wrapper(error, "indexing", expected, **tensors, **ints)
-    ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
-    return _through_torch(weights, indices, output=output, **ranges)
+            dispatch.require_wrapper(error, "indexing", **tensors)
+    return _through_torch(
+        weights,
+        indices,
+        output=output,
+        vocab_range=vocab_range,
+        added_range=added_range,
+        vocab_size=vocab_size,
+    )
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
@@ -196,39 +217,46 @@ def _check_ranges(vocab_range: Any, added_range: Any) -> None:
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
-def _new(weights: Tensor, indices: Tensor, **rest: Any) -> Tensor:
+def _run(weights: Tensor, indices: Tensor, *ranges: Any) -> Tensor:
     output = _new_output(weights, indices)
-    _into(weights, indices, output=output, **rest)
+    _run_out(weights, indices, output, *ranges)
     return output
 
 
-def _into(
+def _run_out(
     weights: Tensor,
     indices: Tensor,
-    *,
     output: Tensor,
-    vocab_range: Any = None,
-    added_range: Any = None,
-    vocab_size: Any = None,
+    vocab_range: list[int] | None,
+    added_range: list[int] | None,
+    vocab_size: int | None,
 ) -> None:
-    # The dispatcher has made lists of the tuples: error messages quote what was given.
-    first, added = (given and tuple(given) for given in (vocab_range, added_range))
-    _check_ranges(first, added)
-    more = (added, vocab_size)
-    _index_now(weights, indices.contiguous(), output, first, more)
+    # The dispatcher has made lists of the tuples; error messages quote the tuples.
+    vocab, added = (_as_tuple(numbers) for numbers in (vocab_range, added_range))
+    _check_ranges(vocab, added)
+    _index_now(weights, indices.contiguous(), output, vocab, (added, vocab_size))
 
 
-_REST = "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None"
+def _as_tuple(numbers: list[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(numbers)
 
-OVERLOADS["indexing"] = [
+
+def _fake(weights: Tensor, indices: Tensor, *ranges: Any) -> Tensor:
+    return _new_output(weights, indices)
+
+
+OVERLOADS = (
     TorchOverload(
-        f"indexing(Tensor weights, Tensor indices, *, {_REST}) -> Tensor",
-        _new,
-        lambda weights, indices, **_: _new_output(weights, indices),
+        "indexing(Tensor weights, Tensor indices, *, SymInt[]? vocab_range=None, "
+        "SymInt[]? added_range=None, SymInt? vocab_size=None) -> Tensor",
+        run=_run,
+        fake=_fake,
     ),
     # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
     TorchOverload(
-        f"indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output, {_REST}) -> ()",
-        _into,
+        "indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output, "
+        "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None) -> ()",
+        run=_run_out,
+        fake=no_result,
     ),
-]
+)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from jitkern.args import type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 from jitkern.ops import dispatch
-from jitkern.ops.common import type_text
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     import torch
@@ -15,12 +16,6 @@ if TYPE_CHECKING:
 
 _STORAGE_IS_NEEDED = 2  # Outcome of csrc/ops/memcpy_2d.cc
 _KINDS = {"h2d": 0, "d2h": 1, "d2d": 2, "h2h": 3}  # CopyKind of csrc/host/copy_2d.h
-_OPTIONS = {
-    **dict.fromkeys(("dpitch", "spitch", "width", "height"), "an int"),
-    "kind": '"h2d", "d2h", "d2d" or "h2h"',
-    "allow_pageable": "a bool",
-}
-
 
 _memcpy = host.Function("memcpy_2d")
 
@@ -72,7 +67,8 @@ def memcpy_2d_async(
         An argument requires grad, ``dst`` is an inference tensor, or a tracer or dispatch mode of
         PyTorch is active, which would not see the copy.
     """
-    if not dispatch.in_inference_mode() and not dispatch.may_write((dst,), (src,)):
+    call = _memcpy.call
+    if not (inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,))):
         dispatch.refuse("memcpy_2d_async", {"dst": dst}, {"src": src})
     code: Any
     try:
@@ -87,20 +83,18 @@ def memcpy_2d_async(
             text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
             raise TypeError(f"memcpy_2d_async: stream: {text}") from None
     try:
-        outcome = _memcpy.call(
+        outcome = call(
             dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable, None
         )
         if outcome == _STORAGE_IS_NEEDED:
             storages = (*_storage(dst), *_storage(src))
             rest = (code, handle, ordinal, allow_pageable, storages)
-            outcome = _memcpy.call(dst, src, dpitch, spitch, width, height, *rest)
+            outcome = call(dst, src, dpitch, spitch, width, height, *rest)
     except UNREADABLE as error:
-        sizes = (dpitch, spitch, width, height)
-        options = dict(zip(_OPTIONS, (*sizes, kind, allow_pageable), strict=True))
-        name_unreadable(error, "memcpy_2d_async", _OPTIONS, dst=dst, src=src, **options)
+        name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
     if outcome:
-        raise dispatch.unseen("memcpy_2d_async")
-    dispatch.wrote(dst)
+        raise dispatch.untraceable("memcpy_2d_async")
+    dispatch.bump_versions((dst,))
 
 
 def _storage(tensor: Any) -> tuple[int, int]:

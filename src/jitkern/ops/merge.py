@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jitkern.args import type_text
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint, warm_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import Hint, load_entries, not_a_tensor, type_text, widest_vec_bytes
-from jitkern.ops.register import OVERLOADS, TorchOverload
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.common import Hint, load_entries, not_a_tensor, widest_vec_bytes
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,6 +64,13 @@ class BlockShape(NamedTuple):
         return cls(row_threads, rows, times)
 
 
+class MergeShape(NamedTuple):
+    """The ints that the launch in csrc/ops/merge.cc takes from here."""
+
+    times: int  # small blocks in a large one
+    rows: int  # of a small block
+
+
 @cache
 def kernel(
     dim: int, vec_elems: int, in_type: int, out_type: int, lse_type: int, capacity: int, plain: int
@@ -84,30 +93,34 @@ def kernel(
     name += "_any_strides" * (not plain)
     entry = (name, f"Merge<{args}>", config)
     hint: Hint = partial(warm_hint, "merge", str(dim), sized_by="head_dim")
-    if (*spec, plain) not in specialisations(dim):
+    if (*spec, plain) not in _common_specs(dim):
         hint = record_hint  # a --head-dim gives the most common ones only
-    return load_entries("merge", "ops/merge.cu", [entry], args, times, hint, splits=rows)
-
-
-def specialisations(head_dim: int) -> list[tuple[int, ...]]:
-    """Return the template arguments of heads of this dim: the 16-bit types, of contiguous tensors.
-
-    Of any number of partials, merged into their own type, with an fp32 lse; of two at any strides,
-    too, such as those of an lse of [heads, tokens].
-    """
-    elems = widest_vec_bytes(2 * head_dim) // 2
-    return [
-        (head_dim, elems, of_type, of_type, _F32, *which)
-        for of_type in (_BF16, _F16)
-        for which in (*((capacity, 1) for capacity in CAPACITIES), (2, 0))
-    ]
+    return load_entries("merge", "ops/merge.cu", [entry], args, MergeShape(times, rows), hint)
 
 
 host.builds("merge", kernel)
 
 
-_NAMES_OF_CPP = ("merge_state", "merge_states", "merge_state_now", "merge_states_now")
-_cpp = {name: host.Function(name) for name in _NAMES_OF_CPP}
+def kernels(head_dim: int) -> list[DeviceModule]:
+    """Return the kernels of the most common calls on heads of this dim."""
+    return [kernel(*spec) for spec in _common_specs(head_dim)]
+
+
+def _common_specs(head_dim: int) -> list[tuple[int, ...]]:
+    """Return the arguments of `kernel` for contiguous bf16 or fp16 partials with an fp32 lse.
+
+    Any number is merged into their own type. Two may have any strides, such as those of an lse of
+    [heads, tokens].
+    """
+    elems = widest_vec_bytes(2 * head_dim) // 2
+    return [
+        (head_dim, elems, partial_type, partial_type, _F32, capacity, plain)
+        for partial_type in (_BF16, _F16)
+        for capacity, plain in (*((capacity, 1) for capacity in CAPACITIES), (2, 0))
+    ]
+
+
+_FUNCTIONS = {name: host.Function(name) for name in _NAMES}
 
 
 @dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
@@ -142,7 +155,7 @@ def merge_state(
     """
     partials = (out_a, lse_a, out_b, lse_b)
     last = prefill_tokens_with_context
-    return _merge("merge_state", partials, partials, output, lse, base, lse_layout, scale, last)
+    return _merge("merge_state", partials, output, lse, base, lse_layout, scale, last)
 
 
 @dispatch.traced_as(lambda outs, lses, **rest: _through_torch("merge_states", (outs, lses), **rest))
@@ -201,39 +214,51 @@ def merge_states(
         An argument requires grad, or `output` or `lse` is an inference tensor outside of inference
         mode.
     """
-    is_list = isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple))
-    partials = (outs, lses)
-    read = (*outs, *lses) if is_list else partials
-    return _merge("merge_states", partials, read, output, lse, base, lse_layout, scale, count)
+    return _merge("merge_states", (outs, lses), output, lse, base, lse_layout, scale, count)
 
 
-def _merge(op: str, partials: tuple[Any, ...], read: tuple[Any, ...], /, *options: Any) -> Results:
-    output, lse, base, lse_layout, scale, last = options
-    given = () if output is None else (output,)
+def _merge(
+    op: str,
+    partials: tuple[Any, ...],
+    output: Any,
+    lse: Any,
+    base: Any,
+    lse_layout: Any,
+    scale: Any,
+    last: Any,  # prefill_tokens_with_context or count
+) -> Results:
+    call = _FUNCTIONS[op].call
+    written = () if output is None else (output,)
     if lse is not None and lse is not False:
-        given += (lse,)
-    if scale is not None:
-        read += (scale,)
-    if dispatch.in_inference_mode() or dispatch.may_write(given, read):
-        to, to_lse = output, None if lse is False else lse
+        written += (lse,)
+    if inference_mode.is_enabled() or dispatch.is_plain(written, _read(op, partials, scale)):
         packed = _options(op, base, lse_layout, scale, last)
+        out, out_lse = output, None if lse is False else lse
         try:
             if output is None and (like := _first(op, partials[0])) is not None:
-                to = _new_out(like)
+                out = _new_out(like)
             if lse is None and (like := _first(op, partials[1])) is not None:
-                to_lse = _new_lse(like)
-            if not _cpp[op].call(*partials, to, to_lse, packed):
-                if given:
-                    dispatch.wrote(*given)
-                return to, to_lse
+                out_lse = _new_lse(like)
+            if not call(*partials, out, out_lse, packed):
+                if written:
+                    dispatch.bump_versions(written)
+                return out, out_lse
         except (AttributeError, TypeError) as error:
             raise _not_tensors(op, partials) or error from None
         except dispatch.UNREADABLE as error:
-            words = {"prefill_tokens_with_context": "an int"}
-            rest = {"output": to, "lse": to_lse, "scale": scale, _LAST[op]: last}
-            dispatch.require_wrapper(error, op, words, **_named(op, partials), **rest)
-    how = {"base": base, "lse_layout": lse_layout, "scale": scale, _LAST[op]: last}
-    return _through_torch(op, partials, output=output, lse=lse, **how)
+            rest = {"output": out, "lse": out_lse, "scale": scale, _LAST[op]: last}
+            dispatch.require_wrapper(error, op, **_named(op, partials), **rest)
+    options = {"base": base, "lse_layout": lse_layout, "scale": scale, _LAST[op]: last}
+    return _through_torch(op, partials, output=output, lse=lse, **options)
+
+
+def _read(op: str, partials: tuple[Any, ...], scale: Any) -> tuple[Any, ...]:
+    """Return all tensors whose values are read."""
+    if op == "merge_states":
+        outs, lses = partials
+        if isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple)):
+            partials = (*outs, *lses)
+    return partials if scale is None else (*partials, scale)
 
 
 def _options(op: str, base: Any, lse_layout: Any, scale: Any, last: Any) -> tuple[Any, ...] | None:
@@ -279,13 +304,13 @@ def _new_lse(like: Tensor) -> Tensor:
 
 def _named(op: str, partials: tuple[Any, ...]) -> dict[str, Any]:
     """Return tensors by their names, such as ``out_a`` or ``outs[3]``."""
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in zip(_NAMES[op], partials, strict=True):
         if op == "merge_states" and isinstance(value, (list, tuple)):
-            found |= {f"{name}[{i}]": one for i, one in enumerate(value)}
+            named |= {f"{name}[{i}]": tensor for i, tensor in enumerate(value)}
         else:
-            found[name] = value
-    return found
+            named[name] = value
+    return named
 
 
 def _not_tensors(op: str, partials: tuple[Any, ...]) -> TypeError | None:
@@ -313,67 +338,71 @@ def _through_torch(
     if (wrong := _not_tensors(function, partials)) is not None:
         raise wrong
     dispatch.refuse_transformed(function, **_named(function, partials))
-    given = (partials[::2], partials[1::2]) if function == "merge_state" else partials
-    outs, lses = (list(one if isinstance(one, (list, tuple)) else one.unbind(0)) for one in given)
-    rest = {"count": None, "prefill_tokens_with_context": None, **options}
-    rest = {"base": "e", "lse_layout": "tokens_heads", **rest}  # in the order of the operator
+    lists = (partials[::2], partials[1::2]) if function == "merge_state" else partials
+    outs, lses = ([*p] if isinstance(p, (list, tuple)) else [*p.unbind(0)] for p in lists)
     if output is None and scale is None and (lse is None or lse is False):
-        merged, merged_lse = dispatch.through_torch("merge_states", outs=outs, lses=lses, **rest)
+        merged, merged_lse = dispatch.through_torch("merge_states", outs=outs, lses=lses, **options)
         return merged, None if lse is False else merged_lse
-    if output is None:
-        output = _new_out(outs[0])
-    to_lse: Any = _new_lse(lses[0]) if lse is None else None if lse is False else lse
-    rest = {"output": output, "lse": to_lse, "scale": scale, **rest}
-    dispatch.through_torch("merge_states", "out", outs=outs, lses=lses, **rest)
-    return output, to_lse
+    out = _new_out(outs[0]) if output is None else output
+    out_lse: Any = _new_lse(lses[0]) if lse is None else None if lse is False else lse
+    options = {"output": out, "lse": out_lse, "scale": scale, **options}
+    dispatch.through_torch("merge_states", "out", outs=outs, lses=lses, **options)
+    return out, out_lse
 
 
-def _now(
-    outs: Any,
-    lses: Any,
-    *,
+_merge_state_now = host.Function("merge_state_now")
+_merge_states_now = host.Function("merge_states_now")
+
+
+def _run_out(
+    outs: list[Tensor],
+    lses: list[Tensor],
     output: Tensor,
     lse: Tensor | None,
-    base: str = "e",
-    lse_layout: str = "tokens_heads",
-    scale: Tensor | None = None,
-    count: Any = None,
-    prefill_tokens_with_context: Any = None,
+    base: str,
+    lse_layout: str,
+    scale: Tensor | None,
+    count: Tensor | None,
+    prefill: int | None,
 ) -> None:
-    prefill = prefill_tokens_with_context
     if prefill is None:
         options = _options("merge_states", base, lse_layout, scale, count)
-        _cpp["merge_states_now"](outs, lses, output, lse, options)
+        _merge_states_now(outs, lses, output, lse, options)
     else:
         options = _options("merge_state", base, lse_layout, scale, prefill)
-        both = (outs[0], lses[0], outs[1], lses[1])
-        _cpp["merge_state_now"](*both, output, lse, options)
+        _merge_state_now(outs[0], lses[0], outs[1], lses[1], output, lse, options)
 
 
-def _new(outs: list[Tensor], lses: list[Tensor], **rest: Any) -> tuple[Tensor, Tensor]:
+def _run(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    base: str,
+    lse_layout: str,
+    count: Tensor | None,
+    prefill: int | None,
+) -> tuple[Tensor, Tensor]:
     output, lse = _fake(outs, lses)
-    _now(outs, lses, output=output, lse=lse, **rest)
+    _run_out(outs, lses, output, lse, base, lse_layout, None, count, prefill)
     return output, lse
 
 
-def _fake(outs: list[Tensor], lses: list[Tensor], **_: Any) -> tuple[Tensor, Tensor]:
+def _fake(outs: list[Tensor], lses: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return _new_out(outs[0]), _new_lse(lses[0])
 
 
-_REST = (
-    'str base="e", str lse_layout="tokens_heads", {}Tensor? count=None, '
-    "int? prefill_tokens_with_context=None"
-)
-
-OVERLOADS["merge_states"] = [
+OVERLOADS = (
     TorchOverload(
-        f"merge_states(Tensor[] outs, Tensor[] lses, *, {_REST.format('')}) -> (Tensor, Tensor)",
-        _new,
-        _fake,
+        'merge_states(Tensor[] outs, Tensor[] lses, *, str base="e", '
+        'str lse_layout="tokens_heads", Tensor? count=None, '
+        "int? prefill_tokens_with_context=None) -> (Tensor, Tensor)",
+        run=_run,
+        fake=_fake,
     ),
     TorchOverload(
         "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "
-        f"{_REST.format('Tensor? scale=None, ')}) -> ()",
-        _now,
+        'str base="e", str lse_layout="tokens_heads", Tensor? scale=None, Tensor? count=None, '
+        "int? prefill_tokens_with_context=None) -> ()",
+        run=_run_out,
+        fake=no_result,
     ),
-]
+)

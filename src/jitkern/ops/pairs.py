@@ -8,7 +8,14 @@ from functools import cache
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
-from jitkern.ops.common import INDEX_BYTES, Hint, entry_name, load_entries, widest_vec_bytes
+from jitkern.ops.common import (
+    INDEX_BYTES,
+    Hint,
+    RowShape,
+    entry_name,
+    load_entries,
+    widest_vec_bytes,
+)
 
 # A large call runs on a few full blocks, each lane with several vectors in flight. A small call is
 # spread over the GPU, one vector per thread.
@@ -54,7 +61,7 @@ def pair_kernels(
     args = pair_copy_args(*sizes, line_aligned, large, in_flight)
     name = entry_name(op, *sizes, kind="large" if large else "small")
     entry = (name, f"{copy}<{args}>", pair_config(large))
-    return load_entries(op, file, [entry], args, in_flight, hint)
+    return load_entries(op, file, [entry], args, RowShape(in_flight), hint)
 
 
 def load_sort(
@@ -81,7 +88,7 @@ def load_sort(
         (f"jitkern_place_{label}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
     args = make_cpp_args(*spec, *threads, *scan_threads)
-    return load_entries(op, file, entries, args, in_flight=1, hint=hint or rows_hint)
+    return load_entries(op, file, entries, args, RowShape(in_flight=1), hint or rows_hint)
 
 
 HOST_SIDES = ((", jitkern::kHostSource", "sources"), (", jitkern::kHostTarget", "targets"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import INDEX_BYTES, entry_name, load_entries, widest_vec_bytes
-from jitkern.ops.register import OVERLOADS, TorchOverload, op
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.common import INDEX_BYTES, RowShape, entry_name, load_entries, widest_vec_bytes
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,26 +36,30 @@ def kernel(
     name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"StoreKernel<{args}>", CONFIG)
     hint = record_hint if first else None  # an --element-size is one
-    return load_entries("store", "ops/store.cu", [entry], args, IN_FLIGHT, hint)
+    return load_entries("store", "ops/store.cu", [entry], args, RowShape(IN_FLIGHT), hint)
 
 
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need, of both caches or of one."""
+host.builds("store_cache", kernel)
+
+
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for contiguous rows of ``row_bytes``, in both caches or in one."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    return [(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
+    return [kernel(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
 
 
-_store_v = host.Function("store_v_cache_now")
+_store = host.Function("store_cache")
 
 
-def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
+def _through_torch(
+    k_cache: Tensor, v_cache: Tensor | None, indices: Tensor, k: Tensor, v: Tensor | None = None
+) -> None:
     dispatch.through_torch(
-        "store_cache", k_cache=k_cache, v_cache=None, indices=indices, k=k, v=None
+        "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
     )
-    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
 
 
-@op(kernel, writes=("k_cache", "v_cache"), reads=("k", "v"), one_by_one=_one_by_one)
+@dispatch.traced_as(_through_torch)
 def store_cache(
     k_cache: Tensor,
     v_cache: Tensor | None,
@@ -94,11 +99,38 @@ def store_cache(
         An index of ``num_slots`` or more. On the CPU at once, with nothing written. On CUDA the row
         is skipped, and the next jitkern call on the device or ``check`` raises.
     """
+    call = _store.call
+    written = (k_cache,) if v_cache is None else (k_cache, v_cache)
+    if inference_mode.is_enabled() or dispatch.is_plain(written, (k,) if v is None else (k, v)):
+        try:
+            if not call(k_cache, v_cache, indices, k, v):
+                dispatch.bump_versions(written)
+                return
+        except dispatch.UNREADABLE as error:
+            tensors = {"k_cache": k_cache, "v_cache": v_cache, "indices": indices, "k": k, "v": v}
+            dispatch.require_wrapper(error, "store_cache", **tensors)
+    _through_torch(k_cache, v_cache, indices, k, v)
 
 
-OVERLOADS["store_cache"].append(
+# -- for PyTorch -----------------------------------------------------------------------------------
+
+
+def _one_by_one(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
+    _through_torch(k_cache, None, indices, k)
+    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
+
+
+OVERLOADS = (
+    TorchOverload(
+        "store_cache(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor indices, Tensor k, "
+        "Tensor? v=None) -> ()",
+        run=host.Function("store_cache_now"),
+        fake=no_result,
+        one_by_one=_one_by_one,
+    ),
     TorchOverload(
         "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()",
-        lambda v_cache, indices, v: _store_v(v_cache, indices, v),
-    )
+        run=host.Function("store_v_cache_now"),
+        fake=no_result,
+    ),
 )

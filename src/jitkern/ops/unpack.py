@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, rows_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
-from jitkern.ops.common import load_entries
-from jitkern.ops.register import op
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.common import RowShape, load_entries
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,13 @@ UNIT_SEGMENTS = 16  # what is dealt at a time
 _FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
 
+class UnpackShape(NamedTuple):
+    """The ints that the launch in csrc/ops/unpack.cc takes from here."""
+
+    in_flight: int  # vectors that a thread has in flight
+    own_segments: int
+
+
 @cache
 def kernel(descriptor_format: int) -> DeviceModule:
     """Return the device module for descriptors of so many int64 each."""
@@ -36,12 +44,8 @@ def kernel(descriptor_format: int) -> DeviceModule:
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
     name = f"jitkern_unpack_v16_{_FORMATS[descriptor_format]}"
     entry = (name, f"Unpack<{args}>", CONFIG)
-    return load_entries("unpack", "ops/unpack.cu", [entry], args, IN_FLIGHT, splits=OWN_SEGMENTS)
-
-
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments of all formats: pieces of any size have the same."""
-    return [(one,) for one in _FORMATS]
+    shape = UnpackShape(IN_FLIGHT, OWN_SEGMENTS)
+    return load_entries("unpack", "ops/unpack.cu", [entry], args, shape)
 
 
 # What consumes a DescriptorRing: a block an SM, by which 128 descriptors come in one trip.
@@ -63,17 +67,20 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
-    file = "ops/unpack_ring.cu"
-    return load_entries("unpack_ring", file, entries, consume, RING_IN_FLIGHT, rows_hint)
+    file, shape = "ops/unpack_ring.cu", RowShape(RING_IN_FLIGHT)
+    return load_entries("unpack_ring", file, entries, consume, shape, rows_hint)
 
 
-host.builds("unpack", kernel)  # a ring may ask for it first
+host.builds("unpack", kernel)
 host.builds("unpack_ring", ring_kernel)
 
 
-def shared_kernels() -> list[DeviceModule]:
-    """Return the kernels of rings."""
-    return [ring_kernel()]
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return all kernels: they serve pieces of any size."""
+    return [*map(kernel, _FORMATS), ring_kernel()]
+
+
+_unpack = host.Function("unpack")
 
 
 class Ring(Protocol):
@@ -91,13 +98,7 @@ def set_ring_type(ring_type: type) -> None:
     _ring_type = ring_type
 
 
-@op(kernel, writes=("dst",), reads=("src",), name="unpack")
-def _unpack_tensors(
-    src: Tensor, dst: Tensor, descriptors: Tensor, *, count: Tensor | None = None
-) -> None: ...
-
-
-def _of_tensors(
+def _through_torch(
     src: Tensor,
     dst: Tensor,
     descriptors: Tensor | Ring,
@@ -106,17 +107,21 @@ def _of_tensors(
     num_slots: int = 1,
 ) -> None:
     if type(descriptors) is _ring_type:
-        # torch.compile calls unpack itself then, between two graphs, where it may.
+        # torch.compile breaks the graph and calls unpack itself, unless fullgraph=True.
         raise TypeError(
             "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
+    _check_no_slots(num_slots)
+    dispatch.through_torch("unpack", src=src, dst=dst, descriptors=descriptors, count=count)
+
+
+def _check_no_slots(num_slots: Any) -> None:
     if type(num_slots) is not int or num_slots != 1:
         raise ValueError("unpack: num_slots: given, expected a DescriptorRing as descriptors")
-    _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
 
 
-@dispatch.traced_as(_of_tensors)
+@dispatch.traced_as(_through_torch)
 def unpack(
     src: Tensor,
     dst: Tensor,
@@ -171,7 +176,24 @@ def unpack(
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
         cast("Ring", descriptors)._unpack(src, dst, num_slots)
-    elif type(num_slots) is int and num_slots == 1:
-        _unpack_tensors(src, dst, descriptors, count=count)  # type: ignore[arg-type]
-    else:
-        _of_tensors(src, dst, descriptors, count=count, num_slots=num_slots)
+        return
+    _check_no_slots(num_slots)
+    call = _unpack.call
+    if inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,)):
+        try:
+            if not call(src, dst, descriptors, count):
+                dispatch.bump_versions((dst,))
+                return
+        except dispatch.UNREADABLE as error:
+            tensors = {"src": src, "dst": dst, "descriptors": descriptors, "count": count}
+            dispatch.require_wrapper(error, "unpack", **tensors)
+    _through_torch(src, dst, descriptors, count=count)
+
+
+OVERLOADS = (
+    TorchOverload(
+        "unpack(Tensor src, Tensor(a!) dst, Tensor descriptors, *, Tensor? count=None) -> ()",
+        run=host.Function("unpack_now"),
+        fake=no_result,
+    ),
+)

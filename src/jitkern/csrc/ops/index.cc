@@ -178,7 +178,7 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
 
 // -- a table in pinned host memory ---------------------------------------------------------------
 
-// Entry point of a module: see kernel() in ops/index.py.
+// Entry point of a module: see table_kernel() in ops/index.py.
 constexpr int kPairsOfIndices = 1;
 
 PairCall fetch_call(const IndexArgs& args) {
@@ -209,7 +209,7 @@ bool is_large(const PairCall& call) {
 }
 
 void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& params) {
-  static KernelTable table = pair_kernels("indexing");
+  static KernelTable table = pair_kernels("indexing_table");
   const i64 num_pairs = call.params.num_pairs;
   const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
   call.params.pairs = pairs.data_ptr();

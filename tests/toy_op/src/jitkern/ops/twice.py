@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops.common import load_entries, widest_vec_bytes
-from jitkern.ops.register import op
+from jitkern.ops import dispatch
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.common import RowShape, load_entries, widest_vec_bytes
+from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,14 +26,42 @@ def kernel(row_bytes: int, vec_bytes: int) -> DeviceModule:
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, IN_FLIGHT)
     name = f"jitkern_twice_{row_bytes}B_v{vec_bytes}"
     entry = (name, f"TwiceKernel<{args}>", CONFIG)
-    return load_entries("twice", "ops/twice.cu", [entry], args, IN_FLIGHT)
+    return load_entries("twice", "ops/twice.cu", [entry], args, RowShape(IN_FLIGHT))
 
 
-def specialisations(row_bytes: int) -> list[tuple[int, ...]]:
-    """Return the template arguments that rows of ``row_bytes`` need."""
-    return [(row_bytes, widest_vec_bytes(row_bytes))]
+host.builds("write_twice", kernel)
 
 
-@op(kernel, writes=("output",), reads=("rows",))
+def kernels(row_bytes: int) -> list[DeviceModule]:
+    """Return the kernels for contiguous rows of ``row_bytes``."""
+    return [kernel(row_bytes, widest_vec_bytes(row_bytes))]
+
+
+_twice = host.Function("write_twice")
+
+
+def _through_torch(rows: Tensor, output: Tensor) -> None:
+    dispatch.through_torch("write_twice", rows=rows, output=output)
+
+
+@dispatch.traced_as(_through_torch)
 def write_twice(rows: Tensor, output: Tensor) -> None:
     """Copy row ``i`` of ``rows`` to rows ``2 * i`` and ``2 * i + 1`` of ``output``."""
+    call = _twice.call
+    if inference_mode.is_enabled() or dispatch.is_plain((output,), (rows,)):
+        try:
+            if not call(rows, output):
+                dispatch.bump_versions((output,))
+                return
+        except dispatch.UNREADABLE as error:
+            dispatch.require_wrapper(error, "write_twice", rows=rows, output=output)
+    _through_torch(rows, output)
+
+
+OVERLOADS = (
+    TorchOverload(
+        "write_twice(Tensor rows, Tensor(a!) output) -> ()",
+        run=host.Function("write_twice_now"),
+        fake=no_result,
+    ),
+)
