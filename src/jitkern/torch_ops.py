@@ -37,13 +37,13 @@ def call(op: str, overload: str = "default", /, **arguments: Any) -> Any:
     try:
         return operator(**arguments)
     except RuntimeError as error:
-        # The dispatcher does not name an argument that it takes for no tensor.
-        given = {}
+        # The dispatcher's error for a value that is no tensor does not name the argument.
+        tensors = {}
         for argument in operator._schema.arguments:
             value, kind = arguments.get(argument.name), str(argument.type)
             if kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None):
-                given[argument.name] = value
-        if (wrong := not_a_tensor(op, **given)) is not None:
+                tensors[argument.name] = value
+        if (wrong := not_a_tensor(op, **tensors)) is not None:
             raise wrong from error
         raise
 
@@ -54,7 +54,7 @@ def refuse(op: str, written: dict[str, Any], arguments: dict[str, Any]) -> None:
     _refuse_inference_tensors(op, written)
 
 
-# What has a gradient and does the same.
+# Functions of PyTorch that do the same and have a gradient, by op.
 _DIFFERENTIABLE = {"indexing": "torch.nn.functional.embedding"}
 
 
@@ -159,14 +159,14 @@ def _register(op: str, overload: TorchOverload) -> None:
     if overload.one_by_one is not None:
         functional = _functional(operator, signature, overload.one_by_one)
         operator.py_impl(FunctionalTensorMode)(functional)
-    # Without this PyTorch invents a gradient that only warns.
+    # Without this, PyTorch's default for Autograd warns in the backward pass instead of raising.
     _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
 
 def _functional(
     operator: Any, signature: _Signature, one_by_one: Callable[..., None]
 ) -> Callable[..., Any]:
-    """Return the operator for graphs without writes: one by one if outputs share a storage."""
+    """Return the operator for functionalized graphs: `one_by_one` if outputs share a storage."""
 
     def functional(mode: Any, *args: Any, **kwargs: Any) -> Any:
         named = signature.bind(args, kwargs)

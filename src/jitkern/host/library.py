@@ -55,7 +55,7 @@ def module() -> Module:
 
 
 def find() -> Lookup[Module]:
-    """Return the host module and where it was found. Raises as ``module``."""
+    """Return the host module and where it was found. Raises the same as ``module``."""
     if _lookup is None:
         with _guard.value:
             if _lookup is None:
@@ -97,10 +97,9 @@ class Function:
 
 
 def builds(name: str, builder: Builder) -> None:
-    """Register what makes the kernels that C++ requests by `name`.
+    """Register the builder of the kernels that C++ requests by `name`.
 
-    A call on a GPU that needs a specialisation for the first time calls `builder` with its ints, by
-    name.
+    It is called with the ints of a specialisation, by name, when a call on a GPU first needs it.
     """
     _builders[name] = builder
 
@@ -254,7 +253,7 @@ def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
 
 def _source_digests(csrc: str) -> dict[str, str]:
     """Return the digest of each C++ source and header below `csrc`, by its path there."""
-    # Not Path.rglob and relative_to: with them a warm load takes 4 ms instead of 2.
+    # With Path.rglob and relative_to a warm load would take 4 ms instead of 2.
     digests = {}
     for folder, _, names in os.walk(csrc):
         for name in names:
@@ -277,7 +276,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-# -- what C++ asks Python for ----------------------------------------------------------------------
+# -- callbacks of C++ ------------------------------------------------------------------------------
 
 
 def _initialised(lookup: Lookup[Module]) -> Lookup[Module]:
@@ -329,14 +328,14 @@ _FAULT_HANDLERS: dict[str, Callable[[str], None] | None] = {
 }
 
 
-_in_cpp = threading.local()  # .error: the exception that C++ is passing on, on this thread
+_in_cpp = threading.local()  # .error: the exception that is passing through C++ on this thread
 
 
 class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
     """Stands for a jitkern exception inside C++, which keeps only the kind and the message.
 
-    When C++ raises it in Python again, the exception itself comes in its place, with its log and
-    command.
+    When tvm-ffi creates it again for Python, the original exception takes its place, with its log
+    and command.
     """
 
     def __new__(cls, *args: Any) -> Any:
@@ -345,7 +344,7 @@ class ThroughCpp(RuntimeError):  # noqa: N818 - it is never seen
 
 @contextmanager
 def through_cpp() -> Iterator[None]:
-    """Carry a jitkern exception of this function through C++ unharmed."""
+    """Let a jitkern exception of a callback pass through C++ unchanged."""
     try:
         yield
     except JitkernError as error:

@@ -1,4 +1,4 @@
-"""The table of the ops: what lists them, in the package, its tests and its benchmarks, reads it."""
+"""The table of the ops, which the package, its tests and its benchmarks read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """Something that kernels are compiled for a value of."""
+    """A size that kernels are compiled for."""
 
-    name: str  # with an s, the argument of ``jitkern.warm``
+    name: str  # plus "s": the argument of ``jitkern.warm``
     meaning: str
     unit: str
     largest: int
@@ -27,27 +27,27 @@ SIZES = (
 
 
 class Op(NamedTuple):
-    """One op. Whatever else is particular to it lies in the files of its stem."""
+    """One op. Everything else about it is in the files of its stem."""
 
-    stem: str  # of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ...
-    function: str  # the public one, which ``ops/<stem>.py`` defines and ``jitkern`` shows
-    more: tuple[str, ...] = ()  # public functions beside it
+    stem: str  # the name of its files: ``ops/store.py``, ``csrc/ops/store.cc``, ...
+    function: str  # its public function in ``ops/<stem>.py``, exported by ``jitkern``
+    more: tuple[str, ...] = ()  # other public functions there
     has_kernels: bool = True  # its module has ``kernels`` and ``OVERLOADS``
-    sized_by: str = "element_size"  # the one of `SIZES` that ``kernels`` takes
+    sized_by: str = "element_size"  # the name of the Size that ``kernels`` takes
 
 
 class TorchOverload(NamedTuple):
-    """An operator ``torch.ops.jitkern.*``; ``OVERLOADS`` of an op's module lists its operators.
+    """An operator ``torch.ops.jitkern.*``. ``OVERLOADS`` in an op's module lists its operators.
 
-    `one_by_one` does the same as the operator by operators that write one tensor each, for tensors
-    that share an allocation, such as a pool of K and V: PyTorch's inductor writes only one of them
-    in place, and the other to a copy of the allocation; in torch 2.11 it copies from the wrong
-    address.
+    `one_by_one` replaces the operator in graphs by operators that write one tensor each, if the
+    written tensors share an allocation, such as a pool of K and V. PyTorch's inductor would write
+    one of them in place, and the other to a copy of the allocation; in torch 2.11 it copies from
+    the wrong address.
     """
 
     schema: str  # "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()"
-    run: Callable[..., Any]  # takes the arguments of the schema, in its order
-    fake: Callable[..., Any]  # the same for tensors without memory
+    run: Callable[..., Any]  # takes all arguments, in the schema's order
+    fake: Callable[..., Any]  # takes the same; returns results for tensors without memory
     one_by_one: Callable[..., None] | None = None
 
 
@@ -63,19 +63,19 @@ OPS = (
     Op("copy_blocks", "copy_blocks"),
     Op("unpack", "unpack"),
     Op("merge", "merge_states", more=("merge_state",), sized_by="head_dim"),
-    Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # by the copy engine
+    Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # runs on the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
 
 
 def op_names() -> dict[str, str]:
-    """Return the stem of each op that has kernels by its names: the public one, and the stem."""
+    """Return {name: stem} of the ops that have kernels, by public name and by stem."""
     with_kernels = [op for op in OPS if op.has_kernels]
     return {name: op.stem for op in with_kernels for name in (op.function, *op.more, op.stem)}
 
 
 def op_sizes() -> dict[str, Size]:
-    """Return what each op that has kernels is compiled for, by the same names."""
+    """Return {name: the Size that its kernels are compiled for}, by the same names."""
     sizes = {size.name: size for size in SIZES}
-    of_stem = {op.stem: sizes[op.sized_by] for op in OPS}
-    return {name: of_stem[stem] for name, stem in op_names().items()}
+    size_of = {op.stem: sizes[op.sized_by] for op in OPS}
+    return {name: size_of[stem] for name, stem in op_names().items()}

@@ -1,4 +1,4 @@
-"""What several ops share."""
+"""Shared by the ops: the module of an op's kernels, their names, checks of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import CppArgs, KernelConfig
 
 INDEX_BYTES = (4, 8)
-"""Bytes of the index types that every op takes: int32 and int64."""
+"""Bytes of int32 and int64, the index types of every op."""
 
 
 def widest_vec_bytes(row_bytes: int) -> int:
@@ -24,13 +24,13 @@ def widest_vec_bytes(row_bytes: int) -> int:
 
 
 def entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, kind: str = "") -> str:
-    """Return what a profiler shows of an op's kernel, such as ``jitkern_index_656B_v16_i64``."""
+    """Return a kernel's name for profilers, such as ``jitkern_index_656B_v16_i64``."""
     name = f"jitkern_{stem}_{row_bytes}B_v{vec_bytes}_i{8 * index_bytes}"
     return f"{name}_{kind}" if kind else name
 
 
 Entry = tuple[str, str, KernelConfig]
-"""An entry point of a module: its name, its type in ``jitkern::``, how it is launched."""
+"""An entry point of a module: its name, its type in ``jitkern::``, its launch configuration."""
 
 Hint = Callable[[object], str] | None
 """Advises how to build a kernel beforehand; None: by its row size."""
@@ -64,10 +64,7 @@ def load_entries(
 
 
 def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
-    """Return an error that names the first argument that is no tensor; None where all are.
-
-    PyTorch takes only its own tensors: another library's counts as none.
-    """
+    """Return an error that names the first argument that is no tensor of PyTorch; else None."""
     import torch
 
     for name, value in arguments.items():

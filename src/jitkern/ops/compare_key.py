@@ -16,15 +16,16 @@ _compare = host.Function("compare_key")
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
-    One step down a radix tree of cached prefixes: ``x`` is the request, of which ``start`` tokens
-    are matched already, and ``y`` is the node's key. Items count from ``start``. After mini-sglang.
+    One step down a radix tree of cached prefixes: ``x`` is the request, whose first ``start``
+    tokens are matched already, and ``y`` is the node's key. Items count from ``start``. After
+    mini-sglang.
 
     Parameters
     ----------
     x, y : Tensor
         ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory.
     start : int
-        Where to begin in ``x``, 0 to ``x_length``.
+        The first item of ``x`` to compare, 0 to ``x_length``.
     page_size : int
         The result is rounded down to a multiple of it, 1 or more.
 

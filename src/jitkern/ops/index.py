@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 # On an H200 1 to 2 % faster than 256 threads, and than 4 vectors of a row per lane.
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
-IN_FLIGHT = 4  # vectors that a lane moves at a time, of several rows where they are short
-VECS_PER_SPLIT = 2 * 32  # two for each lane of a warp
-TABLE_IN_FLIGHT = 8  # of a table in host memory, as for h2d_gather
+IN_FLIGHT = 4  # vectors per lane; short rows are moved several at a time
+VECS_PER_SPLIT = 2 * 32  # two vectors per lane of a warp
+TABLE_IN_FLIGHT = 8  # vectors per lane for tables in host memory, as in h2d_gather
 
 
 @cache
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    It reads tables in device memory, and in small calls tables in host memory, too.
+    It reads tables in device memory; small calls read tables in host memory with it, too.
     """
     splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))
     args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
@@ -88,8 +88,8 @@ def _through_torch(
 ) -> Tensor:
     import torch
 
-    # The dispatcher's texts would differ. In a graph the op raises when it runs: torch.compile
-    # replaces an error that is raised while it traces.
+    # Checked here, because the dispatcher's messages differ. While torch.compile traces, it would
+    # replace the error: there the op raises when the graph runs.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
         if wrong is not None and output is None:
@@ -174,7 +174,7 @@ def indexing(
             _check_ranges(vocab_range, added_range)
             raise
         except dispatch.UNREADABLE as error:
-            # The new output, too: under torch.func.grad of something else it is a wrapper.
+            # Inside torch.func.grad a new output is a wrapper, even if the arguments are not.
             tensors = {"weights": weights, "indices": indices, "output": result}
             dispatch.require_wrapper(error, "indexing", **tensors)
     return _through_torch(
@@ -188,21 +188,21 @@ def indexing(
 
 
 def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
-    # Not in C++, which would be 1.5 us faster: a tensor that comes through DLPack is not the
-    # allocator's own, so that record_stream() on it does nothing and resize_() is refused.
+    # C++ would be 1.5 us faster, but its tensor would come through DLPack: record_stream() does
+    # nothing on it, and resize_() is refused.
     try:
-        # Sizes one by one, which PyTorch reads in a third less time than a tuple of them, but it
-        # wants one: of a single number an empty tuple.
+        # PyTorch parses separate sizes in a third less time than a tuple. A scalar has no sizes,
+        # and needs an empty tuple.
         sizes = (*indices.shape, *weights.shape[1:]) or ((),)
         if weights.is_cuda or not indices.is_cuda:
             return weights.new_empty(*sizes)
         return weights.new_empty(*sizes, device=indices.device)
-    except (AttributeError, TypeError) as error:  # not tensors
+    except (AttributeError, TypeError) as error:
         raise not_a_tensor("indexing", weights=weights, indices=indices) or error from None
 
 
 def _check_ranges(vocab_range: Any, added_range: Any) -> None:
-    """Raise TypeError for what is no range, as it was given. C++, which checks too, cannot say."""
+    """Raise TypeError that quotes a value that is no range: C++ sees only its type."""
     for name, value in (("vocab_range", vocab_range), ("added_range", added_range)):
         if value is None:
             continue
@@ -231,7 +231,7 @@ def _run_out(
     added_range: list[int] | None,
     vocab_size: int | None,
 ) -> None:
-    # The dispatcher has made lists of the tuples; error messages quote the tuples.
+    # The dispatcher passes tuples as lists; error messages quote tuples.
     vocab, added = (_as_tuple(numbers) for numbers in (vocab_range, added_range))
     _check_ranges(vocab, added)
     _index_now(weights, indices.contiguous(), output, vocab, (added, vocab_size))
@@ -252,7 +252,7 @@ OVERLOADS = (
         run=_run,
         fake=_fake,
     ),
-    # Not `-> Tensor(a!)`: functionalization refuses to return what is written to.
+    # Not `-> Tensor(a!)`: functionalization refuses operators that return a written argument.
     TorchOverload(
         "indexing.out(Tensor weights, Tensor indices, *, Tensor(a!) output, "
         "SymInt[]? vocab_range=None, SymInt[]? added_range=None, SymInt? vocab_size=None) -> ()",

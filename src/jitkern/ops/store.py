@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # On an H200 1 to 2 % faster than 256 threads, and than 4 vectors of a row per lane.
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
-IN_FLIGHT = 2  # vectors that a lane moves at a time
+IN_FLIGHT = 2  # vectors per lane
 
 
 @cache
@@ -27,15 +27,15 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
-    Rows of ``first_row_bytes``, shorter ones, are those of K and V that go first, if K and V are of
-    different sizes. One kernel serves K and V of one size and a single cache.
+    If rows of K and V differ in size, the shorter ones have ``first_row_bytes`` and are stored
+    first. One kernel serves K and V of one size and a single cache.
     """
     first = () if first_row_bytes in (None, row_bytes) else (first_row_bytes,)
     args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *first)
     kind = f"{first_row_bytes}B_first" if first else ""
     name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"StoreKernel<{args}>", CONFIG)
-    hint = record_hint if first else None  # an --element-size is one
+    hint = record_hint if first else None  # `jitkern warm` takes one row size
     return load_entries("store", "ops/store.cu", [entry], args, RowShape(IN_FLIGHT), hint)
 
 

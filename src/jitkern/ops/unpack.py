@@ -1,4 +1,4 @@
-"""``unpack``: pieces of any size, put into their places as descriptors ask."""
+"""``unpack``: copy pieces of any size to the places that descriptors name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
 IN_FLIGHT = 4
 PARTS_IN_FLIGHT = 2
-# Segments of 512 bytes that a warp copies itself, at most:
-SHORT_SEGMENTS = 16  # of a piece, in the short way
-OWN_SEGMENTS = 140  # of a descriptor that it copies alone
-FIRST_SEGMENTS = 8  # of one whose rest is dealt to others
-UNIT_SEGMENTS = 16  # what is dealt at a time
+# The most segments of 512 bytes that a warp copies:
+SHORT_SEGMENTS = 16  # per piece, in the loop for short pieces
+OWN_SEGMENTS = 140  # per descriptor, if no other warp helps
+FIRST_SEGMENTS = 8  # per descriptor, if the rest is split among other warps
+UNIT_SEGMENTS = 16  # per turn of a helping warp
 
 _FORMATS = {3: "i64x3", 6: "i64x6"}  # DescriptorFormat of csrc/ops/unpack.h
 
@@ -38,7 +38,7 @@ class UnpackShape(NamedTuple):
 
 @cache
 def kernel(descriptor_format: int) -> DeviceModule:
-    """Return the device module for descriptors of so many int64 each."""
+    """Return the device module for descriptors of `descriptor_format` int64 each."""
     in_flight = (PIECE_IN_FLIGHT, IN_FLIGHT, PARTS_IN_FLIGHT)
     segments = (SHORT_SEGMENTS, OWN_SEGMENTS, FIRST_SEGMENTS, UNIT_SEGMENTS)
     args = make_cpp_args(descriptor_format, *CONFIG, *in_flight, *segments)
@@ -48,21 +48,21 @@ def kernel(descriptor_format: int) -> DeviceModule:
     return load_entries("unpack", "ops/unpack.cu", [entry], args, shape)
 
 
-# What consumes a DescriptorRing: a block an SM, by which 128 descriptors come in one trip.
+# The consumers of a DescriptorRing: one block per SM, which reads 128 descriptors in one trip.
 RING_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=True)
 RING_PIECE_IN_FLIGHT = 2
 SERVE_CONFIG = KernelConfig(num_threads=512, max_occupancy=1, use_pdl=False)
 RING_IN_FLIGHT = 8
-SERVE_PIECE_IN_FLIGHT = 4  # it has few SMs
+SERVE_PIECE_IN_FLIGHT = 4  # a server runs on few SMs
 SERVE_IN_FLIGHT = 4
 
 
 @cache
 def ring_kernel() -> DeviceModule:
     """Return the device module that consumes a ring, in a call or as a server."""
-    both = (PARTS_IN_FLIGHT, OWN_SEGMENTS)
-    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, RING_IN_FLIGHT, *both)
-    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, SERVE_IN_FLIGHT, *both)
+    rest = (PARTS_IN_FLIGHT, OWN_SEGMENTS)
+    consume = make_cpp_args(*RING_CONFIG, RING_PIECE_IN_FLIGHT, RING_IN_FLIGHT, *rest)
+    serve = make_cpp_args(*SERVE_CONFIG, SERVE_PIECE_IN_FLIGHT, SERVE_IN_FLIGHT, *rest)
     entries = [
         ("jitkern_unpack_ring", f"ConsumeRing<{consume}>", RING_CONFIG),
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
@@ -84,7 +84,7 @@ _unpack = host.Function("unpack")
 
 
 class Ring(Protocol):
-    """What ``unpack`` uses of an ``offload.DescriptorRing``; ops do not import offload."""
+    """The part of ``offload.DescriptorRing`` that ``unpack`` calls; ops do not import offload."""
 
     def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None: ...
 
@@ -93,7 +93,7 @@ _ring_type: type | None = None  # DescriptorRing, once it is imported
 
 
 def set_ring_type(ring_type: type) -> None:
-    """Have ``unpack`` take instances of `ring_type`, by their `_unpack(...)`."""
+    """Make ``unpack`` accept instances of `ring_type`, and call their `_unpack(...)`."""
     global _ring_type
     _ring_type = ring_type
 
@@ -138,8 +138,8 @@ def unpack(
 
     A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
     ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
-    slot is free. Each replay of a captured call takes what was pushed by then. Of calls that
-    overlap on one ring the GPU refuses the second, with a RuntimeError of a later call.
+    slot is free. Each replay of a captured call takes the pushes made until then. If two calls
+    overlap on one ring, the GPU refuses the second, and a later call raises RuntimeError.
 
     Parameters
     ----------
