@@ -1,4 +1,4 @@
-// The merge of partial results on exact buffers, against the same in double; and Divisor.
+// The kernels of merge_states on exact buffers, compared with double; and Divisor.
 #include "ops/merge.cu"
 
 #include "merge_calls.h"

@@ -1,4 +1,4 @@
-// Calls of the merge of partial results, random ones, and what has to come of them.
+// Random launches of the merge kernel, and their expected results.
 #pragma once
 
 #include <memory>
@@ -12,10 +12,10 @@ constexpr i64 kMostRows = (i64(1) << 31) - 1;
 
 struct MergeKernel {
   int dim, elems, in_type, out_type, lse_type, capacity;
-  bool plain;   // all partials count, and lie in one way in which rows follow each other
-  int threads;  // of a large block, which is some times as large as a small one
-  int rows;     // of a small one
-  int times;
+  bool plain;   // all partials are present, with equally spaced rows and the same layout
+  int threads;  // in a large block
+  int rows;     // of a small block
+  int times;    // small blocks in a large one
   void (*launch)(const MergeParams<kMostStates>& params, unsigned blocks, unsigned threads,
                  Order order);
 
@@ -90,18 +90,22 @@ class MergeRun {
     const bool per_token = random.below(2) == 0 && tokens_ > 0;
     const int bytes = random.pick({4, 8});
     std::vector<i64> counts(per_token ? tokens_ : 1);
+    const bool is_group = kernel_.capacity == kMostStates;
+    const i64 first = is_group ? random.pick({i64(0), i64(8), i64(56)}) : 0;
     for (i64& count : counts) {
       count = random.pick({random.below(num_states_ + 1), num_states_, num_states_ + 1, i64(0),
                            i64(1), i64(-1), i64(-2147483648), i64(2147483647)});
-      // Whose halves are numbers of partials.
+      if (random.below(2) == 0 && std::abs(count) < 100) count += first;
+      // Numbers of 64 bits whose lower halves are numbers of partials.
       const i64 wide = random.pick({i64(-2), i64(-1), i64(0), i64(1)}) * (i64(1) << 32);
-      if (bytes == 8 && random.below(4) == 0) count = wide + random.below(num_states_ + 1);
+      if (bytes == 8 && random.below(4) == 0) count = wide + first + random.below(num_states_ + 1);
     }
     num_valid_ = std::make_unique<IntBuffer>("num_valid", counts, bytes);
     MergeTarget& to = params_.to;
     to.num_valid = num_valid_->data();
     to.num_valid_bytes = bytes;
     to.valid_per_token = per_token;
+    to.first_state = static_cast<short>(first);
   }
 
   void choose_partials(Random& random) {
@@ -259,7 +263,8 @@ class MergeRun {
   i64 first_of(i64 token) const { return token < tokens_of_first_ ? 0 : 1; }
   i64 behind_of(i64 token) const {
     if (!num_valid_) return num_states_;
-    return std::min(num_states_, num_valid_->at(params_.to.valid_per_token ? token : 0));
+    const i64 count = num_valid_->at(params_.to.valid_per_token ? token : 0);
+    return std::min(num_states_, count - params_.to.first_state);
   }
 
   void expect_row(i64 token, i64 head) {

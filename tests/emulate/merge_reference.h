@@ -126,19 +126,14 @@ inline Mean mean_of(const Weights& weights, const std::vector<double>& values) {
   return {sum / weights.sum, weights.num == 1 ? 0 : kSlack * size / weights.sum};
 }
 
-// The same of partials that weigh the same, bit by bit: what is rounded is known, as it is added up
-// by teams, in the order of partials, and as parts of 1.
+// The mean of partials with equal weights, bit by bit: the kernel adds shares of 1 in the order of
+// the partials, so every rounding is known.
 inline float equal_mean_of(const Weights& weights, const std::vector<double>& values, float scale) {
   if (weights.num == 0) return 0;
+  const float share = 1 / static_cast<float>(weights.sum);
   float sum = -0.0f;
-  for (size_t begin = 0; begin < values.size(); begin += kStatesOfThread) {
-    const size_t end = std::min(values.size(), begin + kStatesOfThread);
-    float part = -0.0f, count = 0;
-    for (size_t i = begin; i < end; ++i) count += static_cast<float>(weights.of[i]);
-    for (size_t i = begin; i < end; ++i) {
-      if (weights.of[i] != 0) part = std::fma(1 / count, static_cast<float>(values[i]), part);
-    }
-    if (count != 0) sum = std::fma(count * (1 / static_cast<float>(weights.sum)), part, sum);
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (weights.of[i] != 0) sum = std::fma(share, static_cast<float>(values[i]), sum);
   }
   return sum * (1 / scale);
 }

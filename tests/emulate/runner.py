@@ -17,7 +17,7 @@ from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.jit.template import KernelConfig
 from jitkern.ops import device_ops, pairs
-from jitkern.ops.merge import STATES_OF_THREAD, BlockShape
+from jitkern.ops.merge import BlockShape
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -61,31 +61,26 @@ ONE_SHOT, TWO_SHOT = 0, 1  # as in WAYS of jitkern.comm.peer_reduce
 # dim, elements of a vector, types of the partials, the result and their lse, partials, plain.
 _FEW_MERGES = (
     (3, 1, F32, F32, F16, 2, 0),
-    (24, 4, F32, BF16, BF16, 16, 0),
     (40, 8, BF16, F32, F32, 4, 0),
-    (8, 8, F16, E4M3, F32, 64, 0),
+    (8, 8, F16, E4M3, BF16, 8, 0),
     (3, 1, F16, F16, F32, 2, 1),
-    (300, 1, F32, F32, F32, 32, 1),  # in three steps
-    (1102, 2, F16, F16, F32, 2, 1),  # in two, and a lane is left over
+    (1102, 2, F16, F16, F32, 2, 1),  # in two steps, with an idle lane in the second
     (96, 8, F16, F16, F16, 8, 1),
 )
 _MERGES = (
     *_FEW_MERGES,
-    (1, 1, F16, F16, F32, 2, 0), (3, 1, BF16, BF16, F32, 16, 1), (5, 1, F32, E4M3, F32, 8, 1),
-    (8, 4, F32, F32, F32, 64, 0), (24, 2, F32, F16, F16, 8, 1), (40, 4, F16, F16, BF16, 32, 0),
-    (70, 2, BF16, BF16, F32, 8, 0), (96, 4, BF16, F16, F32, 64, 1), (96, 8, BF16, E4M3, F32, 2, 1),
-    (128, 8, BF16, BF16, F32, 2, 0), (128, 8, F16, F32, F32, 16, 1),
-    (576, 8, BF16, BF16, F32, 8, 0), (576, 4, F32, F32, F32, 16, 1),
-    (2100, 4, BF16, E4M3, BF16, 16, 0),
+    (1, 1, F16, F16, F32, 2, 0), (3, 1, BF16, BF16, F32, 4, 1), (5, 1, F32, E4M3, F32, 8, 1),
+    (24, 4, F32, BF16, BF16, 4, 0), (24, 2, F32, F16, F16, 8, 1), (40, 4, F16, F16, BF16, 8, 0),
+    (70, 2, BF16, BF16, F32, 8, 0), (96, 8, BF16, E4M3, F32, 2, 1),
+    (128, 8, BF16, BF16, F32, 2, 0), (128, 8, F16, F32, F32, 8, 1), (128, 4, F32, F16, F32, 8, 1),
+    (576, 8, BF16, BF16, F32, 8, 0), (2100, 4, BF16, E4M3, BF16, 4, 0),
 )  # fmt: skip
 
 
 def _merge(*numbers: int) -> str:
-    dim, vec_elems, _, _, _, capacity, _ = numbers
-    teams = max(1, capacity // STATES_OF_THREAD)
-    shape = BlockShape.of(dim // vec_elems, teams)
-    num_threads = shape.row_threads * shape.rows * teams * shape.times
-    return f"Kernel<{','.join(map(str, (*numbers, num_threads, *shape)))}>"
+    dim, vec_elems, *_ = numbers
+    shape = BlockShape.of(dim // vec_elems)
+    return f"Kernel<{','.join(map(str, (*numbers, shape.num_threads, *shape)))}>"
 
 
 def _reductions(ranks: int, *accesses: tuple[int, int, int]) -> list[str]:

@@ -30,38 +30,39 @@ _LAYOUT = ("lse_layout", "tokens_heads", "heads_tokens")
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
 _F32, _F16, _BF16 = range(3)
-CAPACITIES = (2, 4, 8, 16, 32, 64)  # partials of a kernel: fewer take the next larger one
-STATES_OF_THREAD = 8  # kStatesOfThread of csrc/ops/merge.h
+CAPACITIES = (2, 4, 8)  # partials of a kernel; csrc/ops/merge.cc merges more in groups of 8
 # Threads of a small block, and of a large one: csrc/ops/merge.cc has the figures.
 SMALL_THREADS = 128
 MOST_TIMES = 4
 MOST_THREADS = 512
-# For so many threads an SM has registers, 64 or 80 each, of one team and of several.
-THREADS_OF_SM = (1024, 768)
+THREADS_OF_SM = 1024  # of 64 registers each
 
 
 class BlockShape(NamedTuple):
     """How the threads of a block share rows."""
 
-    row_threads: int  # in each team
+    row_threads: int
     rows: int  # of a small block
     times: int  # small blocks in a large one
 
     @classmethod
-    def of(cls, num_vecs: int, num_teams: int) -> BlockShape:
-        """Return the shape for rows of so many vectors: few lanes of a last warp are left over."""
-        steps = -(-num_vecs * num_teams // MOST_THREADS)
+    def of(cls, num_vecs: int) -> BlockShape:
+        """Return the shape for rows of `num_vecs` vectors that leaves the fewest lanes idle."""
+        steps = -(-num_vecs // MOST_THREADS)
         row_threads = -(-num_vecs // steps)
-        one = row_threads * num_teams
-        wanted = SMALL_THREADS if num_teams == 1 else MOST_THREADS // 2
 
         def cost(rows: int) -> tuple[float, int]:
-            return (-one * rows % 32) / (one * rows), wanted - one * rows
+            threads = row_threads * rows
+            return (-threads % 32) / threads, SMALL_THREADS - threads
 
-        rows = min(range(1, max(1, wanted // one) + 1), key=cost)
-        # Teams have their threads at fixed places.
-        times = 1 if num_teams > 1 else max(1, min(MOST_TIMES, MOST_THREADS // (one * rows)))
+        rows = min(range(1, max(1, SMALL_THREADS // row_threads) + 1), key=cost)
+        times = max(1, min(MOST_TIMES, MOST_THREADS // (row_threads * rows)))
         return cls(row_threads, rows, times)
+
+    @property
+    def num_threads(self) -> int:
+        """The threads of a large block."""
+        return self.row_threads * self.rows * self.times
 
 
 class MergeShape(NamedTuple):
@@ -77,25 +78,28 @@ def kernel(
 ) -> DeviceModule:
     """Return the device module of one dim, vector, choice of types and number of partials.
 
-    A plain one is for partials that all count and lie in one way, in which rows follow each other:
-    without what the others need a kernel of two partials is 30 % shorter, and as fast as a copy.
+    `plain`: all partials are present, with equally spaced rows and the same layout. A plain kernel
+    of two partials has 30 % fewer instructions, and is as fast as a copy.
     """
-    num_teams = max(1, capacity // STATES_OF_THREAD)
-    row_threads, rows, times = BlockShape.of(dim // vec_elems, num_teams)
-    num_threads = row_threads * rows * num_teams * times
-    occupancy = max(1, THREADS_OF_SM[num_teams > 1] // (-(-num_threads // 32) * 32))
-    config = KernelConfig(num_threads=num_threads, max_occupancy=occupancy, use_pdl=True)
+    shape = BlockShape.of(dim // vec_elems)
+    warps = -(-shape.num_threads // 32)
+    occupancy = max(1, THREADS_OF_SM // (32 * warps))
+    config = KernelConfig(num_threads=shape.num_threads, max_occupancy=occupancy, use_pdl=True)
     spec = (dim, vec_elems, in_type, out_type, lse_type, capacity)
-    args = make_cpp_args(*spec, bool(plain), *config, row_threads)
+    args = make_cpp_args(*spec, bool(plain), *config, shape.row_threads)
     name = f"jitkern_merge_v{vec_elems}_d{dim}_n{capacity}_{_TYPES[in_type]}"
-    name += f"_to_{_TYPES[out_type]}" * (out_type != in_type)
-    name += f"_lse_{_TYPES[lse_type]}" * (lse_type != _F32)
-    name += "_any_strides" * (not plain)
+    if out_type != in_type:
+        name += f"_to_{_TYPES[out_type]}"
+    if lse_type != _F32:
+        name += f"_lse_{_TYPES[lse_type]}"
+    if not plain:
+        name += "_any_strides"
     entry = (name, f"Merge<{args}>", config)
     hint: Hint = partial(warm_hint, "merge", str(dim), sized_by="head_dim")
     if (*spec, plain) not in _common_specs(dim):
         hint = record_hint  # a --head-dim gives the most common ones only
-    return load_entries("merge", "ops/merge.cu", [entry], args, MergeShape(times, rows), hint)
+    merge_shape = MergeShape(shape.times, shape.rows)
+    return load_entries("merge", "ops/merge.cu", [entry], args, merge_shape, hint)
 
 
 host.builds("merge", kernel)
@@ -109,15 +113,19 @@ def kernels(head_dim: int) -> list[DeviceModule]:
 def _common_specs(head_dim: int) -> list[tuple[int, ...]]:
     """Return the arguments of `kernel` for contiguous bf16 or fp16 partials with an fp32 lse.
 
-    Any number is merged into their own type. Two may have any strides, such as those of an lse of
-    [heads, tokens].
+    Any number is merged into their own type; more than 8 by the kernels of groups, into fp32 and
+    out of it. Two may have any strides, such as those of an lse of [heads, tokens].
     """
     elems = widest_vec_bytes(2 * head_dim) // 2
-    return [
-        (head_dim, elems, partial_type, partial_type, _F32, capacity, plain)
-        for partial_type in (_BF16, _F16)
-        for capacity, plain in (*((capacity, 1) for capacity in CAPACITIES), (2, 0))
-    ]
+    fp32_elems = widest_vec_bytes(4 * head_dim) // 4
+    most = CAPACITIES[-1]
+    specs: list[tuple[int, ...]] = []
+    for dtype in (_BF16, _F16):
+        specs += [(head_dim, elems, dtype, dtype, _F32, capacity, 1) for capacity in CAPACITIES]
+        specs += [(head_dim, elems, dtype, dtype, _F32, 2, 0)]
+        specs += [(head_dim, elems, dtype, _F32, _F32, most, 1)]
+        specs += [(head_dim, fp32_elems, _F32, dtype, _F32, most, 1)]
+    return specs
 
 
 _FUNCTIONS = {name: host.Function(name) for name in _NAMES}
@@ -173,9 +181,12 @@ def merge_states(
     """Merge partial results of attention over parts of the keys into the result over all.
 
     For each token and head, with ``w_i = exp(lse_i - max)``: the result is ``sum(w_i * out_i) /
-    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. One launch, asynchronous on the current stream;
-    each partial is read once. Computed in fp32 and summed in the order of the partials, so that
-    ranks get the same bits. A CUDA graph may capture any call. Returns the result and its LSE.
+    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. Asynchronous on the current stream; each partial
+    is read once. Computed in fp32 and summed in the order of the partials, so that ranks get the
+    same bits. A CUDA graph may capture any call. Returns the result and its LSE.
+
+    One launch merges up to 8 partials. More are merged on a GPU in groups of 8 into fp32 scratch
+    memory of torch's allocator, and then the groups' results.
 
     An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
     does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.

@@ -23,6 +23,9 @@ using tvm::ffi::Array;
 // Offsets in a row are 32-bit in the kernel, and so are numbers of rows.
 constexpr i64 kMostDim = (1ll << 28) - 1;
 constexpr i64 kMostRows = (1ll << 31) - 1;
+// The most partials of a call. On a GPU more than kMostStates are merged in groups, in fp32, and
+// then the groups' results, of which there are kMostStates at most.
+constexpr i64 kMostPartials = kMostStates * kMostStates;
 constexpr const char* kLayouts[] = {"tokens_heads", "heads_tokens"};
 constexpr const char* kPlace = "memory of its own, or exactly that of a partial, to merge in place";
 
@@ -67,55 +70,60 @@ Tensor stacked(const char* op, const char* arg, AnyView value) {
   return Tensor(op, arg, value);
 }
 
-void check_count(const char* op, const char* what, i64 count) {
-  if (count >= 1 && count <= kMostStates) return;
-  raise_value_error(op, "outs", str(what, count), str("1 to ", kMostStates, " partial results"));
+void check_count(const char* op, const char* counted, i64 count) {
+  if (count >= 1 && count <= kMostPartials) return;
+  raise_value_error(op, "outs", str(counted, count),
+                    str("1 to ", kMostPartials, " partial results"));
 }
 
-// Whether `written` is in place of a partial. ValueError if it shares memory in another way.
+// Whether `written` is in place of a partial of `same`. ValueError if it overlaps a partial in
+// another way.
 bool check_written(const Grid& written, const std::vector<Grid>& same,
                    const std::vector<Grid>& others) {
   written.distinct_rows();
   bool in_place = false;
-  for (const Grid& one : same) {
-    const bool is_same = written.is_same_place_as(one);
+  for (const Grid& partial : same) {
+    const bool is_same = written.is_same_place_as(partial);
     in_place |= is_same;
-    if (!is_same) written.apart_from(one, kPlace);
+    if (!is_same) written.apart_from(partial, kPlace);
   }
-  for (const Grid& one : others) written.apart_from(one);
+  for (const Grid& partial : others) written.apart_from(partial);
   return in_place;
 }
 
-// A checked call. `options` is None or (is_base_2, heads_first, scale, last). Grids: [tokens,
-// heads].
+// A checked call. `options` is None or (is_base_2, heads_first, scale, last). Grids are [tokens,
+// heads], whatever the layout of the lse.
 struct MergeCall {
   const char* op;
   bool heads_first = false;
-  Any scale_given, last;  // prefill tokens of merge_state, the count of merge_states
+  Any scale_arg;
+  Any last;  // prefill_tokens_with_context of merge_state, count of merge_states
   std::vector<Grid> outs, lses;
   std::optional<Grid> out, lse;
   std::optional<Tensor> scale;
   std::optional<Indices> num_valid;
+  i64 first_state = 0;  // num_valid counts the partials of this call from this number on
   i64 tokens_of_first = std::numeric_limits<i64>::max();
   i64 dim = 0;
   int in_type = kFloat32, out_type = kFloat32;
-  int lse_type = kFloat32, merged_lse_type = kFloat32;  // of the partials, of the result
+  int lse_type = kFloat32;         // FloatType of `lses`
+  int merged_lse_type = kFloat32;  // FloatType of `lse`
   float log2_of_base = 1.44269504f, base_log_of_2 = 0.69314718f;
   bool lse_is_in_place = false;
 
   MergeCall(const char* op, AnyView options) : op(op) {
     if (is_none(options)) return;
-    const auto given = options.cast<Array<Any>>();
-    heads_first = given[1].cast<bool>();
-    scale_given = given[2];
-    last = given[3];
-    if (given[0].cast<bool>()) log2_of_base = base_log_of_2 = 1;
+    const auto values = options.cast<Array<Any>>();
+    if (values[0].cast<bool>()) log2_of_base = base_log_of_2 = 1;
+    heads_first = values[1].cast<bool>();
+    scale_arg = values[2];
+    last = values[3];
   }
 
   i64 num_states() const { return static_cast<i64>(outs.size()); }
   i64 num_rows() const { return out->outer * out->inner; }
 
-  // The next partial.
+  // Checks and appends a partial.
   void add(const Tensor& out, const Tensor& lse) {
     in_type = float_type(out);
     lse_type = float_type(lse);
@@ -164,8 +172,8 @@ struct MergeCall {
       raise_value_error(op, "lses", str("a list of ", lse_list->size()),
                         str(count, ", one for each of outs"));
     }
-    static const auto& out_names = *new auto(item_names("outs", kMostStates));
-    static const auto& lse_names = *new auto(item_names("lses", kMostStates));
+    static const auto& out_names = *new auto(item_names("outs", kMostPartials));
+    static const auto& lse_names = *new auto(item_names("lses", kMostPartials));
     outs.reserve(count);
     lses.reserve(count);
     for (size_t i = 0; i < count; ++i) {
@@ -184,10 +192,10 @@ struct MergeCall {
     if (!std::equal(shape, shape + 3, tensor.dl->shape)) {
       tensor.shape_error(str("shape ", shape_text(shape, 3), " as in ", like.arg));
     }
-    // For a result on a GPU, a partial may also be in pinned host memory.
+    // Partials of a result on a GPU may also be in pinned host memory.
     for (size_t i = 0; i < outs.size(); ++i) {
-      for (const Grid* one : {&outs[i], &lses[i]}) {
-        if (one->on_cuda() || !tensor.on_cuda()) one->same_device(tensor);
+      for (const Grid* partial : {&outs[i], &lses[i]}) {
+        if (partial->on_cuda() || !tensor.on_cuda()) partial->same_device(tensor);
       }
     }
     check_written(*out, outs, lses);
@@ -204,22 +212,22 @@ struct MergeCall {
   // Required for float8_e4m3fn, refused for other types.
   void take_scale() {
     const bool is_fp8 = out_type == kFloat8E4M3;
-    if (is_none(scale_given)) {
+    if (is_none(scale_arg)) {
       if (!is_fp8) return;
       raise_value_error(op, "scale", "None",
                         "a float32 tensor of 1 element, as output is float8_e4m3fn");
     }
-    scale.emplace(op, "scale", scale_given);
+    scale.emplace(op, "scale", scale_arg);
     if (!scale->has_dtype(kDLFloat, 32)) scale->dtype_error("float32");
     if (scale->numel() != 1) scale->shape_error("1 element");
     scale->same_device(*out);
-    const Rows one(*scale, 1, 4, 4);
-    one.apart_from(out->whole());
-    if (lse) one.apart_from(lse->whole());
+    const Rows item(*scale, 1, 4, 4);
+    item.apart_from(out->whole());
+    if (lse) item.apart_from(lse->whole());
     if (!is_fp8) scale->value_error("a tensor", "None, as output is " + out->dtype_name());
   }
 
-  // How many partials count: one number, or one for each token.
+  // Checks the number of partials that count: one for all tokens, or one for each.
   void take_count() {
     num_valid.emplace(op, "count", last);
     num_valid->same_device(*out);
@@ -234,7 +242,7 @@ struct MergeCall {
 // -- on the CPU ----------------------------------------------------------------------------------
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Values that are summed before they go to memory: few enough for L1, enough for vectorised loops.
+// Values of a row that are summed in a buffer: few enough for L1, enough for vectorised loops.
 constexpr i64 kPartDim = 512;
 
 template <int kIn>
@@ -261,15 +269,16 @@ constexpr void (*kAdd[])(const char*, float, float*, i64) = {add<kFloat32>, add<
 constexpr void (*kStore[])(char*, const float*, float, i64) = {
     store<kFloat32>, store<kFloat16>, store<kBFloat16>, store<kFloat8E4M3>};
 
-// The weight of each partial of a row, their sum, and the merged lse: the same as in merge.cu.
+// The weight of each partial of a row, their sum, and the merged lse, as in merge.cu, but for any
+// number of partials at once.
 struct Shares {
-  float of[kMostStates];
+  float of[kMostPartials];
   float sum = 0;
   float lse = -kInfinity;
 
   Shares(const MergeCall& call, i64 token, i64 head, i64 num_valid) {
     const auto load_lse = kLoad[call.lse_type];
-    if (token >= call.tokens_of_first) {  // a copy of the second partial
+    if (token >= call.tokens_of_first) {  // copy the second partial
       of[0] = 0;
       of[1] = sum = 1;
       lse = load_lse(call.lses[1].row(token, head));
@@ -335,11 +344,12 @@ void merge_by_cpu(const MergeCall& call) {
 
 // -- on a GPU ------------------------------------------------------------------------------------
 
-// A call of at most so many threads an SM has blocks of 128 threads, not 512: one token of 32 heads
-// takes 1.22 us instead of 1.50, 64 tokens 1.73 instead of 1.92, but 1,024 tokens 7.7, not 7.5.
+// Calls of at most this many threads per SM use blocks of 128 threads, not 512: one token of 32
+// heads takes 1.22 us instead of 1.50, 64 tokens 1.73 instead of 1.92, but 1,024 tokens 7.7, not
+// 7.5.
 constexpr i64 kSmallThreadsOfSm = 1024;
 
-// Elements of the widest vector that all rows allow, partials and result alike.
+// The elements of the widest vector to which all rows are aligned, of partials and result alike.
 i64 elems_of_vector(const MergeCall& call) {
   const auto bits = [](const Grid& rows) {
     return address(rows.data) | static_cast<u64>(rows.row_bytes) | rows.stride_bits();
@@ -357,27 +367,32 @@ i64 elems_of_vector(const MergeCall& call) {
   return elems;
 }
 
-// The stride of all rows; -1 if there is no single one.
+// The distance of neighbouring rows; -1 if it is not the same for all.
 i64 row_stride(const Grid& rows) {
   const bool is_one = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
   return rows.inner == 1 ? rows.outer_stride : is_one ? rows.inner_stride : -1;
 }
 
-// Whether all partials count, with one stride for all rows of all of them.
-bool is_plain(const MergeCall& call) {
+// Whether a plain kernel can run the call: all partials are present, with equally spaced rows and
+// the same layout.
+bool is_plain(const MergeCall& call, int capacity) {
   if (call.num_valid || call.tokens_of_first < call.out->outer) return false;
-  if (call.outs.size() < 2) return false;
-  const i64 of_outs = row_stride(call.outs[0]);
-  const i64 of_lses = row_stride(call.lses[0]);
-  const i64 of_lse = call.lse ? row_stride(*call.lse) : 0;
-  if (of_outs < 0 || of_lses < 0 || of_lse < 0 || row_stride(*call.out) < 0) return false;
+  if (call.num_states() < 2 && capacity == 2) return false;  // that kernel always reads both
+  const i64 outs_stride = row_stride(call.outs[0]);
+  const i64 lses_stride = row_stride(call.lses[0]);
+  const i64 lse_stride = call.lse ? row_stride(*call.lse) : 0;
+  if (outs_stride < 0 || lses_stride < 0 || lse_stride < 0 || row_stride(*call.out) < 0) {
+    return false;
+  }
   for (size_t i = 1; i < call.outs.size(); ++i) {
-    if (row_stride(call.outs[i]) != of_outs || row_stride(call.lses[i]) != of_lses) return false;
+    if (row_stride(call.outs[i]) != outs_stride || row_stride(call.lses[i]) != lses_stride) {
+      return false;
+    }
   }
   return true;
 }
 
-// For a kernel of any capacity: it takes the first bytes of these.
+// The parameters of a kernel of any capacity, which reads the first bytes of them.
 MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
   // A plain kernel reads the head stride as the stride of all rows.
   const auto strides = [&](const Grid& rows) {
@@ -399,6 +414,7 @@ MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
     to.num_valid = call.num_valid->data;
     to.num_valid_bytes = call.num_valid->index_bytes;
     to.valid_per_token = call.num_valid->count > 1;
+    to.first_state = static_cast<short>(call.first_state);
   }
   to.num_states = static_cast<i32>(call.num_states());
   to.log2_of_base = call.log2_of_base;
@@ -414,19 +430,13 @@ MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
   return params;
 }
 
-void merge_by_gpu(const MergeCall& call) {
-  const LaunchScope scope(*call.out);
-  if (call.out->empty()) return;
-  if (call.num_rows() > kMostRows) {
-    call.out->value_error(str(call.num_rows(), " rows"), "less than 2^31");
-  }
+// Queues one kernel, of at most `capacity` partials: 2, 4 or 8.
+void launch_merge(const LaunchScope& scope, const MergeCall& call, int capacity) {
   // A small block has `rows` rows, a large one `times` as many.
   static KernelTable table(
       "merge", {"dim", "vec_elems", "in_type", "out_type", "lse_type", "capacity", "plain"},
       [](const Spec&, int times, int rows) { return GroupShape{1, 1, times, rows}; });
-  const bool plain = is_plain(call);
-  int capacity = 2;  // a kernel's number of partials: a power of two
-  while (capacity < call.num_states()) capacity *= 2;
+  const bool plain = is_plain(call, capacity);
   const LoadedKernels& loaded =
       table.find(scope.device, Spec(call.dim, elems_of_vector(call), call.in_type, call.out_type,
                                     call.lse_type, capacity, plain));
@@ -440,6 +450,54 @@ void merge_by_gpu(const MergeCall& call) {
   const u64 bytes = sizeof(MergeTarget) + static_cast<u64>(capacity) * sizeof(PartialState);
   scope.launch_bytes(kernel, ceil_div(small_blocks, times), &params, static_cast<i64>(bytes),
                      times * small);
+}
+
+// Merges each group of kMostStates partials into fp32 scratch memory, then the groups' results. All
+// launches are of kernels of one capacity, so that two kernels serve any number of partials.
+void merge_in_groups(const LaunchScope& scope, MergeCall call) {
+  const std::vector<Grid> outs = std::move(call.outs), lses = std::move(call.lses);
+  const i64 num_states = static_cast<i64>(outs.size());
+  const i64 num_groups = ceil_div(num_states, kMostStates);
+  const i64 tokens = call.out->outer, heads = call.out->inner;
+  const DLDataType fp32{kDLFloat, 32, 1};
+  const DLDevice device = call.out->dl->device;
+  const auto group_outs = allocate({num_groups, tokens, heads, call.dim}, fp32, device);
+  const auto group_lses = allocate({num_groups, tokens, heads}, fp32, device);
+  const Grid first_out(Tensor(call.op, "scratch", group_outs), 1, 2, 3);
+  const Grid first_lse(Tensor(call.op, "scratch", group_lses), 1, 2, 3);
+
+  call.outs.clear();
+  call.lses.clear();
+  MergeCall group = call;
+  group.out_type = group.merged_lse_type = kFloat32;
+  group.scale.reset();
+  group.lse_is_in_place = false;
+  for (i64 g = 0; g < num_groups; ++g) {
+    const i64 begin = g * kMostStates, end = std::min(begin + kMostStates, num_states);
+    group.first_state = begin;
+    group.outs.assign(outs.begin() + begin, outs.begin() + end);
+    group.lses.assign(lses.begin() + begin, lses.begin() + end);
+    group.out = first_out.moved_by(g * call.num_rows() * first_out.row_bytes);
+    group.lse = first_lse.moved_by(g * call.num_rows() * first_lse.row_bytes);
+    launch_merge(scope, group, kMostStates);
+    call.outs.push_back(*group.out);
+    call.lses.push_back(*group.lse);
+  }
+  call.in_type = call.lse_type = kFloat32;
+  call.num_valid.reset();
+  call.lse_is_in_place = false;
+  launch_merge(scope, call, kMostStates);
+}
+
+void merge_by_gpu(const MergeCall& call) {
+  const LaunchScope scope(*call.out);
+  if (call.out->empty()) return;
+  if (call.num_rows() > kMostRows) {
+    call.out->value_error(str(call.num_rows(), " rows"), "less than 2^31");
+  }
+  const i64 num_states = call.num_states();
+  if (num_states > kMostStates) return merge_in_groups(scope, call);
+  launch_merge(scope, call, num_states <= 2 ? 2 : num_states <= 4 ? 4 : 8);
 }
 
 void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }

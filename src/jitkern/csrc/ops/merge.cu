@@ -2,8 +2,8 @@
 // partials' values, weighted by exp(lse); the new lse is the logarithm of the weights' sum.
 //
 // A thread loads one vector of a row from up to 8 partials before it uses any: one trip to memory.
-// With more partials, further teams of threads read 8 each, and the first team sums up in order.
-// Every thread of a row computes the weights, which is free beside the loads.
+// merge.cc merges more than 8 in groups. Every thread of a row computes the weights, which is free
+// beside the loads.
 #include <jitkern/pdl.cuh>
 
 #include "floats.cuh"
@@ -57,30 +57,20 @@ struct Merge {
   using Params = MergeParams<kCapacity>;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
-  static constexpr int kStates = kCapacity < kStatesOfThread ? kCapacity : kStatesOfThread;
-  static constexpr int kTeams = kCapacity / kStates;
-  static constexpr int kTeamThreads = kThreads / kTeams;
   static constexpr int kVecs = kDim / kElems;
-  static constexpr int kSteps = (kVecs + kRowThreads - 1) / kRowThreads;  // of long rows
+  static constexpr int kSteps = (kVecs + kRowThreads - 1) / kRowThreads;  // 1, more for long rows
+  static_assert(kCapacity <= kMostStates, "the vectors of all partials fit the registers");
   static_assert(kDim % kElems == 0, "a row is a whole number of vectors");
-  static_assert(kTeamThreads * kTeams == kThreads && kTeamThreads % kRowThreads == 0,
-                "each thread has a row");
+  static_assert(kThreads % kRowThreads == 0, "each thread has a row");
 
   static constexpr int kInBytes = kElems * item_bytes_of(kIn);
   static constexpr int kOutBytes = kElems * item_bytes_of(kOut);
   using InVec = Vec<kInBytes>;
 
-  struct Shared {
-    Weight weights[kTeams][kTeamThreads];
-    float values[kTeams][kElems][kTeamThreads];
-  };
-
   static __device__ void run(const Params& p) {
-    const int team = kTeams == 1 ? 0 : static_cast<int>(threadIdx.x) / kTeamThreads;
-    const int member = static_cast<int>(threadIdx.x) - team * kTeamThreads;
-    const int lane = member % kRowThreads;
-    const Place place(p.to, blockIdx.x * p.to.rows_of_block + member / kRowThreads);
-    const PartialState* const states = p.states + team * kStates;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % kRowThreads;
+    const Place place(p.to, blockIdx.x * p.to.rows_of_block + thread / kRowThreads);
     wait_for_earlier_kernels<kUsePdl>();
 
     const bool is_copy = kCapacity == 2 && !kPlain && place.token >= p.to.tokens_of_first;
@@ -88,28 +78,28 @@ struct Merge {
     const auto is_there = [&](int s) {
       // A plain call has at least two partials.
       if (kPlain && kCapacity == 2) return place.is_row;
-      return is_copy <= team * kStates + s && team * kStates + s < end;
+      return is_copy <= s && s < end;
     };
 
     // One loop for each step: all loads are issued before the first use.
-    Bits<kLse> logs[kStates];
+    Bits<kLse> logs[kCapacity];
     i64 at = place.offset(p.states[0].lse_strides);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) {
+    for (int s = 0; s < kCapacity; ++s) {
       logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
       if (!is_there(s)) continue;
-      if (!kPlain) at = place.offset(states[s].lse_strides);
-      logs[s] = *reinterpret_cast<const Bits<kLse>*>(states[s].lse + at);
+      if (!kPlain) at = place.offset(p.states[s].lse_strides);
+      logs[s] = *reinterpret_cast<const Bits<kLse>*>(p.states[s].lse + at);
     }
-    InVec vecs[kStates];
+    InVec vecs[kCapacity];
     const auto load = [&](int vec) {
       at = place.offset(p.states[0].out_strides);
 #pragma unroll
-      for (int s = 0; s < kStates; ++s) {
+      for (int s = 0; s < kCapacity; ++s) {
         vecs[s] = InVec{};
         if (!is_there(s) || vec >= kVecs) continue;
-        if (!kPlain) at = place.offset(states[s].out_strides);
-        vecs[s] = reinterpret_cast<const InVec*>(states[s].out + at)[vec];
+        if (!kPlain) at = place.offset(p.states[s].out_strides);
+        vecs[s] = reinterpret_cast<const InVec*>(p.states[s].out + at)[vec];
       }
     };
     load(lane);
@@ -118,19 +108,18 @@ struct Merge {
 
     const float lse_of_copy = float_of<kLse>(logs[1]);
     if (is_copy) logs[1] = 0;  // the second partial counts, even if its lse is -inf or NaN
-    float shares[kStates];
-    Weight own = weigh(logs, shares, p.to.log2_of_base);
-    if (is_copy) own.log = lse_of_copy;
+    float shares[kCapacity];
+    Weight weight = weigh(logs, shares, p.to.log2_of_base);
+    if (is_copy) weight.log = lse_of_copy;
     for (int step = 0;; load(lane + ++step * kRowThreads)) {
       float values[kElems];
-      add_up(vecs, shares, own.sum, values);
-      const Weight all = with_other_teams(team, member, own, values, p.to.log2_of_base);
+      add_up(vecs, shares, weight.sum, values);
       const int vec = lane + step * kRowThreads;
-      const bool writes = place.is_row && team == 0 && vec < kVecs;
+      const bool writes = place.is_row && vec < kVecs;
       if (step == 0 && p.to.lse_is_in_place) __syncthreads();
       if (writes && vec == 0 && p.to.lse != nullptr) {
-        const float sum_log = center_of(all.log) + log2_of(all.sum) * p.to.base_log_of_2;
-        const float log = all.sum == 1.0f ? all.log : sum_log;  // keeps the sign of a zero
+        const float sum_log = center_of(weight.log) + log2_of(weight.sum) * p.to.base_log_of_2;
+        const float log = weight.sum == 1.0f ? weight.log : sum_log;  // keeps the sign of a zero
         at = place.offset(p.to.lse_strides);
         store_float(p.to.lse + at, p.to.lse_type, log);
       }
@@ -160,94 +149,52 @@ struct Merge {
     }
   };
 
+  // The number of this launch's partials that count.
   static __device__ int num_valid(const MergeTarget& to, u32 token) {
     if (to.num_valid == nullptr) return to.num_states;
     const u32 at = to.valid_per_token ? token : 0;
     const i64 count = to.num_valid_bytes == 4 ? static_cast<const i32*>(to.num_valid)[at]
                                               : static_cast<const i64*>(to.num_valid)[at];
-    return count < 0 ? 0 : static_cast<int>(count < to.num_states ? count : to.num_states);
+    // Groups are merged by kernels of the largest capacity: the others take the first partial on.
+    const int first = kCapacity == kMostStates ? to.first_state : 0;
+    if (count < first) return 0;
+    const i64 left = count - first;
+    return static_cast<int>(left < to.num_states ? left : to.num_states);
   }
 
+  // Sets each partial's share of the total weight, which it returns.
   static __device__ Weight weigh(const Bits<kLse>* logs, float* shares, float log2_of_base) {
-    Weight all{-float_of_bits(0x7f800000), 0.0f};
+    Weight total{-float_of_bits(0x7f800000), 0.0f};
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) {
+    for (int s = 0; s < kCapacity; ++s) {
       shares[s] = log_of(float_of<kLse>(logs[s]));
-      all.log = fmaxf(all.log, shares[s]);  // of a number and NaN it is the number
+      total.log = fmaxf(total.log, shares[s]);  // fmaxf ignores NaN; the sum below does not
     }
-    const float center = center_of(all.log);
+    const float center = center_of(total.log);
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) {
+    for (int s = 0; s < kCapacity; ++s) {
       shares[s] = share_of(shares[s], center, log2_of_base);
-      all.sum += shares[s];
+      total.sum += shares[s];
     }
-    share_out<kStates>(all.sum, shares);
-    return all;
-  }
-
-  // Normalises the shares before they multiply values, so that large values do not overflow.
-  template <int kCount>
-  static __device__ void share_out(float sum, float* shares) {
-    const float factor = sum == 0.0f ? 0.0f : inverse_of(sum);
+    // Shares are normalised before they multiply values, so that large values do not overflow.
+    const float factor = total.sum == 0.0f ? 0.0f : inverse_of(total.sum);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) shares[i] *= factor;
-  }
-
-  // Sums start from -0, so that the zeros of a single partial keep their signs.
-  static __device__ void start(float sum, float* values) {
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) values[i] = sum == 0.0f ? 0.0f : -0.0f;
-  }
-
-  // A partial of weight 0 is ignored, even if its values are NaN.
-  static __device__ void add(float share, const float* from, float* values) {
-    if (share == 0.0f) return;
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) values[i] = fmaf(share, from[i], values[i]);
+    for (int s = 0; s < kCapacity; ++s) shares[s] *= factor;
+    return total;
   }
 
   static __device__ void add_up(const InVec* vecs, const float* shares, float sum, float* values) {
-    start(sum, values);
+    // Sums start from -0, so that the zeros of a single partial keep their signs.
 #pragma unroll
-    for (int s = 0; s < kStates; ++s) {
+    for (int i = 0; i < kElems; ++i) values[i] = sum == 0.0f ? 0.0f : -0.0f;
+#pragma unroll
+    for (int s = 0; s < kCapacity; ++s) {
       float from[kElems];
       floats_of<kIn, kElems>(Words<kInBytes>(vecs[s]), from);
-      add(shares[s], from, values);
+      if (shares[s] == 0.0f) continue;  // a partial of weight 0 is ignored, even if it holds NaN
+#pragma unroll
+      for (int i = 0; i < kElems; ++i) values[i] = fmaf(shares[s], from[i], values[i]);
     }
-  }
-
-  // All threads call it. The first team gets the weight and `values` of all teams together.
-  static __device__ Weight with_other_teams(int team, int member, Weight own, float* values,
-                                            float log2_of_base) {
-    if constexpr (kTeams == 1) return own;
-    __shared__ Shared shared;
-    __syncthreads();  // the last step's values are read
-    shared.weights[team][member] = own;
-#pragma unroll
-    for (int i = 0; i < kElems; ++i) shared.values[team][i][member] = values[i];
-    __syncthreads();
-    if (team != 0) return own;
-    Weight all{own.log, 0.0f};
-#pragma unroll
-    for (int t = 1; t < kTeams; ++t) all.log = fmaxf(all.log, shared.weights[t][member].log);
-    float shares[kTeams];
-#pragma unroll
-    for (int t = 0; t < kTeams; ++t) {
-      const Weight weight = shared.weights[t][member];
-      // A NaN lse is lost in the maximum, but weight.sum keeps it: 0 times NaN is NaN.
-      shares[t] = share_of(weight.log, center_of(all.log), log2_of_base) * weight.sum;
-      all.sum += shares[t];
-    }
-    share_out<kTeams>(all.sum, shares);
-    start(all.sum, values);
-#pragma unroll
-    for (int t = 0; t < kTeams; ++t) {
-      float from[kElems];
-#pragma unroll
-      for (int i = 0; i < kElems; ++i) from[i] = shared.values[t][i][member];
-      add(shares[t], from, values);
-    }
-    return all;
   }
 
   static __device__ void store(char* to, float* values, float scale) {

@@ -5,9 +5,9 @@
 
 namespace jitkern {
 
-constexpr int kMostStates = 64;
-// The most partials that one thread reads; with more, several threads share them.
-constexpr int kStatesOfThread = 8;
+// The most partials of one launch. A thread reads all partials of a row, and 8 of its vectors fill
+// the registers.
+constexpr int kMostStates = 8;
 
 // In bytes.
 struct HeadStrides {
@@ -59,15 +59,16 @@ struct MergeTarget {
   const float* scale;     // values are divided by it; or null
   const void* num_valid;  // the number of partials that count, or null
   i32 num_valid_bytes;    // 4 or 8
-  bool valid_per_token;   // or one number for all
-  bool lse_is_in_place;   // a thread may read what another one writes
+  bool valid_per_token;   // num_valid has one number for each token, not one for all
+  bool lse_is_in_place;   // a thread may write an lse before another thread of the row reads it
+  short first_state;      // the partials of this launch are num_valid's from this number on
   i32 num_states;
   i32 lse_type;         // a FloatType
   float log2_of_base;   // lse times this is a logarithm to base 2
   float base_log_of_2;  // its inverse
   u32 num_rows;
   u32 rows_of_block;
-  u32 tokens_of_first;  // of two partials: later tokens copy the second one's row
+  u32 tokens_of_first;  // merge_state: later tokens have no first partial and copy the second
   Divisor heads;
 };
 
