@@ -22,6 +22,8 @@ INF, NAN = math.inf, math.nan
 # Of results in fp32, in parts of the largest value that went into a row: 3 roundings of 2^-24 for
 # weight, product and quotient, and some of the sum.
 TOLERANCE = 1e-6
+# On a GPU more partials are merged in groups: twice the roundings, and the LSE of a group is fp32.
+STATES_OF_LAUNCH = 8
 
 
 def ref_merge(
@@ -102,12 +104,18 @@ def assert_merged(
 ) -> None:
     """Compare a result with the reference's, of arguments that are as they were."""
     wanted, wanted_lse = ref_merge(outs, lses, **options)
+    tolerance = lse_tolerance = TOLERANCE
+    if result[0].is_cuda and len(outs) > STATES_OF_LAUNCH:
+        lse_tolerance = 2 * TOLERANCE
+        largest = max(lse.cpu().double().nan_to_num(0, 0, 0).abs().amax().item() for lse in lses)
+        tolerance = 2 * TOLERANCE + 2**-24 * largest
     error = torch.stack([out.cpu().double() for out in outs]).nan_to_num(0, 0, 0).abs()
-    error = TOLERANCE * error.amax(0).amax(-1, keepdim=True) if error.numel() else error.sum()
+    error = tolerance * error.amax(0).amax(-1, keepdim=True) if error.numel() else error.sum()
     scale = options.get("scale")
     assert_close(result[0], wanted, error if scale is None else error / scale.cpu())
     if result[1] is not None:
-        assert_close(result[1], wanted_lse, TOLERANCE * (1 + wanted_lse.abs().nan_to_num(0, 0, 0)))
+        size = 1 + wanted_lse.abs().nan_to_num(0, 0, 0)
+        assert_close(result[1], wanted_lse, lse_tolerance * size)
 
 
 def partials(

@@ -40,6 +40,55 @@ def test_replays_with_other_contents(n: int) -> None:
     jitkern.check()
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("n", [9, 16, 17, 64])
+def test_groups(n: int, dtype: torch.dtype) -> None:
+    """More than 8 partials are those of 8 each, merged into fp32, and then merged."""
+    outs, lses = partials(GPU, n, 37, 3, 128, dtype, seed=n)
+    merged = [
+        merge_states(outs[i : i + 8], lses[i : i + 8], output=torch.empty_like(outs[0], dtype=F32))
+        for i in range(0, n, 8)
+    ]
+    groups, group_lses = zip(*merged, strict=True)
+    wanted = merge_states(groups, group_lses, output=torch.empty_like(outs[0]))
+    assert_same(merge_states(outs, lses), wanted)
+    assert_merged(wanted, outs, lses)
+    for out_at, lse_at in ((0, n - 1), (n - 1, 0), (7, 8), (8, 8)):  # in place
+        new_outs, new_lses = outs.clone(), lses.clone()
+        out, lse = new_outs[out_at], new_lses[lse_at]
+        merge_states(list(new_outs), list(new_lses), output=out, lse=lse)
+        assert_same((out, lse), wanted)
+        out.copy_(outs[out_at]), lse.copy_(lses[lse_at])
+        assert_same((new_outs, new_lses), (outs, lses))  # no other partial has changed
+
+
+@pytest.mark.parametrize("count_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("n", [9, 16, 17, 64])
+def test_count_of_groups(n: int, count_dtype: torch.dtype) -> None:
+    """Every number of partials up to `n`, per token, also into fp8; the others are not read."""
+    outs, lses = partials(GPU, n, n + 3, 2, 40, BF16, seed=n)
+    count = torch.arange(-1, n + 2, dtype=count_dtype, device=GPU)
+    is_beyond = torch.arange(n, device=GPU)[:, None] >= count
+    outs[is_beyond] = torch.nan
+    lses[is_beyond] = torch.nan
+    result = merge_states(outs, lses, count=count)
+    assert_merged(result, outs, lses, count=count)
+    assert not result[1].isnan().any()
+    for token in (0, 1, 9, 10, n + 1):
+        here = slice(token, token + 1)
+        one = merge_states(outs[:, here], lses[:, here], count=count[token])
+        assert_same(one, (result[0][here], result[1][here]))
+    scale = torch.full((1,), 0.0123, device=GPU)
+    quantised = torch.empty_like(outs[0], dtype=FP8)
+    merge_states(outs, lses, output=quantised, lse=False, scale=scale, count=count)
+    assert_merged((quantised, None), outs, lses, scale=scale, count=count)
+    for out_at, lse_at in ((0, n - 1), (8, 8)):  # in place
+        new_outs, new_lses = outs.clone(), lses.clone()
+        out, lse = new_outs[out_at], new_lses[lse_at]
+        merge_states(list(new_outs), list(new_lses), output=out, lse=lse, count=count)
+        assert_same((out, lse), result)
+
+
 def test_calls_that_depend_on_each_other() -> None:
     """Programmatic dependent launches: a kernel's writes are seen by the next one's first read."""
     outs, lses = partials(GPU, 41, 64, 8, 128)

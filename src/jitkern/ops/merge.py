@@ -1,4 +1,4 @@
-"""``merge_state`` and ``merge_states``: partial results of attention, merged in one launch."""
+"""``merge_state`` and ``merge_states``: partial results of attention, merged."""
 
 from __future__ import annotations
 
