@@ -29,7 +29,7 @@ __device__ inline T& own_shared() {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// The number of this block in its cluster, and the number of blocks.
+// The rank of this block in its cluster, and the number of blocks.
 __device__ inline u32 cluster_rank() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -73,8 +73,8 @@ __device__ inline void cluster_sync() {
   cluster_wait();
 }
 
-// The instance of another block of the cluster; `own` may be a part of one. That block must have
-// started, as after a barrier, and not returned.
+// The object of another block of the cluster that corresponds to `own`, an object in shared memory
+// or a part of one. That block must have started, which a barrier ensures, and not returned.
 template <class T>
 __device__ inline T& of_block(T& own, u32 rank) {
   return *reinterpret_cast<T*>(address_of_block(reinterpret_cast<u64>(&own), rank));

@@ -7,7 +7,7 @@
 
 namespace jitkern {
 
-// Two neighbouring values, the first in the lower half.
+// Converts two neighbouring values. The first is in the lower half of `pair`.
 template <int kType>
 __device__ inline void floats_of_pair(u32 pair, float* values) {
 #ifndef JITKERN_EMULATED
@@ -40,7 +40,7 @@ __device__ inline Bits<kType> rounded(float value) {
   return bits_as<kType>(value);
 }
 
-// Two values of a 16-bit type, by one instruction.
+// Rounds two values to a 16-bit type, by one instruction.
 template <int kType>
 __device__ inline u32 rounded_pair(const float* values) {
 #ifndef JITKERN_EMULATED
@@ -57,7 +57,7 @@ __device__ inline u32 rounded_pair(const float* values) {
   return bits_as<kType>(values[0]) | u32(bits_as<kType>(values[1])) << 16;
 }
 
-// Two values of float8_e4m3fn.
+// Rounds two values to float8_e4m3fn.
 __device__ inline u32 rounded_pair_of_e4m3(const float* values) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   unsigned short pair;
@@ -68,7 +68,7 @@ __device__ inline u32 rounded_pair_of_e4m3(const float* values) {
 #endif
 }
 
-// A vector as words of 32 bits; one of less than 4 bytes as part of a word.
+// A vector as words of 32 bits. A vector of less than 4 bytes is the lower part of one word.
 template <int kBytes>
 union Words {
   Vec<kBytes> vec;
@@ -92,7 +92,7 @@ __device__ inline void floats_of(const Words<kCount * item_bytes_of(kType)>& fro
   }
 }
 
-// A vector of any type.
+// Rounds values to a vector of any type.
 template <int kType, int kCount>
 __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* values) {
   Words<kCount * item_bytes_of(kType)> to;
@@ -113,7 +113,7 @@ __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* val
   return to;
 }
 
-// Stores a number whose type is known at run time; float8_e4m3fn is none.
+// Stores a number whose type is known only at run time, and is not float8_e4m3fn.
 __device__ inline void store_float(char* address, int type, float value) {
   if (type == kFloat32) {
     *reinterpret_cast<u32*>(address) = bits_of_float(value);

@@ -50,7 +50,7 @@ JITKERN_HOST_DEVICE inline u32 rounded_bits(float value, u32 beyond, u32 overflo
   const u32 size = bits & 0x7fffffff;
   const u32 half = (1u << (kDropped - 1)) - 1 + (size >> kDropped & 1);
   const u32 normal = ((size + half) >> kDropped) - (u32(kLeastExponent + 126) << kMantissa);
-  // Added to a float whose last bit is worth the least subnormal number.
+  // Adding a float whose last bit is the least subnormal number rounds to a multiple of it.
   const u32 shift = u32(kLeastExponent - kMantissa + 23 + 127) << 23;
   const u32 subnormal = bits_of_float(float_of_bits(size) + float_of_bits(shift)) - shift;
   u32 result = size < (u32(kLeastExponent + 127) << 23) ? subnormal : normal;
@@ -74,7 +74,7 @@ JITKERN_HOST_DEVICE inline float float_of(Bits<kType> bits) {
   }
 }
 
-// Rounded to even. Numbers too large for float8_e4m3fn become its largest, 448.
+// Rounds to even. Numbers too large for float8_e4m3fn become its largest, 448.
 template <int kType>
 JITKERN_HOST_DEVICE inline Bits<kType> bits_as(float value) {
   const u32 bits = bits_of_float(value);

@@ -20,7 +20,7 @@ constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
-// `output` as one row for each index. Checks devices, in the order of the arguments, and its shape.
+// `output` as one row for each index. Checks its shape, and devices in the order of the arguments.
 Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
   const bool host_table = !weights.on_cuda() && indices.on_cuda();
   if (!host_table) indices.same_device(weights);
@@ -48,11 +48,11 @@ struct Range {
 
   u64 end() const { return static_cast<u64>(start) + static_cast<u64>(length); }
   std::string text() const { return str("(", start, ", ", length, ")"); }
-  bool meets(const Range& other) const {
+  bool overlaps(const Range& other) const {
     return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
            static_cast<u64>(other.start) < end();
   }
-  // Cut off after kMaxIndex, as kernels subtract unsigned and would accept negative indices.
+  // The length up to kMaxIndex. Kernels subtract unsigned: beyond it negative indices would match.
   i64 length_in_use() const {
     return length - 1 > kMaxIndex - start ? kMaxIndex - start + 1 : length;
   }
@@ -69,12 +69,12 @@ constexpr RangeNames kVocabRange = {"vocab_range", "vocab_range[0]", "vocab_rang
 constexpr RangeNames kAddedRange = {"added_range", "added_range[0]", "added_range[1]",
                                     "the rows of weights behind those of vocab_range"};
 
-// (start, length) of `num_rows` rows at most.
+// Checks a range (start, length) of at most `num_rows` rows.
 Range range_arg(const RangeNames& names, AnyView value, i64 num_rows) {
-  const auto given = value.as<Array<Any>>();
-  if (!given || given->size() != 2) raise_type_error(kOp, names.range, value, "(start, length)");
-  Range range{names.range, int_arg(kOp, names.start, (*given)[0]), 0};
-  range.length = int_arg(kOp, names.length, (*given)[1]);
+  const auto pair = value.as<Array<Any>>();
+  if (!pair || pair->size() != 2) raise_type_error(kOp, names.range, value, "(start, length)");
+  Range range{names.range, int_arg(kOp, names.start, (*pair)[0]), 0};
+  range.length = int_arg(kOp, names.length, (*pair)[1]);
   if (range.start < 0 || range.length < 0 || range.length > num_rows) {
     raise_value_error(
         kOp, names.range, range.text(),
@@ -94,7 +94,7 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
   Range added{kAddedRange.range, 0, 0};
   if (!is_none(added_range)) {
     added = range_arg(kAddedRange, added_range, num_rows - vocab.length);
-    if (added.meets(vocab)) {
+    if (added.overlaps(vocab)) {
       raise_value_error(kOp, added.arg, added.text(), "no index of vocab_range " + vocab.text());
     }
   }
@@ -121,7 +121,7 @@ struct IndexArgs {
   Rows output;  // a row for each index
   IndexParams params{};
 
-  // `more`: (added_range, vocab_size), or None: each argument from Python takes 15 to 35 ns.
+  // `more` is (added_range, vocab_size) or None: each argument from Python takes 15 to 35 ns.
   IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView vocab_range,
             AnyView more)
       : weights(kOp, "weights", weights_arg),
@@ -141,9 +141,9 @@ struct IndexArgs {
     params.indices_site = kIndicesSite;
     Any added_range, vocab_size;
     if (!is_none(more)) {
-      const auto given = more.cast<Array<Any>>();
-      added_range = given[0];
-      vocab_size = given[1];
+      const auto options = more.cast<Array<Any>>();
+      added_range = options[0];
+      vocab_size = options[1];
     }
     if (is_none(vocab_range) && is_none(added_range) && is_none(vocab_size)) return;
     choose_rows(params, vocab_range, added_range, vocab_size, weights.num_rows);
@@ -193,7 +193,7 @@ PairCall fetch_call(const IndexArgs& args) {
   call.set_target(params.output, params.output_stride_bytes, params.num_rows);
   PairCopyParams& p = call.params;
   p.num_pairs = params.num_rows;
-  p.src_site = p.dst_site = params.indices_site;  // none is reported: the pairs are inside
+  p.src_site = p.dst_site = params.indices_site;  // never reported: all pairs are in range
   p.fault = params.fault;
   call.lists.search = true;
   call.lists.ordered = is_worth_ordering(call.traffic());

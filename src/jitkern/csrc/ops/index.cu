@@ -20,7 +20,7 @@ struct IndexKernel {
     const Rows group(thread_number());
     wait_for_earlier_kernels<kUsePdl>();
 
-    // One loop for each step: after a branch between two loads the second waits for the first.
+    // Each step has its own loop: after a branch between two loads the second waits for the first.
     i64 index[Rows::kRows];
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
@@ -78,11 +78,11 @@ struct PairsOfIndices {
 
   static __device__ void run(const Params& p) {
     const i64 number = thread_number();
-    const bool is_asked = number < p.num_rows;
-    const i64 index = is_asked ? i64(static_cast<const Int*>(p.indices)[number]) : 0;
+    const bool has_index = number < p.num_rows;
+    const i64 index = has_index ? i64(static_cast<const Int*>(p.indices)[number]) : 0;
     const i64 row = table_row(p, index);
     const bool inside = row >= 0;
-    if (is_asked) {
+    if (has_index) {
       Int* pair = static_cast<Int*>(p.pairs) + 2 * number;
       pair[0] = inside ? static_cast<Int>(row) : Int(-1);
       pair[1] = inside ? static_cast<Int>(number) : Int(-1);
@@ -92,7 +92,7 @@ struct PairsOfIndices {
     }
     // All lanes of a warp write the zeros of one row together.
     const i64 lane = threadIdx.x % 32;
-    u32 outside = __ballot_sync(0xffffffffu, is_asked && !inside);
+    u32 outside = __ballot_sync(0xffffffffu, has_index && !inside);
     for (; outside != 0; outside &= outside - 1) {
       const i64 zero_row = number - lane + (__ffs(static_cast<i32>(outside)) - 1);
       char* target = p.output + zero_row * p.output_stride_bytes;

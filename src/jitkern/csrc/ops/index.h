@@ -17,8 +17,8 @@ struct IndexParams {
   i64 added_start;  // index `added_start + r` reads row `added_row + r`: a second range
   i64 added_length;
   i64 added_row;
-  // Larger indices are faults. Without a vocab_size none is: indices outside of this part of the
-  // table may be another rank's and give zeros.
+  // Larger indices are faults. A vocab_range without a vocab_size has none: indices outside of this
+  // part of the table may belong to another rank, and give zeros.
   i64 last_index;
   FaultSite indices_site;
   FaultRecord* fault;
@@ -33,7 +33,7 @@ JITKERN_HOST_DEVICE inline i64 table_row(const IndexParams& p, i64 index) {
   return row < u64(p.vocab_length) ? i64(row) : other;
 }
 
-// For a table in host memory, whose rows are fetched as pairs.
+// Parameters of the kernel that turns indices into pairs of rows, of a table in host memory.
 struct IndexPairsParams : IndexParams {
   void* pairs;  // [num_rows, 2]: row of `weights`, row of `output`, or both -1
 };

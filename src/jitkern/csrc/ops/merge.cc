@@ -20,7 +20,7 @@ namespace {
 using tvm::ffi::Any;
 using tvm::ffi::Array;
 
-// Offsets in a row are 32-bit in the kernel, and so are numbers of rows.
+// The kernel has 32 bits for offsets in a row, and for row numbers.
 constexpr i64 kMostDim = (1ll << 28) - 1;
 constexpr i64 kMostRows = (1ll << 31) - 1;
 // The most partials of a call. On a GPU more than kMostStates are merged in groups, in fp32, and
@@ -369,8 +369,8 @@ i64 elems_of_vector(const MergeCall& call) {
 
 // The distance of neighbouring rows; -1 if it is not the same for all.
 i64 row_stride(const Grid& rows) {
-  const bool is_one = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
-  return rows.inner == 1 ? rows.outer_stride : is_one ? rows.inner_stride : -1;
+  const bool is_even = rows.outer == 1 || rows.outer_stride == rows.inner * rows.inner_stride;
+  return rows.inner == 1 ? rows.outer_stride : is_even ? rows.inner_stride : -1;
 }
 
 // Whether a plain kernel can run the call: all partials are present, with equally spaced rows and

@@ -1,7 +1,7 @@
 // Reads a push of a DescriptorRing, by all threads of one block, and copies its descriptors'
 // pieces. Host memory is a round trip of 1.2 us away, and several reads of one line are served one
-// after the other, each in 1.06 us. So one block reads each line once, and reads the word together
-// with the first descriptors, which seals make safe (both/ring.h).
+// after the other, each in 1.06 us. So one block reads each line once. It reads the word and the
+// first descriptors together, which seals make safe (both/ring.h).
 #pragma once
 
 #include "system_memory.cuh"
@@ -45,7 +45,7 @@ __device__ inline u64 take_ring(const RingParams& p, const Turn& begin) {
   return p.call;
 }
 
-// After the last copy.
+// Marks the push as complete, after the last copy.
 __device__ inline void complete_push(const RingParams& p, const Turn& turn) {
   char* const done = p.dones + turn.slot * p.ring.done_bytes;
   store_release(reinterpret_cast<u64*>(done), turn.generation);
@@ -54,7 +54,7 @@ __device__ inline void complete_push(const RingParams& p, const Turn& turn) {
 template <u32 kThreads, class Copy>
 class RingReader {
  public:
-  static constexpr u32 kAtOnce = kThreads / 4;  // descriptors that come with the word
+  static constexpr u32 kAtOnce = kThreads / 4;  // descriptors that are read with the word
 
   struct Shared {
     u64 word;
@@ -69,7 +69,7 @@ class RingReader {
     const char* slot = p_.base + p_.ring.slots_at + number * p_.ring.slot_bytes;
     vectors_ = reinterpret_cast<const uint4*>(slot + kRingLineBytes);
     has_first_ = whole;
-    __syncthreads();  // the word of the push before has been read by all
+    __syncthreads();  // all threads have read the word of the push before
     if (whole && threadIdx.x / 4 < p_.ring.max_descriptors)
       first_ = load_fresh(&vectors_[threadIdx.x]);
     if (threadIdx.x == 0) shared_.word = load_acquire(reinterpret_cast<const u64*>(slot));
@@ -79,9 +79,10 @@ class RingReader {
     return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
-  // Reads descriptors [begin, end) of the push into `to`, four vectors each; the last one names the
-  // descriptor for faults. Sets `has_long` if this thread read one that Copy may call long. False
-  // if a seal is not the word: these descriptors are not of this push.
+  // Reads descriptors [begin, end) of the push into `to`, four vectors each. The last vector has
+  // the descriptor's position for faults. Sets `has_long` if this thread read a descriptor
+  // that Copy may call long. Returns false if a seal differs from the word: the descriptors belong
+  // to another push.
   __device__ bool read(u64 word, Turn turn, u32 begin, u32 end, void* to, bool& has_long) {
     const u32 first = 4 * begin;
     const auto take = [&](u32 number, uint4 vector) {
@@ -143,12 +144,12 @@ struct RingCopy {
     return is_longer(i64(sizes.x), i64(sizes.y), kOwnSegments);
   }
 
-  // By each warp. `vectors` are four of each descriptor; the fourth begins with its name for
-  // faults.
+  // Every warp calls it. `vectors` has four vectors per descriptor; the last one begins with the
+  // descriptor's position for faults.
   static __device__ void copy(const UnpackParams& p, const uint4* vectors, u32 count, bool has_long,
                               u32 warp, u32 warps) {
     const Team team(count, warp, warps);
-    for (u32 i = team.descriptor; i < count; i += team.of) {
+    for (u32 i = team.descriptor; i < count; i += team.num_teams) {
       const uint4* const here = vectors + 4 * u64(i);
       if (has_long && is_long(here[1], count, warps)) continue;
       copy_one(p, here, team.warp, team.warps);
@@ -156,10 +157,10 @@ struct RingCopy {
     if (!has_long) return;
     for (u32 begin = 0; begin < count; begin += 32) {
       const u32 i = begin + threadIdx.x % 32;
-      u32 found = __ballot_sync(
+      u32 lanes = __ballot_sync(
           kAllLanes, i < count && is_long(vectors[4 * u64(i < count ? i : 0) + 1], count, warps));
-      for (; found != 0; found &= found - 1) {
-        copy_one(p, vectors + 4 * u64(begin + __ffs(static_cast<int>(found)) - 1), warp, warps);
+      for (; lanes != 0; lanes &= lanes - 1) {
+        copy_one(p, vectors + 4 * u64(begin + __ffs(static_cast<int>(lanes)) - 1), warp, warps);
       }
     }
   }

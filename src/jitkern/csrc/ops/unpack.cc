@@ -1,4 +1,4 @@
-// unpack on the host: checks, descriptors of the host, launch of the kernel.
+// unpack on the host: checks, descriptors in host memory, the launch, the CPU implementation.
 #include <algorithm>
 #include <string>
 
@@ -14,10 +14,10 @@ const DescriptorSites kSites(false);
 
 // Enough blocks to keep the link busy.
 constexpr i64 kLinkBlocks = 32;
-// Blocks per SM that copy descriptors, beside one that copies the rests of long ones.
+// Blocks per SM that copy descriptors, besides one that copies the rests of long descriptors.
 constexpr i64 kCopiersOfSm = 2;
 
-// IndexError for a part of a descriptor, which is a call's or in a ring's slot.
+// Raises IndexError for a part of a descriptor, of a call or of a ring's slot.
 template <bool kInRing>
 [[noreturn]] void raise_part(const char* op, const char* arg, i64 position, i64 value, i64 bound,
                              const char* note) {
@@ -51,7 +51,7 @@ Indices descriptors_of(AnyView value) {
   return Indices(tensor);
 }
 
-constexpr i64 kMostDescriptors = 1ll << 30;  // of one launch
+constexpr i64 kMostDescriptors = 1ll << 30;  // in one launch
 
 struct UnpackCall : UnpackSides {
   Indices descriptors;
@@ -84,8 +84,8 @@ struct UnpackCall : UnpackSides {
     return params;
   }
 
-  // The descriptors on the CPU, up to `count`, each read once, simplified. IndexError for the first
-  // that is out of range.
+  // The first `count` descriptors on the CPU, simplified. Each is read once, as memory may change.
+  // IndexError for the first that is out of range.
   std::vector<Pieces> checked_descriptors() const {
     const i64 bound = count.read(num_descriptors);
     std::vector<Pieces> list;
@@ -110,7 +110,7 @@ struct UnpackCall : UnpackSides {
 };
 
 KernelTable& kernels() {
-  // `own`: segments of a descriptor that each of its warps copies at most.
+  // `own` is the most segments of a descriptor that each of its warps copies.
   static KernelTable table(kOp, {"descriptor_format"}, [](const Spec&, int in_flight, int own) {
     return GroupShape{32, in_flight, own, 1};
   });
@@ -162,7 +162,7 @@ void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
                                                    verdict.value, verdict.bound,
                                                    of_ring ? "; nothing of the slot was copied"
                                                            : "; nothing was written");
-  std::abort();  // it has thrown
+  std::abort();  // not reached: raise_part has thrown
 }
 
 UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
@@ -191,16 +191,16 @@ UnpackParams UnpackSides::params() const {
 void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackParams params) {
   const i64 num = params.num_descriptors;
   if (num == 0) return;
-  const LoadedKernels& kernels_of = kernels().find(scope.device, Spec(format));
-  const Kernel& kernel = kernels_of.entries[0];
+  const LoadedKernels& loaded = kernels().find(scope.device, Spec(format));
+  const Kernel& kernel = loaded.entries[0];
   const i64 warps = kernel.num_threads / 32;
   const i64 sms = scope.device.num_sms;
   // A small destination has no more warps than it has segments.
   const i64 useful = ceil_div(num + params.dst_bytes / 512, warps);
   const i64 link = params.reads_host || params.writes_host ? kLinkBlocks : kCopiersOfSm * sms;
   const i64 copiers = std::min(useful, link);
-  // No rests to deal if a descriptor's own warps can copy all of the source.
-  const i64 own_bytes = std::max<i64>(1, copiers * warps / num) * kernels_of.shape.splits * 512;
+  // There are no rests if a descriptor's own warps can copy all of the source.
+  const i64 own_bytes = std::max<i64>(1, copiers * warps / num) * loaded.shape.splits * 512;
   const i64 dealers =
       std::min(params.src_bytes, params.dst_bytes) < own_bytes ? 0 : std::min(link, sms);
   params.num_copiers = static_cast<u32>(copiers);
@@ -216,23 +216,24 @@ constexpr i64 kPartBytes = 64 << 10;
 
 // How a descriptor is cut into parts: a part is several pieces, or a piece is several parts.
 struct Parts {
-  i64 of_piece;
-  i64 pieces;  // of a part
+  i64 parts_per_piece;
+  i64 pieces_per_part;
 
   explicit Parts(const Pieces& p)
-      : of_piece(ceil_div(p.len, kPartBytes)), pieces(std::max<i64>(1, kPartBytes / p.len)) {}
+      : parts_per_piece(ceil_div(p.len, kPartBytes)),
+        pieces_per_part(std::max<i64>(1, kPartBytes / p.len)) {}
 
   i64 count(const Pieces& p) const {
-    return of_piece > 1 ? p.count * of_piece : ceil_div(p.count, pieces);
+    return parts_per_piece > 1 ? p.count * parts_per_piece : ceil_div(p.count, pieces_per_part);
   }
 };
 
 void copy_part(char* dst, const char* src, const Pieces& p, i64 part, CopyRow copy) {
   const Parts parts(p);
-  const i64 first = part / parts.of_piece * parts.pieces;
-  const i64 at = part % parts.of_piece * kPartBytes;
+  const i64 first = part / parts.parts_per_piece * parts.pieces_per_part;
+  const i64 at = part % parts.parts_per_piece * kPartBytes;
   const i64 bytes = std::min(p.len - at, kPartBytes);
-  for (i64 i = first; i < std::min(p.count, first + parts.pieces); ++i) {
+  for (i64 i = first; i < std::min(p.count, first + parts.pieces_per_part); ++i) {
     copy(dst + p.dst_off + i * p.dst_stride + at, src + p.src_off + i * p.src_stride + at, bytes);
   }
 }

@@ -1,11 +1,11 @@
 // unpack on the device: descriptors of pieces of any size and alignment.
 //
 // The warps of the first blocks are divided among the descriptors; few descriptors get many warps
-// each. They copy a descriptor as soon as they have read it. Of a long one they copy only the
-// start: the last blocks read all descriptors, sum up the rests and copy these in units. The first
-// blocks do not wait for that sum: 2,048 x 256 bytes take 1.7 us this way, 3.5 if all blocks sum
-// first, 3.2 if the blocks of a cluster share the sum, as clusters are slow to launch. If no
-// descriptor can be that long there are no last blocks.
+// each. They copy a descriptor as soon as they have read it, but only the start of a long one: the
+// last blocks read all descriptors, compute a prefix sum of the rests and copy the rests in units.
+// The first blocks do not wait for that sum: 2,048 x 256 bytes take 1.7 us this way, 3.5 if all
+// blocks sum first, 3.2 if the blocks of a cluster share the sum, as clusters are slow to launch.
+// If no descriptor can be that long there are no last blocks.
 #include <jitkern/pdl.cuh>
 
 #include "unpack.cuh"
@@ -33,7 +33,8 @@ struct Unpack {
     if (blockIdx.x >= p.num_copiers) {
       if (__syncthreads_or(see_rest(p, num, team))) deal_rests(p, num, team);
     } else {
-      for (u32 i = team.descriptor; i < num; i += team.of) copy_own(p, team, i, pieces_of(p, i));
+      for (u32 i = team.descriptor; i < num; i += team.num_teams)
+        copy_own(p, team, i, pieces_of(p, i));
     }
   }
 
@@ -67,7 +68,7 @@ struct Unpack {
 
   // -- first blocks: each descriptor by its own warps
 
-  // The number of segments that they copy. All partial segments are among them.
+  // The number of segments that a descriptor's own warps copy, all partial segments among them.
   static __device__ u32 own_segments(const Params& p, const Team& team, const Work& work) {
     const bool is_dealt = gridDim.x > p.num_copiers;
     if (!is_dealt || work.num_segments() <= most_segments(team)) return work.num_segments();
@@ -86,7 +87,7 @@ struct Unpack {
 
   // -- last blocks: the rests of long descriptors
 
-  // Whether one of this thread's share of the descriptors may have a rest.
+  // Whether a descriptor in this thread's share may have a rest.
   static __device__ bool see_rest(const Params& p, u32 num, const Team& team) {
     bool seen = false;
     for (u64 i = threadIdx.x; i < num; i += kThreads) {
@@ -106,7 +107,8 @@ struct Unpack {
     return (work.num_segments() - own_segments(p, team, work) + kUnitSegments - 1) / kUnitSegments;
   }
 
-  // The position of the last of `size` rising numbers, from 0 on, that is <= `value`; by all lanes.
+  // The position of the last of `size` rising numbers that is <= `value`; the first number is 0.
+  // All lanes call it.
   static __device__ u32 find_last(const u64* rising, u32 size, u64 value) {
     u32 base = 0;
     for (u32 width = size; width > 1;) {
@@ -127,8 +129,8 @@ struct Unpack {
       const u32 size = num - chunk < kChunk ? num - chunk : kChunk;
       sum_units(p, chunk, size, team, rests);
       for (; unit < rests.starts[kChunk]; unit += dealers) {
-        const u32 found = find_last(rests.starts, size, unit);
-        copy_unit(p, team, chunk + found, unit - rests.starts[found]);
+        const u32 i = find_last(rests.starts, size, unit);
+        copy_unit(p, team, chunk + i, unit - rests.starts[i]);
       }
       unit -= rests.starts[kChunk];  // this warp's first unit of the next chunk
       __syncthreads();               // before the starts are overwritten
@@ -137,11 +139,11 @@ struct Unpack {
 
   static __device__ void copy_unit(const Params& p, const Team& team, u32 i, u64 unit) {
     const Work work = checked_work(p, pieces_of(p, i), i, false);
-    const u32 all = work.num_segments();
+    const u32 num_segments = work.num_segments();
     const u64 first = own_segments(p, team, work) + unit * kUnitSegments;
-    if (first >= all) return;  // the descriptor was rewritten meanwhile
+    if (first >= num_segments) return;  // the descriptor was rewritten meanwhile
     const u32 begin = static_cast<u32>(first);
-    const u32 end = all - begin < kUnitSegments ? all : begin + kUnitSegments;
+    const u32 end = num_segments - begin < kUnitSegments ? num_segments : begin + kUnitSegments;
     copy_segments<kInFlight, kPartsInFlight>(p, work, begin, end);
   }
 
@@ -155,7 +157,7 @@ struct Unpack {
     return sum;
   }
 
-  // Fills the starts; by all threads of the block.
+  // Fills `rests.starts`. All threads of the block call it.
   static __device__ void sum_units(const Params& p, u32 chunk, u32 size, const Team& team,
                                    Rests& rests) {
     const u32 lane = threadIdx.x % 32;
@@ -173,7 +175,7 @@ struct Unpack {
       total += __shfl_sync(kAllLanes, warps, 31);
       if (number < size) rests.starts[number] = start;
       if (threadIdx.x == 0) rests.starts[kChunk] = total;
-      __syncthreads();  // before the sums are those of the next
+      __syncthreads();  // before the sums are overwritten
     }
   }
 };

@@ -1,4 +1,4 @@
-// unpack on the device: how pieces are cut into vectors, and how a warp copies these.
+// unpack on the device: how pieces are cut into vectors, and how a warp copies them.
 //
 // A vector is 16 aligned bytes of the destination. A lane loads the one or two aligned lines of 16
 // bytes of the source that hold them and shifts the bytes, so stores are the same for any
@@ -36,7 +36,7 @@ struct Work {
   i64 src_stride;
   i64 len;
   u32 count;
-  u32 slots_each;  // of a piece
+  u32 slots_each;  // slots for vectors per piece
   u32 num_parts;   // partial segments
   u32 num_whole;
   bool has_head;  // the first segment is partial, the whole ones follow
@@ -109,16 +109,16 @@ __device__ inline bool is_longer(i64 len, i64 count, u64 segments) {
 // The warps that share a descriptor. This is warp `number` of `total`; neighbouring warps are in
 // different teams.
 struct Team {
-  u32 of;          // the number of teams
-  u32 descriptor;  // this team's first, further ones are `of` apart; -1: the warp is left over
-  u32 warp;
-  u32 warps;
+  u32 num_teams;
+  u32 descriptor;  // this team's first, the next ones are num_teams apart; -1: the warp has no team
+  u32 warp;        // the number of this warp in its team
+  u32 warps;       // the warps of the team
 
   __device__ Team(u32 num_descriptors, u32 number, u32 total) {
-    of = num_descriptors < total ? num_descriptors : total;
-    warps = of == 0 ? 1 : total / of;
-    warp = of == 0 ? 0 : number / of;
-    descriptor = warp < warps ? number - warp * of : ~0u;
+    num_teams = num_descriptors < total ? num_descriptors : total;
+    warps = num_teams == 0 ? 1 : total / num_teams;
+    warp = num_teams == 0 ? 0 : number / num_teams;
+    descriptor = warp < warps ? number - warp * num_teams : ~0u;
   }
 };
 
@@ -210,7 +210,7 @@ __device__ inline void copy_whole(const Work& work, u32 number, u32 count) {
   if (lane == 0) next = load_vec<16>(lines + count * kSegmentBytes);
 #pragma unroll
   for (u32 i = kInFlight; i-- > 0;) {
-    // By value: a conditional reference would keep the whole array in local memory.
+    // A copy: a conditional reference would keep the whole array in local memory.
     uint4 high = line[i];
     if (lane == 0) high = next;
     high = of_next_lane(high);
@@ -281,8 +281,8 @@ __device__ inline bool is_short(const UnpackParams& p, const Pieces& pieces, u64
          !p.reads_host;
 }
 
-// Copies a short piece, which `warps` warps share. Without divisions and look-ups, which are most
-// of the time of a small call.
+// Copies a short piece, which `warps` warps share. It needs no divisions and look-ups, which take
+// most time of a small call.
 template <u32 kVecs>
 __device__ inline void copy_piece(const UnpackParams& p, const Pieces& pieces, u32 warp,
                                   u32 warps) {
@@ -337,13 +337,13 @@ __device__ inline void copy_segments(const UnpackParams& p, const Work& work, u3
   }
 }
 
-// Copies a warp's share of the first `own` segments. Few are spread over all `warps`; of many, each
-// warp takes as many as fit in flight.
+// Copies a warp's share of the first `own` segments. Few segments are spread over all `warps`. If
+// there are many, each warp takes as many at a time as fit in flight.
 template <u32 kInFlight, u32 kPartsInFlight>
 __device__ inline void copy_share(const UnpackParams& p, const Work& work, u32 own, u32 warp,
                                   u32 warps) {
-  const u32 each = (own + warps - 1) / warps;
-  const u32 batch = each < kInFlight ? each : kInFlight;
+  const u32 share = (own + warps - 1) / warps;
+  const u32 batch = share < kInFlight ? share : kInFlight;
   for (u64 at = u64(warp) * batch; at < own; at += u64(warps) * batch) {
     const u32 begin = static_cast<u32>(at);
     copy_segments<kInFlight, kPartsInFlight>(p, work, begin,

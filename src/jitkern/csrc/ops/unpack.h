@@ -20,10 +20,10 @@ struct UnpackParams {
   const void* descriptors;
   const void* count;  // in device memory: the number of descriptors that are used; null: all
   u32 num_descriptors;
-  i32 count_bytes;  // 4 or 8
-  u32 num_copiers;  // blocks; further ones copy the rests of long descriptors
-  bool reads_host;  // a side is in host memory
-  bool writes_host;
+  i32 count_bytes;   // 4 or 8
+  u32 num_copiers;   // blocks; further ones copy the rests of long descriptors
+  bool reads_host;   // `src` is in host memory
+  bool writes_host;  // `dst` is in host memory
   FaultSite sites[kNumParts];
   FaultRecord* fault;
 };
@@ -60,8 +60,8 @@ struct Reach {
 
 JITKERN_HOST_DEVICE inline Reach reach_of(i64 offset, i64 len, i64 count, i64 stride) {
   const u64 step = stride < 0 ? 0 - static_cast<u64>(stride) : static_cast<u64>(stride);
-  const u64 all = product(static_cast<u64>(count - 1), step);
-  const i64 span = all > static_cast<u64>(kMostInt) ? kMostInt : static_cast<i64>(all);
+  const u64 distance = product(static_cast<u64>(count - 1), step);
+  const i64 span = distance > static_cast<u64>(kMostInt) ? kMostInt : static_cast<i64>(distance);
   const auto above = [](i64 a, i64 b) { return a > kMostInt - b ? kMostInt : a + b; };
   if (stride < 0) {
     const i64 least = -kMostInt - 1;
@@ -108,7 +108,7 @@ JITKERN_HOST_DEVICE inline Pieces simplified(Pieces pieces) {
     pieces.len *= pieces.count;
     pieces.count = 1;
   }
-  if (pieces.dst_stride == 0) pieces.count = 1;  // all have one destination: any may win
+  if (pieces.dst_stride == 0) pieces.count = 1;  // one destination for all: any may win
   return pieces;
 }
 

@@ -1,4 +1,5 @@
-// Shared by unpack and descriptor rings: both sides, faults, the copy by the CPU, the launch.
+// Shared by unpack and descriptor rings: source and destination, faults, the CPU implementation,
+// the launch.
 #pragma once
 
 #include <vector>
@@ -9,7 +10,7 @@
 namespace jitkern {
 
 struct UnpackSides {
-  Rows src;  // as one row
+  Rows src;  // one row of all bytes
   Rows dst;
 
   UnpackSides(AnyView src, AnyView dst);
@@ -17,11 +18,11 @@ struct UnpackSides {
   const Rows& on_gpu() const { return dst.on_cuda() ? dst : src; }
   // ValueError if there are more bytes than the kernel can count.
   void check_sizes() const;
-  // Addresses as the GPU has them, and sizes.
+  // The sizes, and the addresses that the GPU uses.
   UnpackParams params() const;
 };
 
-// Copies valid, simplified pieces on the threads of the CPU.
+// Copies valid, simplified pieces on threads of the CPU.
 void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list);
 
 // The fault sites of the parts of a call's descriptors, or of a ring's.

@@ -1,9 +1,10 @@
-// A kernel consumes a DescriptorRing: it takes the pushes that are there, copies their pieces and
+// A kernel consumes a DescriptorRing: it takes the pushes that are present, copies their pieces and
 // completes them.
 //
 // The first block reads the ring and stages the descriptors in device memory; the others wait for
-// it. This is one launch (2.2 us of the host); two kernels took 2 us more of the GPU, and a cluster
-// of 16 blocks, which hand over faster, copied 128 x 4 KB in 1.5 us more than 132 blocks.
+// it. This is one launch, which takes 2.2 us on the host. Two kernels took 2 us more on the GPU. A
+// cluster has 16 blocks, which hand over faster, but copied 128 x 4 KB in 1.5 us more than 132
+// blocks.
 #include <jitkern/pdl.cuh>
 
 #include "cluster.cuh"
@@ -92,7 +93,7 @@ struct ConsumeRing {
     return own.value;
   }
 
-  // By the first block, after the copies of all blocks.
+  // The first block calls it, and waits for the copies of all blocks.
   static __device__ void complete(const Params& p, const Lead& own) {
     if (threadIdx.x != 0) return;
     while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;
@@ -108,8 +109,8 @@ struct ConsumeRing {
 // A server: a kernel on few SMs that waits for pushes and copies their pieces, until it is stopped
 // or has been idle for long enough. For small pushes: there is no launch before or after the copy.
 //
-// The blocks are one cluster. The first block reads the ring into its shared memory, which all
-// read.
+// The blocks are one cluster. The first block reads the ring into its shared memory, and all blocks
+// read that.
 template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
@@ -153,10 +154,10 @@ struct ServeRing {
     uint4 vectors[4 * kChunk];
     typename Reader::Shared reader;
     u64 owner;
-    Turn turn;  // the first
+    Turn turn;  // the server's first
     bool has_long;
-    bool is_told;  // to stop
-    bool is_idle;  // for too long
+    bool is_told;  // `stop` asks the server to end
+    bool is_idle;  // there was no push for idle_ns
     bool ends;
   };
 
@@ -186,12 +187,12 @@ struct ServeRing {
     for (u32 looks = 0; !own.ends; ++looks) {
       const u64 word = reader.look(turn.slot, looks < kEagerLooks, look_at_end);
       if (ring_generation(word) == turn.generation && !own.is_told) return;
-      if (own.is_told || own.is_idle) own.ends = true;  // of all threads
+      if (own.is_told || own.is_idle) own.ends = true;  // every thread sets it
       __syncthreads();
     }
   }
 
-  // The descriptors from `begin` on of the push that was found.
+  // Reads the descriptors of the push from `begin` on into shared memory.
   static __device__ void hand_over(const Params& p, Reader& reader, const Turn& turn, u32 begin,
                                    Shared& own) {
     const u64 word = own.reader.word;

@@ -11,7 +11,7 @@ namespace jitkern {
 struct RingState {
   u64 owner;        // the call that consumes, 0: none
   u64 generations;  // completed in the slots from `slot` on; earlier slots have one more
-  u32 slot;         // of the next push
+  u32 slot;         // the slot of the next push
 };
 
 // How the blocks of a call wait for each other, in device memory; zeros between calls.
@@ -40,16 +40,16 @@ struct RingParams {
   FaultRecord* fault;
 };
 
-// For a call that takes the pushes that are there.
+// Parameters of a call that takes the pushes that are present.
 struct ConsumeParams {
   RingParams ring;
   UnpackParams unpack;
   RingBoard* board;
   Descriptor* staged;
-  u32 most;  // pushes
+  u32 most;  // the most pushes to take
 };
 
-// For a kernel that consumes until it is stopped.
+// Parameters of a kernel that consumes until it is stopped.
 struct ServeParams {
   RingParams ring;
   UnpackParams unpack;
