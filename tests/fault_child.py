@@ -100,22 +100,71 @@ def allocate(like: int, out: int, context: int, set_error: Any) -> int:
     return status
 
 
-def check_a_large_call_has_its_memory_before_it_writes() -> None:
+def allow(count: int) -> None:
+    """Allocate `count` times from here on, and fail afterwards."""
     library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
     library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocate, 1, None)
+    num_left[0] = count
+    log()
+
+
+def check_a_large_call_has_its_memory_before_it_writes() -> None:
     count = 3000
     table, output = pinned(500, 256), cuda(count, 256)
     call: Any = lambda: jitkern.indexing(table, indices(count), output=output)  # noqa: E731
-    num_left[0] = 2
-    log()
+    allow(2)
     call()
     said = log()
     assert said.count("allocate") == 2 and said.count("grid") >= 3, said
     for some in (0, 1):
-        num_left[0] = some
+        allow(some)
         error = raised(call)
         assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
         assert num_launches() == some  # of pairs, into scratch memory
+
+
+MERGE_TARGET = "=QQqqqqQQi??hi"  # the first fields of MergeTarget
+MERGE_STATE = struct.Struct("=QQqqqq")  # PartialState
+MERGE_STATES_AT = 112
+MERGE_KERNELS = ("jitkern_merge_v4_d8_n8_f32", "jitkern_merge_v4_d8_n8_f32_any_strides")
+for _name in MERGE_KERNELS:
+    driver.fake_kernel(_name.encode(), ctypes.c_uint64(MERGE_STATES_AT + 8 * MERGE_STATE.size), 512)
+
+
+def merge_launch(line: str) -> tuple[Any, ...]:
+    """Return what a launch writes, its first partial, and the addresses of its partials."""
+    out, lse, *_, in_place, first, count = struct.unpack_from(MERGE_TARGET, params(line))
+    assert not in_place
+    places = [
+        MERGE_STATE.unpack_from(params(line), MERGE_STATES_AT + i * MERGE_STATE.size)[:2]
+        for i in range(count)
+    ]
+    return (out, lse), first, places
+
+
+def check_more_than_8_partials_are_merged_in_groups() -> None:
+    outs = [cuda(5, 2, 8) for _ in range(17)]
+    lses = [cuda(5, 2) for _ in range(17)]
+    partials = [(out.data_ptr(), lse.data_ptr()) for out, lse in zip(outs, lses, strict=True)]
+    # In place of partials of two groups; with `count`, only groups look at it.
+    for count, kernels in ((None, (0, 0)), (cuda(5, dtype=torch.int64), (1, 0))):
+        allow(2)
+        jitkern.merge_states(outs, lses, output=outs[16], lse=lses[3], count=count)
+        launched = [line for line in log().splitlines() if "grid" in line]
+        names = [line.split()[0] for line in launched]
+        assert names == [MERGE_KERNELS[kernels[0]]] * 3 + [MERGE_KERNELS[kernels[1]]], names
+        *groups, last = map(merge_launch, launched)
+        for number, (_, first, places) in enumerate(groups):
+            assert places == partials[8 * number : 8 * number + 8]
+            assert first == (0 if count is None else 8 * number)
+        in_place = partials[16][0], partials[3][1]
+        assert last == (in_place, 0, [written for written, *_ in groups])
+        assert len(set(last[2]) | set(partials)) == 3 + 17
+    for some in (0, 1):
+        allow(some)
+        error = raised(jitkern.merge_states, outs, lses, output=outs[16], lse=lses[3])
+        assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
+        assert num_launches() == 0
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
