@@ -178,9 +178,9 @@ def test_ranks_look_up_the_rows_of_all(
 
     class Comm(ThreadComm):
         def all_gather(self, output: Tensor, x: Tensor) -> None:
-            self.meeting.given[self.rank] = x
+            self.meeting.inputs[self.rank] = x
             self.meeting.barrier.wait(60)
-            torch.cat(self.meeting.given, out=output)
+            torch.cat(self.meeting.inputs, out=output)
             self.meeting.barrier.wait(60)
 
     def look_up(rank: int) -> Tensor:
