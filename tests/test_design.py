@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(jitkern.__file__).parent
 
 # A wing is a folder, or a module of the top level. It imports its own modules and the lines above.
-# Wings of one line do not import each other.
+# Wings of one line do not import each other. The page of the design has the same lines.
 WINGS = """
 errors version args
 env fs
@@ -80,6 +80,24 @@ def test_there_are_no_circles() -> None:
         TopologicalSorter(targets).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(f"jitkern.{module}".strip(".") for module in error.args[1]))
+
+
+def test_the_page_has_the_wings_and_names_files_that_exist() -> None:
+    """The table, each `path` of the page, each picture, and each file that a picture names."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page, re.MULTILINE)
+    assert [int(level) for level, _ in rows] == list(range(1, len(rows) + 1))
+    levels = [set(re.findall(r"`(\w+)`", wings)) for _, wings in rows]
+    assert levels == [set(line.split()) for line in WINGS.strip().splitlines()]
+    pictures = re.findall(r"\]\((img/\w+\.svg)\)", page)
+    assert pictures
+    paths = re.findall(r"`([\w.]+(?:/[\w.]*)+|\w+\.(?:py|md))`", page)
+    for picture in pictures:
+        drawn = (ROOT / "docs" / picture).read_text()
+        paths += re.findall(r">([\w/]+\.(?:py|cc|h))\b", drawn)
+    built = {"build/"}  # by the first import
+    for path in set(paths) - built:
+        assert (ROOT / path).exists() or (PACKAGE / path).exists(), f"{path} does not exist"
 
 
 def test_only_env_reads_the_environment() -> None:
