@@ -189,25 +189,6 @@ void run_group(unsigned first_block, unsigned num_blocks, Order order,
   group = nullptr;
 }
 
-// The number of the barrier that the thread has come to, as one of `threads`.
-unsigned come_to(Barrier& barrier, size_t threads, int value) {
-  const unsigned generation = barrier.generation;
-  barrier.sums[generation % 2] += value;
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    barrier.sums[(generation + 1) % 2] = 0;
-    ++barrier.generation;
-    group->progress = true;
-  }
-  return generation;
-}
-
-// Comes back when all have come to it, with the sum of what they brought.
-int wait_at(const Barrier& barrier, unsigned generation) {
-  wait_while(barrier.generation, generation);
-  return barrier.sums[generation % 2];
-}
-
 }  // namespace
 
 unsigned lane() {
@@ -215,9 +196,17 @@ unsigned lane() {
 }
 
 void block_barrier(int* sum, int value) {
-  Block& block = *group->current->block;
-  const int total = wait_at(block.barrier, come_to(block.barrier, threads_of_block(), value));
-  if (sum != nullptr) *sum = total;
+  Barrier& barrier = group->current->block->barrier;
+  const unsigned generation = barrier.generation;
+  barrier.sums[generation % 2] += value;
+  if (++barrier.arrived == threads_of_block()) {
+    barrier.arrived = 0;
+    barrier.sums[(generation + 1) % 2] = 0;
+    ++barrier.generation;
+    group->progress = true;
+  }
+  wait_while(barrier.generation, generation);
+  if (sum != nullptr) *sum = barrier.sums[generation % 2];
 }
 
 void let_others_run() {
