@@ -2,7 +2,7 @@
 // them. `g++ -include cuda_on_cpu.h` compiles a .cu as it is.
 //
 // Blocks run one after the other, their threads take turns at every barrier and warp operation
-// (`launch_fibers`). The blocks of a cluster take turns as well (`launch_clusters`).
+// (`launch_fibers`). Blocks that wait for each other take turns as well (`launch_groups`).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 #define __host__
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
-#define __shared__ static  // blocks run one after the other; those of clusters use own_shared
+#define __shared__ static  // blocks run one after the other
 
 // Aligned as on the device, so that UBSan's alignment check means the same here as a trap there.
 struct alignas(8) uint2 {
@@ -57,39 +57,13 @@ inline T atomicCAS(T* p, T expected, T desired) {
   return expected;
 }
 template <class T>
-inline T atomicExch(T* p, T value) {
-  return __atomic_exchange_n(p, value, __ATOMIC_SEQ_CST);
-}
-template <class T>
 inline T atomicAdd(T* p, T value) {
   return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
-}
-template <class T, class Choose>
-inline T emulate_atomic(T* p, Choose choose) {
-  T seen = __atomic_load_n(p, __ATOMIC_SEQ_CST);
-  while (!__atomic_compare_exchange_n(p, &seen, choose(seen), false, __ATOMIC_SEQ_CST,
-                                      __ATOMIC_SEQ_CST)) {
-  }
-  return seen;
-}
-template <class T>
-inline T atomicMin(T* p, T value) {
-  return emulate_atomic(p, [value](T seen) { return std::min(seen, value); });
-}
-template <class T>
-inline T atomicMax(T* p, T value) {
-  return emulate_atomic(p, [value](T seen) { return std::max(seen, value); });
 }
 
 // ---- bits ------------------------------------------------------------------------------------
 
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-// The low word of high:low, shifted right by up to 31 bits.
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
-  const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;
-  return static_cast<unsigned>(both >> (bits & 31));
-}
 
 // ---- memory that others write (ops/system_memory.cuh) ----------------------------------------
 
@@ -101,10 +75,6 @@ namespace emulate {
 // moment. Lanes that load together on a GPU do so one after the other here, so it is called for
 // each.
 inline std::function<void()> on_fresh_load;
-// What such a load of a vector sees, if not what is there when its lane has its turn.
-inline std::function<uint4(const uint4*)> fresh_vector;
-// Called in front of each store to such memory: what it says has to be so by then.
-inline std::function<void(const void*)> on_system_store;
 
 // UBSan does not look at the addresses of the compiler's atomics.
 template <class T>
@@ -122,21 +92,13 @@ T load_system(const T* from) {
 inline uint4 load_system(const uint4* from) {
   if (on_fresh_load) on_fresh_load();
   aligned(from);
-  if (fresh_vector) return fresh_vector(from);
   const auto word = [](const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };
   return {word(&from->x), word(&from->y), word(&from->z), word(&from->w)};
 }
 
-template <class T>
-void store_system(T* to, T value) {
-  if (on_system_store) on_system_store(to);
-  __atomic_store_n(aligned(to), value, __ATOMIC_RELEASE);
-}
-
-// Of a vector by words. Where there is a `store_vector`, they come when that lets them.
+// Stores a vector word by word. `store_vector` may delay the words.
 inline std::function<void(uint4*, const uint4&)> store_vector;
 inline void store_system(uint4* to, const uint4& value) {
-  if (on_system_store) on_system_store(to);
   aligned(to);
   if (store_vector) return store_vector(to, value);
   const auto word = [](unsigned* at, unsigned bits) {
@@ -156,11 +118,6 @@ inline void let_next_kernel_start() {
   if (on_let_kernel_start) on_let_kernel_start();
 }
 
-inline unsigned long long claim(unsigned long long* word, unsigned long long value) {
-  if (on_fresh_load) on_fresh_load();
-  return atomicCAS(aligned(word), 0ull, value);
-}
-
 // A clock that goes on when it is read, so that whoever waits for nothing comes to an end.
 constexpr unsigned long long kNanosecondsEach = 1000;
 inline unsigned long long nanoseconds() {
@@ -170,7 +127,8 @@ inline unsigned long long nanoseconds() {
 
 }  // namespace emulate
 
-// ---- barriers, warps and clusters (fibers.cc) ------------------------------------------------
+// ---- barriers, warps and groups of blocks (fibers.cc)
+// ------------------------------------------------
 
 namespace emulate {
 
@@ -180,34 +138,19 @@ enum class Order { kForward, kReverse, kShuffled };
 unsigned lane();
 void block_barrier(int* sum, int value);
 
-// What ops/cluster.cuh needs.
-unsigned cluster_rank();
-unsigned cluster_size();
-void cluster_arrive();
-void cluster_wait();
-// An instance of `type` for each block, gone when all of its threads have returned.
-void* own_shared(const void* type, size_t bytes, size_t align);
-template <class T>
-T& own_shared() {
-  static char type;  // its address is no other type's
-  return *static_cast<T*>(own_shared(&type, sizeof(T), alignof(T)));
-}
-uint64_t shared_of_block(uint64_t address, unsigned rank);
-
 // All lanes of `mask` bring 8 bytes each; `values[32]` are those of the whole warp.
 void warp_exchange(unsigned mask, uint64_t value, uint64_t values[32]);
 
 // The same order on every run, another one for every `count`.
 std::vector<unsigned> turns(unsigned count, Order order);
 
-// Threads as fibers that change at barriers and warp operations. A barrier that not every thread
-// comes to, or a warp operation that a lane of its mask misses, ends the process. `cluster_size`
-// blocks, neighbours in x, run at the same time, as a cluster's or all of a grid that is on the GPU
-// as a whole: `order` is that of all their threads.
-void launch_clusters(dim3 grid, dim3 block, unsigned cluster_size, Order order,
-                     const std::function<void()>& thread);
+// Runs threads as fibers that change at barriers and warp operations. A barrier that not every
+// thread reaches, or a warp operation that a lane of its mask misses, ends the process. Groups of
+// `group_size` neighbouring blocks run at the same time; `order` is the order of all their threads.
+void launch_groups(dim3 grid, dim3 block, unsigned group_size, Order order,
+                   const std::function<void()>& thread);
 inline void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread) {
-  launch_clusters(grid, block, 1, order, thread);
+  launch_groups(grid, block, 1, order, thread);
 }
 // For on_fresh_load: all other fibers have a turn, as if a GPU were slow with this thread.
 void let_others_run();

@@ -41,13 +41,6 @@ void run_list(i64 num_rows, const typename Kernel::Params& params, Random& rando
                 [&] { Kernel::run(params); });
 }
 
-// Few blocks of a large copy, smaller than they are on a GPU.
-template <class Kernel>
-void run_large(unsigned blocks, const typename Kernel::Params& params, Random& random,
-               unsigned num_threads = 128) {
-  launch_fibers({blocks}, {num_threads}, any_order(random), [&] { Kernel::run(params); });
-}
-
 inline i64 table_size_for(i64 num_pairs) {
   i64 size = 2;
   while (size < 2 * num_pairs) size *= 2;

@@ -17,7 +17,7 @@ _ROWS = ("SWEEP_ROWS=3,40,300,301",)
 _FEW = ("SWEEP_FEW=1",)  # kernels, which compile in half the time
 _DEFINES = {
     **dict.fromkeys(("store", "index", "pair_copy"), _ROWS),
-    **dict.fromkeys(("merge", "peer_reduce", "unpack", "unpack_ring"), _FEW),
+    **dict.fromkeys(("merge", "peer_reduce"), _FEW),
 }
 
 
@@ -121,18 +121,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("if (rank == kNotListed) return;", ""),
         ("for (int w = 0; w < warp; ++w) start += warp_sums[w];", ""),
     ),
-    ("peer_lists", "comm/peer_lists.cu"): (
-        ("atomicMin(&p.table[place], static_cast<u32>(number));", ""),
-        ("if (owner == number) {\n      take", "if (true) {\n      take"),
-        ("if (region >= kNumRegions) return -1;", ""),
-        ("atomicAdd(&p.cursors[region], 1u) + 1u", "atomicAdd(&p.cursors[region], 1u)"),
-        ("position * p.num_ranks / total != p.rank", "false"),
-        ("if (last_fetch >= 0) atomicMax", "if (false) atomicMax"),
-        ("__syncthreads();", "", 1, 3),
-        ("&& p.places[number] != kNotListed", ""),
-    ),
-    ("peer_lists", "comm/peer_copy.cu"): (("if (load_fresh(p.intact) == kUnwritten) ", ""),),
-    ("peer_lists", "ops/pairs.cuh"): (("t < p.num_shifts", "t < 1"),),
     ("peer_reduce", "comm/peer_reduce.cu"): (
         ("wait_for_earlier_kernels<kUsePdl>();", ""),
         ("      __threadfence_system();\n", ""),
@@ -159,24 +147,11 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ),
     ("race", "ops/pairs.cuh"): (("if (!pair.is_inside(p)) {", "if (false) {"),),
     ("race", "ops/sort.cuh"): (
-        ("dst_row, src_row};", "dst_row, *static_cast<const volatile Int*>(pairs + 2 * number)};"),
-    ),
-    ("serve_ring", "ops/ring.cuh"): (
-        ("i = 4 * begin + threadIdx.x; i < 4 * end", "i = threadIdx.x; i < 4 * end"),
-    ),
-    ("serve_ring", "ops/unpack_ring.cu"): (
-        ("load_fresh(p.stop) != 0;", "false;"),
-        ("if (own.is_told || own.is_idle)", "if (own.is_told)"),
-        ("nanoseconds() - since > p.idle_ns;", "nanoseconds() > p.idle_ns;"),
-        ("if (ring_generation(word) == turn.generation &&", "if (word != 0 &&"),
-        ("own.ends = true;\n    }\n  }", "}\n  }"),
-        ("if (!ends) copy(p.unpack", "copy(p.unpack"),
-        ("if (own.owner != 0) return;\n    set_turn", "set_turn"),
-        ("release_ring(p);", ""),
-        ("while (begin < count && !ends);", "while (false);"),
-        ("        cluster_sync();\n        ends = first.ends;", "        ends = first.ends;"),
-        ("threadIdx.x / 32 * cluster_size() + cluster_rank();", "threadIdx.x / 32;"),
-        ("const Shared& first = of_block(own, 0);", "const Shared& first = own;"),
+        (
+            "if (owner == number) return {kFetch, src_row, dst_row};",
+            "if (owner == number)"
+            " return {kFetch, *static_cast<const volatile Int*>(pairs + 2 * number), dst_row};",
+        ),
     ),
     ("store", "ops/store.cu"): (
         ("slot[r] < p.num_slots;", "slot[r] <= p.num_slots;"),
@@ -191,47 +166,5 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("group % kShape.splits", "group * 0"),
         ("seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u", "false"),
         ("seen->state = 2;", ""),
-    ),
-    ("unpack", "ops/unpack.h"): (("if (pieces.src_stride == pieces.len &&", "if ("),),
-    ("unpack", "ops/unpack.cuh"): (
-        ("0 - at : 0),", "0 : 0),"),
-        ("if (shift == 0) {", "if (false) {"),
-        ("if (lane == 0) high = next;", ""),
-        ("<= src + static_cast<u64>(p.src_bytes);", "!= 0;"),
-        ("if (work.at_edge) copy_edges(p, work, begin, end);", ""),
-        ("num_descriptors < total ? num_descriptors : total;", "total + 1;"),
-        ("static_cast<u32>(src - lead) & 15", "static_cast<u32>(src) & 15"),
-    ),
-    ("unpack", "ops/unpack.cu"): (
-        ("count < p.num_descriptors ? static_cast<u32>(count)", "true ? u32(count)"),
-        ("checked_work(p, pieces, i, team", "checked_work(p, pieces, 0, team"),
-        ("!is_dealt ||", ""),
-        ("rising[base + at] <= value", "rising[base + at] < value"),
-        ("__syncthreads();  // before the sums", "// before the sums"),
-    ),
-    ("unpack_ring", "ops/ring.cuh"): (
-        ("Turn{generation + 1, 0} :", "Turn{generation + 1, 1} :"),
-        ("atomicExch(&p.state->owner, u64(0));", ""),
-        ("if (owner != 0) return owner;", ""),
-        ("now.slot == begin.slot) return 0;", "true) return 0;"),
-        ("<= p_.ring.max_descriptors ?", "<= p_.ring.max_descriptors + 1 ?"),
-        ("if (__syncthreads_or(old)) {", "if (false) {"),
-        ("return !__syncthreads_or(wrong);", "return true;"),
-        ("return number % 2 == 0 ||", "return number % 4 != 3 ||"),
-        ("(u64(vector.w) << 32 | vector.z) == word", "vector.z == u32(word)"),
-        ("if (has_long && is_long(here[1], count, warps))", "if (has_long)"),
-    ),
-    ("unpack_ring", "ops/unpack_ring.cu"): (
-        ("num_taken < p.most; ++num_taken", "num_taken <= p.most; ++num_taken"),
-        ("(word) != turn.generation", "(word) << 32 != turn.generation << 32"),
-        ("num_staged, has_long)) break;", "num_staged, has_long)) {}"),
-        ("num_staged += ring_count(word);", "num_staged = ring_count(word);"),
-        ("    set_turn(ring, turn);\n", ""),
-        ("(&board->control)) == 0) continue;", "(&board->control)) == ~0ull) continue;"),
-        ("gridDim.x * kWarps);\n    __syncthreads();", "gridDim.x * kWarps);"),
-        ("while (load_control(&p.board->num_arrived) != gridDim.x - 1) continue;", ""),
-        ("i < own.num_taken; ++i", "i < own.num_taken; i = own.num_taken"),
-        ("    *p.board = {};\n", ""),
-        ("Turn turn = own.begin;", "release_ring(p.ring); Turn turn = own.begin;"),
     ),
 }

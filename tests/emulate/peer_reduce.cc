@@ -234,8 +234,8 @@ class Round {
     store_vector = [this](uint4* to, const uint4& value) { store(to, value); };
     on_wait_for_kernels = [this] { wait_for_kernel(); };
     on_let_kernel_start = [this] { ++here().num_let; };
-    launch_clusters({num_blocks_, 2 * num_ranks_}, {num_threads_}, num_blocks_ * 2 * num_ranks_,
-                    any_order(random_), [this] { thread(); });
+    launch_groups({num_blocks_, 2 * num_ranks_}, {num_threads_}, num_blocks_ * 2 * num_ranks_,
+                  any_order(random_), [this] { thread(); });
     on_fresh_load = nullptr, on_system_fence = nullptr, store_vector = nullptr;
     on_wait_for_kernels = nullptr, on_let_kernel_start = nullptr;
     check_end();

@@ -52,19 +52,6 @@ def check_what_is_one_piece_is_no_strided_copy() -> None:
     assert log() == ""
 
 
-def check_streams() -> None:
-    first, second = on_gpu(DEVICE), on_gpu(DEVICE[1024:], 1)
-    copy = (16, 160, 16, 4)
-    memcpy_2d_async(second, PINNED, *copy, "h2d", Stream(4711, 1))
-    assert log() == "copy 4 x 16, pitches 16 160, types 2 1, on 4711\n"
-    for number in (0, 1):  # between two GPUs
-        memcpy_2d_async(second, first, *copy, "d2d", Stream(7, number))
-        assert log() == "copy 4 x 16, pitches 16 160, types 4 4, on 7\n"
-    for src, kind, number in ((PINNED, "h2d", 0), (first, "d2d", 2)):
-        text = f"memcpy_2d_async: stream: a stream of cuda:{number}, expected one of cuda:1, as dst"
-        refused(ValueError, text, memcpy_2d_async, second, src, *copy, kind, Stream(7, number))
-
-
 def check_pageable_memory() -> None:
     whole, copy = on_gpu(DEVICE), (16, 160, 16, 4)
     text = r"memcpy_2d_async: src: pageable host memory, expected pinned .* allow_pageable=True .*"

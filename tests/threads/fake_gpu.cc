@@ -35,7 +35,6 @@ T& global() {
 std::atomic<i64> random_us{0};
 std::atomic<i64> num_calls_of[fake::kNumKinds];
 std::atomic<i64> failing_call[fake::kNumKinds];
-std::atomic<i64> queued{0};
 thread_local fake::Kind before_kind;
 thread_local std::function<void()> before_run;
 std::atomic<bool> has_capture{false};
@@ -154,7 +153,6 @@ CUresult queue(fake::Kind kind, CUstream stream, std::function<void()> work) {
     fake::fail_program("has another device's context current");
   }
   if (fake::fails(kind)) return kFailed;
-  queued.fetch_add(1, std::memory_order_relaxed);
   stream->put(std::move(work));
   return kCudaSuccess;
 }
@@ -184,12 +182,6 @@ void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
     fake::require_memory(src, f.row_bytes, "source rows");
     fake::require_memory(dst, f.row_bytes, "destination rows");
     std::memcpy(dst, src, static_cast<size_t>(f.row_bytes));
-    if (p.slot_map == nullptr) continue;
-    char* const entry = static_cast<char*>(p.slot_map) + src_row * p.slot_map_bytes;
-    fake::require_memory(entry, p.slot_map_bytes, "slot map");
-    const auto narrow = static_cast<int32_t>(dst_row);
-    std::memcpy(entry, p.slot_map_bytes == 4 ? static_cast<const void*>(&narrow) : &dst_row,
-                static_cast<size_t>(p.slot_map_bytes));
   }
 }
 
@@ -265,7 +257,6 @@ void synchronize_all() {
 }
 void delay_at_random(i64 us) { random_us = us; }
 
-i64 num_queued() { return queued; }
 i64 num_faults() { return faults; }
 i64 num_calls(Kind kind) { return num_calls_of[kind]; }
 void fail(Kind kind, i64 number) {

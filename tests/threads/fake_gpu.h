@@ -50,8 +50,6 @@ void synchronize_all();
 // All work of streams begins up to `us` later than it could.
 void delay_at_random(i64 us);
 
-// Calls that queued something, of all kinds.
-i64 num_queued();
 i64 num_calls(Kind kind);
 // The `number`-th call of the kind from now on fails, 1 being the next; 0: none.
 void fail(Kind kind, i64 number);

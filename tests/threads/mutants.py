@@ -33,6 +33,4 @@ MUTANTS = (
         "list.set(i, inside ? pair.src_row : -1, inside ? pair.dst_row : -1);",
         "list.set(i, pair.src_row, pair.dst_row);",
     ),
-    # The first block is queued before all pairs are checked.
-    Mutant("out_of_range", "ops/pairs.cc", "if (in_blocks) args.check_pairs();"),
 )

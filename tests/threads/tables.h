@@ -172,8 +172,6 @@ struct Shape {
   i64 row_bytes = 656;
   i64 num_pairs = 1000;
   int index_bytes = 8;
-  int slot_bytes = 0;  // of an entry of the slot map; 0: there is none
-  i64 gap_bytes = 0;   // between rows
   int device = 0;
 };
 
@@ -185,21 +183,15 @@ class Tables {
         stream(stream),
         num_src_rows(shape.num_pairs + 5),
         num_dst_rows(shape.num_pairs + 3),
-        stride_(shape.row_bytes + shape.gap_bytes),
         pairs_(2 * shape.num_pairs * shape.index_bytes, Memory::kPageable) {
-    src_ = new Memory(num_src_rows * stride_, Memory::kPinned, shape.device);
-    dst_ = new Memory(num_dst_rows * stride_, Memory::kDevice, shape.device);
-    slots_ = new Memory(num_src_rows * shape.slot_bytes, Memory::kDevice, shape.device);
+    src_ = new Memory(num_src_rows * shape.row_bytes, Memory::kPinned, shape.device);
+    dst_ = new Memory(num_dst_rows * shape.row_bytes, Memory::kDevice, shape.device);
     fill(*src_, num_src_rows, 1);
     fill(*dst_, num_dst_rows, 2);
-    std::memset(slots_->data(), 0xFF, static_cast<size_t>(slots_->bytes()));
     before_.assign(dst_->data(), dst_->data() + dst_->bytes());
     expected_ = before_;
-    expected_slots_.assign(static_cast<size_t>(slots_->bytes()), '\xFF');
     for (i64 i = 0; i < shape.num_pairs; ++i) {
-      // Of a row that is copied twice either place may be in the slot map.
-      const i64 some_row = mixed(i, shape.num_pairs) % num_src_rows;
-      const i64 src_row = shape.slot_bytes == 0 ? some_row : shuffled(i, num_src_rows, 5);
+      const i64 src_row = mixed(i, shape.num_pairs) % num_src_rows;
       const i64 dst_row = shuffled(i, num_dst_rows, 3);
       const i64 kind = mixed(i, 7) % 16;
       const i64 lowest = shape.index_bytes == 4 ? INT32_MIN : INT64_MIN;
@@ -210,16 +202,11 @@ class Tables {
       if (kind < 3) continue;
       std::memcpy(row_of(expected_.data(), dst_row), row_of(src_->data(), src_row),
                   static_cast<size_t>(shape.row_bytes));
-      if (shape.slot_bytes > 0)
-        write_item(expected_slots_.data(), shape.slot_bytes, src_row, dst_row);
     }
   }
   // Behind all that is queued on the stream.
   ~Tables() {
-    fake::run_on(stream, [dst = dst_, slots = slots_] {
-      delete dst;
-      delete slots;
-    });
+    fake::run_on(stream, [dst = dst_] { delete dst; });
     fake::synchronize(stream);  // SMs may read it until then
     delete src_;
   }
@@ -231,16 +218,13 @@ class Tables {
     int64_t src_shape[] = {num_src_rows, shape.row_bytes};
     int64_t dst_shape[] = {num_dst_rows, shape.row_bytes};
     int64_t pairs_shape[] = {shape.num_pairs, 2};
-    int64_t strides[] = {stride_, 1};
+    int64_t strides[] = {shape.row_bytes, 1};
     const DLDataType bytes{kDLUInt, 8, 1};
     DLTensor src{src_->data(), host, 2, bytes, src_shape, strides, 0};
     DLTensor dst{dst_->data(), gpu, 2, bytes, dst_shape, strides, 0};
     DLTensor pairs{pairs_.data(), host, 2, int_type(shape.index_bytes), pairs_shape, nullptr, 0};
-    DLTensor slots{slots_->data(), gpu, 1, int_type(shape.slot_bytes), src_shape, nullptr, 0};
     use_stream(stream);
-    const tvm::ffi::AnyView slot_map =
-        shape.slot_bytes == 0 ? tvm::ffi::AnyView(nullptr) : tvm::ffi::AnyView(&slots);
-    h2d_gather()(&src, &dst, &pairs, slot_map, false, nullptr, String("given"), String("auto"));
+    h2d_gather()(&src, &dst, &pairs, nullptr, false, nullptr, String("given"), String("auto"));
   }
   // The same; the kind of the error and its text, "": none.
   std::string try_run() {
@@ -258,15 +242,7 @@ class Tables {
     const std::string_view found(dst_->data(), expected_.size());
     const auto wrong = std::mismatch(found.begin(), found.end(), expected_.begin()).first;
     require(wrong == found.end(),
-            what + ": row " + std::to_string((wrong - found.begin()) / stride_));
-    const std::string_view slots(slots_->data(), expected_slots_.size());
-    require(std::equal(slots.begin(), slots.end(), expected_slots_.begin()),
-            what + ": the slot map");
-  }
-  // Nothing was written.
-  void check_untouched(const std::string& what) {
-    fake::synchronize_all();
-    require(std::memcmp(dst_->data(), before_.data(), before_.size()) == 0, what + ": was written");
+            what + ": row " + std::to_string((wrong - found.begin()) / shape.row_bytes));
   }
   i64 pair_item(i64 i) const {
     return shape.index_bytes == 4 ? items<int32_t>()[i] : items<i64>()[i];
@@ -282,22 +258,12 @@ class Tables {
   // Of a pair that the call has not come to: its row stays as it is.
   void spoil_pair(i64 i, i64 src_row, i64 dst_row) {
     if (const i64 row = pair_item(2 * i + 1); row >= 0) {
-      std::memcpy(&expected_[row * stride_], &before_[row * stride_], static_cast<size_t>(stride_));
+      std::memcpy(&expected_[row * shape.row_bytes], &before_[row * shape.row_bytes],
+                  static_cast<size_t>(shape.row_bytes));
     }
     set_pair_item(2 * i, src_row);
     set_pair_item(2 * i + 1, dst_row);
   }
-  // Now the device's table is something else; once the stream comes to it, it is as it was.
-  void fill_late() {
-    char* const table = dst_->data();
-    const std::vector<char> rows(table, table + dst_->bytes());
-    std::memset(table, 0x33, rows.size());
-    fake::run_on(stream, [=] {
-      usleep(10'000);
-      std::memcpy(table, rows.data(), rows.size());
-    });
-  }
-  void scribble_pairs() { std::memset(pairs_.data(), 0x11, static_cast<size_t>(pairs_.bytes())); }
 
   const Shape shape;
   const CUstream stream;
@@ -313,20 +279,17 @@ class Tables {
       std::memcpy(row_of(table.data(), row), words.data(), static_cast<size_t>(shape.row_bytes));
     }
   }
-  char* row_of(char* table, i64 row) const { return table + row * stride_; }
+  char* row_of(char* table, i64 row) const { return table + row * shape.row_bytes; }
   template <class Index>
   Index* items() const {
     return reinterpret_cast<Index*>(pairs_.data());
   }
 
-  const i64 stride_;
   Memory* src_;
   Memory* dst_;
-  Memory* slots_;
   Memory pairs_;
   std::vector<char> before_;
   std::vector<char> expected_;
-  std::vector<char> expected_slots_;
 };
 
 }  // namespace calls

@@ -7,19 +7,6 @@
 
 namespace jitkern {
 
-#ifdef JITKERN_EMULATED
-
-using emulate::cluster_arrive;
-using emulate::cluster_rank;
-using emulate::cluster_size;
-using emulate::cluster_wait;
-using emulate::own_shared;
-inline u64 address_of_block(u64 address, u32 rank) {
-  return emulate::shared_of_block(address, rank);
-}
-
-#else
-
 // This block's instance of a type in shared memory; a kernel has one for each T.
 template <class T>
 __device__ inline T& own_shared() {
@@ -65,7 +52,6 @@ __device__ inline void cluster_arrive() {}
 __device__ inline void cluster_wait() { __syncthreads(); }
 __device__ inline u64 address_of_block(u64 address, u32) { return address; }
 
-#endif
 #endif
 
 __device__ inline void cluster_sync() {

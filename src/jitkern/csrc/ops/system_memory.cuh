@@ -12,18 +12,7 @@ template <class T>
 T load_fresh(const T* from) {
   return emulate::load_system(from);
 }
-template <class T>
-T load_acquire(const T* from) {
-  return emulate::load_system(from);
-}
-template <class T>
-T load_control(const T* from) {
-  return emulate::load_system(from);
-}
 inline void store_fresh(uint4* to, const uint4& value) { emulate::store_system(to, value); }
-inline void store_release(u64* to, u64 value) { emulate::store_system(to, value); }
-inline void store_control(u64* to, u64 value) { emulate::store_system(to, value); }
-using emulate::claim;
 using emulate::nanoseconds;
 
 #else
