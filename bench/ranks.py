@@ -173,7 +173,7 @@ class Ranks:
 
         vocab, hidden = (131_072, 4096) if self.on_gpu else (4096, 1024)
         how |= {"dtype": torch.bfloat16, "device": self.device}
-        ours = TPEmbedding(vocab, hidden, comm=comm, **how).requires_grad_(False)
+        ours = TPEmbedding(vocab, hidden, comm=comm, **how)
         torch.manual_seed(self.rank)
         ours.weight.normal_()
         start, count = ours.vocab_range

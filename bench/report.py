@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,6 @@ def read(path: Path) -> Payload:
     """Return a result."""
     data: Payload = json.loads(path.read_text())
     return data
-
-
-def rows_of(data: Payload) -> list[Row]:
-    """Return the rows of a result."""
-    known = {field.name for field in fields(Row)}
-    rows = [row for entry in data["benchmarks"].values() for row in entry["rows"]]
-    return [Row(**{name: value for name, value in row.items() if name in known}) for row in rows]
 
 
 def rounded(value: Any) -> Any:

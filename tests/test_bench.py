@@ -154,11 +154,6 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
     assert named - {""} == set(tables.TABLES)
 
 
-def test_results_of_earlier_runs_can_be_read() -> None:
-    for file in (ROOT / "bench" / "results").glob("*-*.json"):
-        assert report.rows_of(report.read(file))
-
-
 MODULE = """
 import os, time
 from bench.case import Row

@@ -23,7 +23,7 @@ def run(ctx: Context) -> Iterator[Row]:
     for row_bytes in (656,) if ctx.quick else (256, 656, 1024, 2048):
         for rows in (1, 16, 128, 1024, 16_384, 131_072) if on_gpu else (8192,):
             case = case_of(ctx, row_bytes, rows)
-            yield from common.beside(ctx, case, _peers(ctx, row_bytes, rows), COPY, rows <= 1024)
+            yield from common.beside(ctx, case, _peers(ctx, row_bytes), COPY, rows <= 1024)
     for row_bytes, v_row_bytes in ODD_SIZES:
         for rows in (1, 1024, 131_072) if on_gpu else (8192,):
             others = [peer("torch cache[idx] = x", _put_k)]
@@ -111,16 +111,12 @@ def _put_k(b: Any) -> None:
     b.k_cache[b.indices64] = b.k
 
 
-def _put(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any) -> None:
-    k_cache[indices] = k
-    v_cache[indices] = v
-
-
 def _put_twice(b: Any) -> None:
-    _put(b.k_cache, b.v_cache, b.indices64, b.k, b.v)
+    b.k_cache[b.indices64] = b.k
+    b.v_cache[b.indices64] = b.v
 
 
-def _peers(ctx: Context, row_bytes: int, rows: int) -> list[Impl]:
+def _peers(ctx: Context, row_bytes: int) -> list[Impl]:
     put_twice = peer("torch cache[idx] = x, twice", _put_twice)
     if ctx.device == "cpu":
         return [put_twice]
@@ -135,8 +131,4 @@ def _peers(ctx: Context, row_bytes: int, rows: int) -> list[Impl]:
         k_cache, v_cache, k, v = (x.view(torch.int32) for x in (b.k_cache, b.v_cache, b.k, b.v))
         peers.triton().store(k_cache, v_cache, b.indices, k, v)
 
-    found = [peer("nvcc, mini-sglang style", nvcc), peer("triton", triton), put_twice]
-    if rows == 131_072 and not ctx.quick:
-        put = torch.compile(_put, dynamic=False)
-        found += [peer("torch.compile", lambda b: put(b.k_cache, b.v_cache, b.indices64, b.k, b.v))]
-    return found
+    return [peer("nvcc, mini-sglang style", nvcc), peer("triton", triton), put_twice]

@@ -52,12 +52,11 @@ def _elsewhere(name: str) -> Once:
     return Once(build)
 
 
-_COPIES = "copy_2d copy_bytes copy_2d_loop copy_pieces_loop copy_batch"
-_HOST = f"common_prefix same_bytes launch_loop {_COPIES}"
+_HOST = ("launch_loop", "copy_bytes", "copy_2d_loop", "copy_pieces_loop", "copy_batch")
 host = _module(
     "cpp",
     "host.cc",
-    {name: f"peer::{name}" for name in _HOST.split()},
+    {name: f"peer::{name}" for name in _HOST},
     extra_cflags=["-O3"],
     extra_ldflags=["-ldl"],
 )

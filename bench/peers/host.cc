@@ -7,36 +7,14 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 
 namespace peer {
 
 using tvm::ffi::Bytes;
 using tvm::ffi::String;
 using tvm::ffi::TensorView;
-
-// Length of the common prefix, as plain C++ has it.
-template <typename Key>
-std::int64_t mismatch_of(const TensorView& x, const TensorView& y) {
-  const auto* a = static_cast<const Key*>(x.data_ptr());
-  const auto* b = static_cast<const Key*>(y.data_ptr());
-  const std::int64_t n = std::min(x.size(0), y.size(0));
-  return std::mismatch(a, a + n, b).first - a;
-}
-
-inline std::int64_t common_prefix(TensorView x, TensorView y) {
-  return x.dtype().bits == 32 ? mismatch_of<std::int32_t>(x, y) : mismatch_of<std::int64_t>(x, y);
-}
-
-// Equal or not: less than a prefix length, and the speed of light on equal keys.
-inline std::int64_t same_bytes(TensorView x, TensorView y) {
-  const std::int64_t n = std::min(x.size(0), y.size(0));
-  const auto size = static_cast<std::size_t>(n * (x.dtype().bits / 8));
-  return std::memcmp(x.data_ptr(), y.data_ptr(), size) == 0 ? n : -1;
-}
 
 // A function of the CUDA driver, found when it is first called.
 template <typename... Args>
@@ -107,14 +85,6 @@ inline PitchedMemory side_of(const TensorView& tensor, std::int64_t offset, std:
 inline void* stream_of(const TensorView& dst, const TensorView& src) {
   const auto device = dst.device().device_type == kDLCUDA ? dst.device() : src.device();
   return TVMFFIEnvGetStream(kDLCUDA, device.device_id);
-}
-
-// One strided copy by the driver, with nothing around it.
-inline void copy_2d(TensorView dst, TensorView src, std::int64_t dpitch, std::int64_t spitch,
-                    std::int64_t width, std::int64_t height) {
-  const PitchedCopy copy{side_of(src, 0, spitch), side_of(dst, 0, dpitch),
-                         static_cast<std::size_t>(width), static_cast<std::size_t>(height)};
-  memcpy_2d_async(&copy, stream_of(dst, src));
 }
 
 // One call of the driver for all copies; addresses and sizes are int64 on the CPU.
