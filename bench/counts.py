@@ -141,11 +141,11 @@ def _load() -> None:
 
 
 def _look_up(op: str) -> None:
-    """Load the image of a kernel from the cache."""
+    """Load the image of a kernel for int32 indices from the cache."""
     from jitkern.arch import Arch
     from jitkern.ops import device_ops
 
-    device_ops()[op].kernels(ROW_BYTES)[0].image(Arch.parse(ARCH))
+    device_ops()[op].kernel(ROW_BYTES, 16, 4).image(Arch.parse(ARCH))
 
 
 def _count_case(callgrind: "Callgrind", case: Any) -> float:

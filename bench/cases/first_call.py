@@ -131,12 +131,18 @@ def _image_lookups() -> Calls:
 
     modules = device_ops()
 
-    def look_up(op: str, row_bytes: int = ROW_BYTES, number: int = 0) -> Callable[[], object]:
-        return lambda: modules[op].kernels(row_bytes)[number].image(Arch.parse("9.0"))
+    def look_up(op: str, row_bytes: int, *rest: int) -> Callable[[], object]:
+        """Look up a kernel for vectors of 16 bytes and int32 indices."""
+        return lambda: modules[op].kernel(row_bytes, 16, 4, *rest).image(Arch.parse("9.0"))
 
-    lookups: Calls = {FIRST_KERNEL: look_up("store", OTHER_ROW_BYTES)}
-    lookups |= {op: look_up(op) for op in INLINE}
-    return {**lookups, LARGE_CALL: look_up("h2d_gather", number=1)}
+    small, large = (1, 0), (1, 1)  # line_aligned and large
+    return {
+        FIRST_KERNEL: look_up("store", OTHER_ROW_BYTES),
+        "store": look_up("store", ROW_BYTES),
+        "index": look_up("index", ROW_BYTES),
+        "h2d_gather": look_up("h2d_gather", ROW_BYTES, *small),
+        LARGE_CALL: look_up("h2d_gather", ROW_BYTES, *large),
+    }
 
 
 def _real_calls() -> Calls:

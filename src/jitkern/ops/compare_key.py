@@ -8,6 +8,8 @@ from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 _compare = host.Function("compare_key")
@@ -34,9 +36,8 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     TypeError, ValueError
         ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
     """
-    call = _compare.call
+    call: Callable[[Tensor, Tensor, int, int], int] = _compare.call
     try:
-        count: int = call(x, y, start, page_size)
-        return count
+        return call(x, y, start, page_size)
     except UNREADABLE as error:
         name_unreadable(error, "fast_compare_key", x=x, y=y)
