@@ -5,6 +5,7 @@ statement. Here one process, `python -m bench.counts`, counts all figures, and s
 after that import. Counts are equal on all x86-64 machines with the same software (`identity`).
 """
 
+import compileall
 import gc
 import json
 import os
@@ -25,7 +26,7 @@ IMPORT = "process: import of jitkern and tvm-ffi"
 LOAD = "process: load of the host module"
 KERNEL = "process: warm load of a kernel"
 STEPS = (IMPORT, LOAD, KERNEL)  # a process takes them before its first call
-ARCH, ROW_BYTES = "9.0", 4480  # the kernel whose load is counted
+ARCH, ROW_BYTES, VEC_BYTES, INDEX_BYTES = "9.0", 4480, 16, 4  # the kernel whose load is counted
 SHORT_CALLS, LONG_CALLS, UNCOUNTED_CALLS = 200, 3, 20
 LONG_CALL_S = 0.02  # under Callgrind, which makes a call 50 times as long
 
@@ -72,6 +73,8 @@ def count(sources: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, float]
 
     if KERNEL in keys:
         jitkern.warm(["store", "index"], element_sizes=[ROW_BYTES], archs=[ARCH])
+        # Without bytecode, as under PYTHONDONTWRITEBYTECODE, an import takes 2.8 times as many.
+        compileall.compile_dir(Path(jitkern.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as folder:
         out = Path(folder, "callgrind.out")
         answer = Path(folder, "answer.json")
@@ -145,7 +148,7 @@ def _look_up(op: str) -> None:
     from jitkern.arch import Arch
     from jitkern.ops import device_ops
 
-    device_ops()[op].kernel(ROW_BYTES, 16, 4).image(Arch.parse(ARCH))
+    device_ops()[op].kernel(ROW_BYTES, VEC_BYTES, INDEX_BYTES).image(Arch.parse(ARCH))
 
 
 def _count_case(callgrind: "Callgrind", case: Any) -> float:
