@@ -1,7 +1,7 @@
 """Check whether this tree can be released: `make release-check` builds and installs it.
 
-Wheel and sdist are built without isolation, by what constraints.txt pins, and lie in dist/ in the
-end. The wheel of kernels is looked at as well, if it is there already.
+Wheel and sdist are built in isolation, against the apache-tvm-ffi that pyproject.toml pins for the
+host module, and end in dist/. The wheel of kernels is checked too, if it is there already.
 The first step that fails ends it.
 """
 
@@ -120,7 +120,7 @@ def check_sdist(sdist: Path, root: Path) -> str:
 
 def build(source: Path, out: Path, *what: str) -> None:
     """Run `python -m build`."""
-    _run("-m", "build", "--no-isolation", *what, "--outdir", str(out), str(source))
+    _run("-m", "build", *what, "--outdir", str(out), str(source))
 
 
 def check_from_sdist(sdist: Path, wheel: Path, scratch: Path) -> str:
