@@ -88,6 +88,14 @@ def dl_tensor(capsule: object) -> int:
     return address
 
 
+def address_of(tensor: Any) -> int:
+    """Return where a tensor begins. Those of tvm-ffi 0.1.11 have no ``data_ptr()``."""
+    if hasattr(tensor, "data_ptr"):
+        return int(tensor.data_ptr())
+    capsule = tensor.__dlpack__()
+    return ctypes.c_uint64.from_address(dl_tensor(capsule)).value
+
+
 class OnCuda:
     """A tensor in CPU memory that says that it is on a GPU."""
 

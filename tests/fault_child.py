@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import tvm_ffi
-from fake_gpu import report_checks
+from fake_gpu import address_of, report_checks
 from launch_fake import STREAM, Fault, cuda, driver, log, params
 
 import jitkern
@@ -145,7 +145,7 @@ def merge_launch(line: str) -> tuple[Any, ...]:
 def check_more_than_8_partials_are_merged_in_groups() -> None:
     outs = [cuda(5, 2, 8) for _ in range(17)]
     lses = [cuda(5, 2) for _ in range(17)]
-    partials = [(out.data_ptr(), lse.data_ptr()) for out, lse in zip(outs, lses, strict=True)]
+    partials = [(address_of(out), address_of(lse)) for out, lse in zip(outs, lses, strict=True)]
     # In place of partials of two groups; with `count`, only groups look at it.
     for count, kernels in ((None, (0, 0)), (cuda(5, dtype=torch.int64), (1, 0))):
         allow(2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from fake_gpu import address_of
 from launch_fake import (
     STREAM,
     OnCuda,
@@ -52,7 +53,7 @@ def check_arguments_become_a_struct() -> None:
     x = cuda(4)
     module = user("members", 40)
     args = (x, 7, True, ctypes.c_int32(-2), 0.5, ctypes.c_float(0.25))
-    want = struct.pack("<Qq?xxxidf4x", x.data_ptr(), 7, True, -2, 0.5, 0.25)
+    want = struct.pack("<Qq?xxxidf4x", address_of(x), 7, True, -2, 0.5, 0.25)
     assert launched(module, "members", *args) == want
 
     class Pair(ctypes.Structure):
@@ -119,11 +120,11 @@ def check_declared_numbers_become_what_is_declared() -> None:
     module = declared("numbers", text)
     x = cuda(4)
     ints = (2, 2, -3, -128, 255, True, -(2**63), 2**63 - 1)
-    assert launched(module, "numbers", x, *ints) == struct.pack(want, x.data_ptr(), *ints)
+    assert launched(module, "numbers", x, *ints) == struct.pack(want, address_of(x), *ints)
     ct = (ctypes.c_float(0.5), ctypes.c_double(2), ctypes.c_int(1), ctypes.c_int8(1))
     ct += (ctypes.c_uint8(1), ctypes.c_bool(True), ctypes.c_int64(1), ctypes.c_uint64(2**64 - 1))
-    got = launched(module, "numbers", ctypes.c_void_p(x.data_ptr()), *ct)
-    assert got == struct.pack(want, x.data_ptr(), 0.5, 2.0, 1, 1, 1, True, 1, 2**64 - 1)
+    got = launched(module, "numbers", ctypes.c_void_p(address_of(x)), *ct)
+    assert got == struct.pack(want, address_of(x), 0.5, 2.0, 1, 1, 1, True, 1, 2**64 - 1)
 
     class Pair(ctypes.Structure):
         _fields_ = (("low", ctypes.c_int32), ("high", ctypes.c_int32))

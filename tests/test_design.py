@@ -180,8 +180,9 @@ def test_a_call_passes_few_files(forked_python: Fresh) -> None:
     warm = again["warm"] | native
     cold = warm.union(*first.values(), *again.values())
     print(f"warm {len(warm)}, cold {len(cold)}: {sorted(map(str, cold))}")
-    assert len(warm) <= WARM, sorted(warm)
-    assert len(cold) <= COLD, sorted(cold)
+    wrapper = 0 if host._passes_big_ints() else 1  # of functions, before tvm-ffi 0.1.15
+    assert len(warm) <= WARM + wrapper, sorted(warm)
+    assert len(cold) <= COLD + wrapper, sorted(cold)
     # No other compiler runs, and a kernel in the cache needs no compiler and no lock.
     not_cold, not_cached = {"compilers/cxx.py"}, {"compilers/nvrtc.py", "cache/lock.py"}
     assert all((PACKAGE / file).is_file() for file in not_cold | not_cached)

@@ -13,7 +13,10 @@ class JitkernError(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross processes, and the default cannot pass keyword-only arguments.
         new: Any = copyreg.__newobj__  # type: ignore[attr-defined]
-        return (new, (type(self),), {**vars(self), "args": self.args})
+        state = {**vars(self), "args": self.args}
+        # Set by tvm-ffi on errors that come through C++. 0.1.11 cannot pickle it.
+        state.pop("__tvm_ffi_error__", None)
+        return (new, (type(self),), state)
 
 
 class CompileError(JitkernError):

@@ -15,7 +15,7 @@ from typing import Any
 import rank_child
 import torch
 import tvm_ffi
-from fake_gpu import OnCuda
+from fake_gpu import OnCuda, address_of
 
 from jitkern.comm import nccl
 
@@ -51,7 +51,7 @@ def taken(tensor: torch.Tensor) -> Any:
 
 
 def of_memory(memory: Any) -> torch.Tensor:
-    there = (ctypes.c_ubyte * memory.shape[0]).from_address(memory.data_ptr())
+    there = (ctypes.c_ubyte * memory.shape[0]).from_address(address_of(memory))
     there.owner = memory
     return torch.frombuffer(there, dtype=torch.uint8)
 
