@@ -115,7 +115,10 @@ class PyNCCLCommunicator(Closing):
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         facts = {"nccl": self.nccl_version, "buffer_bytes": num_bytes, "_gpu": gpu}
         self._rendezvous = Rendezvous(
-            *("init_pynccl", group, rank, size),
+            "init_pynccl",
+            group,
+            rank,
+            size,
             timeout_s=min(timeout_s, MAX_TIMEOUT_S),
             position=self._position,
             facts=facts,
