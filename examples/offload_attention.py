@@ -9,7 +9,7 @@ The same work is done on one stream as well, copies and compute in turn. At best
 speed, if copies take as long as the compute. That depends on the size of a chunk: the script tries
 some and takes the fastest. Queries, K and V are random numbers.
 
-    python examples/offload_attention.py --plot timeline.png
+    python examples/offload_attention.py
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from jitkern import merge_state
-from jitkern.offload import OffloadEngine, OverlapMonitor, SlotPipeline
+from jitkern.offload import OffloadEngine, SlotPipeline
 
-# Of the root mean square of all outputs: bfloat16 rounds to 0.1 % of that, three times on the way.
+# Relative to the root mean square of all outputs. bfloat16 rounds three times, to 0.1 % each.
 MAX_RMS_ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
@@ -46,7 +46,7 @@ class Case:
     kv_heads: int
     head_dim: int
     block_size: int
-    budget: float  # of the cache, for slots of both kinds
+    budget: float  # the share of the cache that fits in slots of the engine and the pipeline
     depth: int
     unit_blocks: int
     method: str
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def chunk_blocks(self) -> int:
-        """Blocks of the largest chunk that the budget leaves room for, in all layers."""
+        """The most blocks per chunk for which the budget has room in all layers."""
         room = int(self.budget * self.num_blocks * self.layers)
         return min((room - self.depth * self.unit_blocks) // self.layers, self.num_blocks)
 
@@ -75,28 +75,30 @@ class Case:
         return (2, self.unit_blocks, self.block_size, self.kv_heads, self.head_dim)
 
     def chunks(self, chunk: int) -> list[tuple[int, int]]:
-        """Return chunks of at most so many tokens, as even as blocks allow.
+        """Return chunks of at most `chunk` tokens, as even as blocks allow.
 
-        A short last one would have the whole cache copied for a few queries.
+        A short last chunk would copy the whole cache for a few queries.
         """
         count = -(-self.tokens // chunk)
         ends = [self.num_blocks * i // count * self.block_size for i in range(count + 1)]
         return list(pairwise(ends))
 
     def inputs(self, layer: int, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[kv_heads, group, tokens, dim]`, K and V `[tokens, kv_heads, dim]`."""
+        """Return queries `[kv_heads, group, tokens, dim]`, K and V `[tokens, kv_heads, dim]`."""
         source = torch.Generator(self.device).manual_seed(layer * self.tokens + begin)
         shape = (self.heads + 2 * self.kv_heads, end - begin, self.head_dim)
-        made = torch.randn(shape, generator=source, device=self.device, dtype=self.dtype)
-        q, k, v = made.split([self.heads, self.kv_heads, self.kv_heads])
+        qkv = torch.randn(shape, generator=source, device=self.device, dtype=self.dtype)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads])
         return q.unflatten(0, (self.kv_heads, -1)), k.transpose(0, 1), v.transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
     """Return attention of `[batch, heads, tokens, dim]`, and its log-sum-exp in float32."""
     if q.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal)
-        return found[0], found[1]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, is_causal=is_causal
+        )
+        return out, lse
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -107,7 +109,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Te
 
 def attend_to_itself(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return a chunk's attention to its own tokens, all query heads of a KV head in one row."""
-    k, v = (one.transpose(0, 1).unsqueeze(1).expand(*q.shape[:2], -1, -1) for one in (k, v))
+    k, v = (x.transpose(0, 1).unsqueeze(1).expand(*q.shape[:2], -1, -1) for x in (k, v))
     out, lse = attend(q, k, v, is_causal=True)
     return out.flatten(1, 2).float(), lse.flatten(1, 2).float()
 
@@ -120,7 +122,7 @@ def attend_to_unit(q: Tensor, unit: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 class Unit(NamedTuple):
-    """Blocks of one layer that go to a slot together, once the event is over."""
+    """Blocks of one layer that are copied to a slot together, after the event `written`."""
 
     layer: int
     cpu_blocks: list[int]
@@ -128,16 +130,16 @@ class Unit(NamedTuple):
 
 
 class Prefill:
-    """One prompt through all layers; with a pipeline copies run beside the compute."""
+    """A prompt's way through all layers; with a pipeline, copies overlap compute."""
 
     def __init__(self, case: Case, engine: OffloadEngine, chunk: int) -> None:
         self.case, self.engine, self.chunk = case, engine, chunk
         torch.manual_seed(0)
-        self.table: list[int] = torch.randperm(case.num_blocks).tolist()  # as in use for a while
+        self.table: list[int] = torch.randperm(case.num_blocks).tolist()  # fragmented
         self.outputs: dict[tuple[int, int], Tensor] = {}
 
     def run(self, pipeline: SlotPipeline | None, keep: bool = False) -> None:
-        """Queue it all."""
+        """Queue all copies and kernels."""
         case, engine = self.case, self.engine
         on_gpu = case.device.type == "cuda"
         stores = torch.cuda.Stream(case.device) if on_gpu and pipeline is not None else None
@@ -148,14 +150,14 @@ class Prefill:
                 for layer in range(case.layers):
                     q, k, v = case.inputs(layer, begin, end)
                     before = written[layer]
-                    if before is not None:  # a chunk ago: the slots are free again
+                    if before is not None:  # the last chunk's stores read these slots
                         torch.cuda.current_stream().wait_event(before)
                     for slots, new in ((engine.gpu_k, k), (engine.gpu_v, v)):
                         slots[layer].flatten(0, 1)[: end - begin] = new
                     if stores is not None:
                         stores.wait_stream(torch.cuda.current_stream())
                     blocks = self.table[first:last]
-                    with torch.cuda.stream(stores):  # None: nothing
+                    with torch.cuda.stream(stores):  # None has no effect
                         engine.store(range(last - first), blocks, layer=layer)
                     written[layer] = stores.record_event() if stores is not None else None
                     out, lse = attend_to_itself(q, k, v)
@@ -181,7 +183,7 @@ class Prefill:
         buffer = torch.empty(case.unit_shape, dtype=case.dtype, device=case.device)
         for unit in units:
             self._copy(buffer, unit)
-            yield SimpleNamespace(tensor=buffer, block=unit)  # as a slot has them
+            yield SimpleNamespace(tensor=buffer, block=unit)  # the attributes of a Slot
 
     def _copy(self, tensor: Tensor, unit: Unit) -> None:
         if unit.written is not None:
@@ -189,7 +191,7 @@ class Prefill:
         self.engine.load_blocks_into(tensor, unit.cpu_blocks, layer=unit.layer)
 
     def rms_error(self) -> float:
-        """Compare what was kept with full attention in float32; return the relative error."""
+        """Return the relative error of the kept outputs against full attention in float32."""
         case, wrong, whole = self.case, 0.0, 0.0
         for layer in range(case.layers):
             parts = [case.inputs(layer, *chunk) for chunk in case.chunks(self.chunk)]
@@ -200,8 +202,8 @@ class Prefill:
                 for head in range(case.kv_heads):
                     scores = q[head].float() @ k[:end, head].T / math.sqrt(case.head_dim)
                     expected = scores.masked_fill_(future, -math.inf).softmax(-1) @ v[:end, head]
-                    found = self.outputs[layer, begin][head].view_as(expected).float()
-                    wrong += (found - expected).square().sum().item()
+                    actual = self.outputs[layer, begin][head].view_as(expected).float()
+                    wrong += (actual - expected).square().sum().item()
                     whole += expected.square().sum().item()
         return math.sqrt(wrong / whole)
 
@@ -232,13 +234,12 @@ def engine_of(case: Case) -> OffloadEngine:
     )
 
 
-def pipeline_of(case: Case, monitor: OverlapMonitor | None = None) -> SlotPipeline:
+def pipeline_of(case: Case) -> SlotPipeline:
     return SlotPipeline(
         num_slots=case.depth,
         slot_shape=case.unit_shape,
         dtype=case.dtype,
         device=case.device,
-        monitor=monitor,
     )
 
 
@@ -250,29 +251,14 @@ def best_chunk(case: Case, engine: OffloadEngine, pipeline: SlotPipeline) -> int
     times: dict[int, float] = {}
     for chunk in sizes[step - 1 :: step]:
         prefill = Prefill(case, engine, chunk)
-        prefill.run(pipeline)  # loads kernels
+        prefill.run(pipeline)  # the first call loads kernels
         times[chunk] = seconds(case.device, lambda prefill=prefill: prefill.run(pipeline))
         print(f"chunks of {chunk} tokens: {times[chunk] * 1e3:.1f} ms")
     return min(times, key=lambda chunk: times[chunk])
 
 
-def draw(lanes: dict[str, list[tuple[float, float]]], path: str) -> None:
-    """Draw the last iterations: begin and length in ms of loads, computes and stalls."""
-    from matplotlib.figure import Figure  # not pyplot, which keeps figures
-
-    shown = {lane: spans for lane, spans in lanes.items() if spans}
-    figure = Figure(figsize=(12, 0.8 + 0.6 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    for row, spans in enumerate(shown.values()):
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=f"C{row}", linewidth=0)
-    axes.set_yticks(range(len(shown)), shown)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    figure.savefig(path, dpi=150)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 1 if the result is wrong."""
+    """Prefill with and without overlap; return 1 if the result is wrong."""
     args, case = _arguments(argv)
     with engine_of(case) as engine:
         pipeline = pipeline_of(case)
@@ -286,12 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             overlapped.append(seconds(case.device, lambda: prefill.run(pipeline)))
             plain.append(seconds(case.device, lambda: prefill.run(None)))
         pipeline.close()
-        if args.plot:
-            monitor = OverlapMonitor(name="offload_attention", min_ratio=0.0)
-            watched = pipeline_of(case, monitor)
-            seconds(case.device, lambda: prefill.run(watched))
-            draw(monitor.timeline(), args.plot)
-            watched.close()
     slots = case.chunk_blocks * case.layers + case.depth * case.unit_blocks
     result = {
         "chunk": prefill.chunk,
@@ -312,26 +292,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Case]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    small = not torch.cuda.is_available()  # of the large one a CPU takes minutes for a chunk
+    small = not torch.cuda.is_available()  # a CPU takes minutes per chunk of the large size
     add("--layers", type=int, default=2 if small else 8)
     add("--tokens", type=int, default=512 if small else 16384)
-    add("--heads", type=int, default=32, help="of queries")
+    add("--heads", type=int, default=32, help="query heads")
     add("--kv-heads", type=int, default=16)
     add("--head-dim", type=int, default=128)
-    add("--block-size", type=int, default=16 if small else 256, help="tokens of a block")
-    add("--unit-blocks", type=int, help="blocks that go to a slot together; default by the budget")
+    add("--block-size", type=int, default=16 if small else 256, help="tokens per block")
+    add("--unit-blocks", type=int, help="blocks per slot; default by the budget")
     add("--depth", type=int, default=3, help="slots of the pipeline")
-    add("--budget", type=float, default=0.25, help="GPU memory for K and V, of the whole cache")
-    add("--chunk", type=int, help="tokens; by default the fastest of some")
-    add("--method", default="engine", help="of copies; SMs that copy are missing in attention")
+    add(
+        "--budget", type=float, default=0.25, help="GPU memory for K and V, as a share of the cache"
+    )
+    add("--chunk", type=int, help="tokens; by default the fastest of up to 12")
+    add("--method", default="engine", help='of copies; "sm" would take SMs from attention')
     add("--repeats", type=int, default=5)
     add("--device", default="cpu" if small else "cuda")
-    add("--plot", metavar="FILE", help="an image of the timeline")
     add("--json", metavar="FILE")
     args = parser.parse_args(argv)
-    device = torch.empty(0, device=args.device).device  # with its number
+    device = torch.empty(0, device=args.device).device  # with its index
     sizes = (args.layers, args.tokens, args.heads, args.kv_heads, args.head_dim, args.block_size)
-    # Large units keep the host, which queues ten kernels for each, ahead of the GPU.
+    # The host queues ten kernels per unit: large units keep it ahead of the GPU.
     room = args.budget * args.tokens // args.block_size * args.layers
     unit_blocks = args.unit_blocks or max(1, int(3 * room / 8) // args.depth)
     case = Case(*sizes, args.budget, args.depth, unit_blocks, args.method, device)

@@ -18,9 +18,9 @@ from jitkern.offload import DescriptorRing
 
 NEEDS_GPU = True
 CALLS, ROUNDS = 64, 30
-# SMs of a server, descriptors and bytes of each; 0 SMs: a call for each push instead.
-SERVED = [(0, 1, 4096), (1, 1, 4096), (0, 128, 256), (1, 128, 256), (8, 128, 256)]
-SERVED += [(0, 128, 4096), (8, 128, 4096)]
+# Whether a server consumes or a call per push; descriptors; bytes of each.
+WAITED = [(False, 1, 4096), (True, 1, 4096), (False, 128, 256), (True, 128, 256)]
+WAITED += [(False, 128, 4096), (True, 128, 4096)]
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -42,10 +42,9 @@ def run(ctx: Context) -> Iterator[Row]:
         raise AssertionError("ring: other bytes than were pushed")
     empty = peers.empty_launch()
     yield _row(in_graph, "empty kernel", _replays(lambda: empty(None)), "floor")
-    for num_sms, pieces, piece_bytes in SERVED:
-        sms = "1 SM" if num_sms == 1 else f"{num_sms} SMs"
-        way = f"served by {sms}" if num_sms else "push, call and wait"
-        samples = _served(dst, src, num_sms, _descriptors(pieces, piece_bytes))
+    for is_served, pieces, piece_bytes in WAITED:
+        way = "served by 1 SM" if is_served else "push, call and wait"
+        samples = _waits(dst, src, is_served, _descriptors(pieces, piece_bytes))
         yield _row(f"{way}, {pieces} x {piece_bytes} B", "jitkern", samples)
     jitkern.check()
 
@@ -77,17 +76,17 @@ def _replays(
     return samples[ROUNDS // 6 :]
 
 
-def _served(
-    dst: torch.Tensor, src: torch.Tensor, num_sms: int, descriptors: torch.Tensor
+def _waits(
+    dst: torch.Tensor, src: torch.Tensor, is_served: bool, descriptors: torch.Tensor
 ) -> list[float]:
     samples = []
     with DescriptorRing() as ring, ExitStack() as stack:
-        if num_sms > 0:
-            stack.enter_context(ring.serve(src, dst, num_sms=num_sms))
+        if is_served:
+            stack.enter_context(ring.serve(src, dst))
         for _ in range(500):
             begin = time.perf_counter()
             ticket = ring.push(descriptors)
-            if num_sms == 0:
+            if not is_served:
                 jitkern.unpack(src, dst, ring)
             ring.wait(ticket)
             samples.append(1e3 * (time.perf_counter() - begin))

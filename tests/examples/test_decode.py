@@ -43,16 +43,6 @@ def test_it_fetches_what_is_missing(device: torch.device, parts: int) -> None:
     assert all(int(share) > 40 for share, _ in steps[1:])  # the query drifts slowly
 
 
-def test_more_parts_find_more(device: torch.device) -> None:
-    found = []
-    for parts in ("2", "6"):
-        argv = ["--tokens", "3000", "--top", "100", "--drift", "1.5", "--parts", parts]
-        match = re.search(r": (\d+)% found, wrong steps: 0", output_of(SPARSE, device, *argv))
-        assert match is not None
-        found.append(int(match[1]))
-    assert found[0] < found[1]
-
-
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [

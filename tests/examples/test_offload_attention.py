@@ -57,10 +57,3 @@ def test_a_wrong_result_is_found(
     status, result = run(device, tmp_path, "--chunk", "24")
     assert status == 1
     assert result["rms_error"] > result["max_rms_error"]
-
-
-def test_the_plot(device: torch.device, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    image = tmp_path / "timeline.png"
-    run(device, tmp_path, "--chunk", "24", "--plot", str(image))
-    assert image.read_bytes().startswith(b"\x89PNG")

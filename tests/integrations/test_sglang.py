@@ -208,15 +208,6 @@ def test_a_table_has_as_many_rows_as_fit(starts: Any, size: int, stride: int, ro
     assert plug_in._num_rows_apart(tuple(starts), size, stride) == rows
 
 
-def test_a_block_quota_is_a_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, pool, one = list[Any](), torch.zeros(4, 64), torch.tensor([1])
-    monkeypatch.setattr(plug_in, "copy_blocks", lambda *_, **how: asked.append(how["num_sms"]))
-    target = KVCACHEIO + "per_layer_mla"
-    plug_in.HOOKS[target](original_of(target), pool, pool, one, one, item_size=256)
-    plug_in.HOOKS[target](original_of(target), pool, pool, one, one, 256, 3)
-    assert asked == [None, 3]
-
-
 def test_a_bad_index_is_reported(device: torch.device) -> None:
     src, bad = torch.zeros(4, 64, device=device), torch.tensor([4], device=device)
     dst, target = torch.zeros_like(src), KVCACHEIO + "per_layer_mla"
@@ -228,10 +219,11 @@ def test_a_bad_index_is_reported(device: torch.device) -> None:
 
 def test_roles_are_parameters_of_the_engine_s_functions() -> None:
     assert set(plug_in.HOOKS) == set(PARAMETERS)
-    for target, hook in plug_in.HOOKS.items():
-        assert hook.required <= set(PARAMETERS[target])
     for target, copy in plug_in.COPIES.items():
-        assert copy.size in PARAMETERS[target]
+        sides = copy.src, copy.dst
+        named = {copy.size, *(name for side in sides for name in (side.indices, *side.tensors))}
+        named |= {side.stride for side in sides if side.stride}
+        assert named <= set(PARAMETERS[target])
 
 
 @pytest.mark.parametrize(("src", "dst", "message"), [

@@ -1,4 +1,4 @@
-"""What OffloadEngine, PinnedPool and DescriptorRing ask of the driver of fake_driver.c.
+"""What PinnedPool and DescriptorRing ask of the driver of fake_driver.c.
 
 Run by ../test_fake_driver.py. PyTorch has no GPU here, and is told that it has one, whose memory is
 the CPU's.
@@ -19,18 +19,12 @@ import torch
 import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import Fault, OnCuda, cuda, driver, log, params, pinned, raises, refused
-from rings import LINE, is_mapped, memory_of, rows
+from rings import LINE, is_mapped, rows
 
 import jitkern
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, OffloadEngine, PinnedPool, memory, ring
-from jitkern.offload import engine as module
-
-
-def on_gpu(tensor: torch.Tensor) -> Any:
-    return tvm_ffi.from_dlpack(OnCuda(tensor))
-
+from jitkern.offload import DescriptorRing, PinnedPool, memory, ring
 
 # -- PinnedPool
 
@@ -131,76 +125,12 @@ def check_a_forked_child_leaves_it_alone() -> None:
     pool.close()
 
 
-# -- OffloadEngine
-
-LAYERS, BLOCKS, SLOTS, TOKENS, TOKEN_BYTES = 3, 20, 9, 4, 32
-PIECE = TOKENS * TOKEN_BYTES
-PITCHES = f"pitches {SLOTS * PIECE} {BLOCKS * PIECE}, types 2 1, on 0"
-
-PINNED, DEVICE = (torch.zeros(1 << 19, dtype=torch.uint8) for _ in range(2))
-pinned(PINNED)
-
-copy_blocks = module.copy_blocks
-
-
-def slots_on_gpu(tensor: torch.Tensor) -> Any:
-    begin = DEVICE.data_ptr()
-    return on_gpu(tensor) if begin <= tensor.data_ptr() < begin + len(DEVICE) else tensor
-
-
-def copy_on_gpu(src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **how: Any) -> None:
-    copy_blocks(slots_on_gpu(src), slots_on_gpu(dst), pairs, **how)
-
-
-def part(memory: torch.Tensor, *shape: int) -> torch.Tensor:
-    return memory[: torch.Size(shape).numel()].view(shape)
-
-
-def engine_of(parts: int, is_block_first: bool) -> OffloadEngine:
-    made, tail = OffloadEngine.__new__(OffloadEngine), (TOKENS, TOKEN_BYTES)
-    shape = (BLOCKS, parts, LAYERS) if is_block_first else (parts, LAYERS, BLOCKS)
-    made.num_layers, made.num_cpu_blocks, made.num_slots = LAYERS, BLOCKS, SLOTS
-    made.block_size, made.device, made._is_open = TOKENS, torch.device("cpu"), True
-    made._block_dim, made._views = 0 if is_block_first else 1, {}
-    made._cpu = part(PINNED, *shape, *tail)
-    made._gpu = part(DEVICE, parts, LAYERS, SLOTS, *tail)
-    made._method = "engine"
-    PINNED.random_()
-    return made
-
-
-def asked() -> list[str]:
-    return log().splitlines()
-
-
-def check_a_block_is_one_copy() -> None:
-    """K and V are twice the layers, for both kinds and layouts."""
-    for parts in (1, 2):
-        rows, slots = parts * LAYERS, SLOTS * PIECE
-        for is_block_first, pitch in ((False, BLOCKS * PIECE), (True, PIECE)):
-            engine = engine_of(parts, is_block_first)
-            engine.load(4, 7)
-            assert asked() == [f"copy {rows} x {PIECE}, pitches {slots} {pitch}, types 2 1, on 0"]
-            engine.store(4, 7)
-            assert asked() == [f"copy {rows} x {PIECE}, pitches {pitch} {slots}, types 1 2, on 0"]
-
-
-def check_the_first_tokens_are_one_copy() -> None:
-    engine = engine_of(2, False)
-    engine.store(4, 7, num_tokens=3)
-    wide, slots, blocks = 3 * TOKEN_BYTES, SLOTS * PIECE, BLOCKS * PIECE
-    assert asked() == [f"copy 6 x {wide}, pitches {blocks} {slots}, types 1 2, on 0"]
-    engine.load(4, 7, layer=1, num_tokens=3)  # K and V of a layer
-    slots, blocks = LAYERS * slots, LAYERS * blocks
-    assert asked() == [f"copy 2 x {wide}, pitches {slots} {blocks}, types 2 1, on 0"]
-
-
-def check_a_batch_is_one_copy_for_each_run() -> None:
-    engine_of(2, False).load([0, 1, 2, 5], [8, 9, 10, 3])
-    assert asked() == [f"copy 6 x {3 * PIECE}, {PITCHES}", f"copy 6 x {PIECE}, {PITCHES}"]
-
-
 # -- DescriptorRing
+
+
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(OnCuda(tensor))
+
 
 BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
@@ -267,26 +197,6 @@ def sides() -> tuple[Any, Any, torch.Tensor]:
     return on_gpu(src), on_gpu(dst), pinned(host)
 
 
-def check_a_call_is_one_launch() -> None:
-    """Also of no pushes, while a graph is captured, and for pinned host memory."""
-    src, dst, host = sides()
-    on_host = tvm_ffi.from_dlpack(host)
-    with DescriptorRing(3, 5) as made:
-        unpack(src, dst, made)  # loads the kernel
-        log()
-        for capturing in (0, 1):
-            driver.fake_capture(capturing)
-            for given, num_slots in (
-                *(((src, dst), 1), ((src, dst), 3)),
-                *(((on_host, dst), 2), ((src, on_host), 1)),
-            ):
-                unpack(*given, made, num_slots=num_slots)
-                (line,) = log().splitlines()
-                assert line.startswith("jitkern_unpack_ring of "), line
-        driver.fake_capture(0)
-        assert [made.num_pushed, memory_of(made).done(0).value] == [0, 0]
-
-
 def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
     """A call that launched nothing would leave its push to the next one, and so on for ever."""
     src, dst, host = sides()
@@ -308,17 +218,6 @@ def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
         refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, made)
         assert fault.state == 2 and host._version == version
         fault.state = 0
-
-
-def check_a_server_keeps_the_rules_of_writing() -> None:
-    src, dst = torch.zeros(2, 64)
-    with DescriptorRing(3, 5) as made:
-        text = "DescriptorRing.serve: dst: requires a gradient, expected none: .*"
-        refused(RuntimeError, text, made.serve, src, dst.clone().requires_grad_())
-        with torch.inference_mode():
-            inside = torch.zeros(64)
-        text = "DescriptorRing.serve: dst: made in inference mode, .*"
-        refused(RuntimeError, text, made.serve, src, inside)
 
 
 def served(made: DescriptorRing) -> Any:
@@ -370,7 +269,6 @@ def pretend() -> None:
     fake.get_device_capability = lambda _: (9, 0)
     fake.is_current_stream_capturing = lambda: False
     ring._pinned_zero = lambda: next(words)
-    module.copy_blocks = copy_on_gpu
 
 
 def end_while_a_server_runs() -> None:

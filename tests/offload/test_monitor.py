@@ -33,25 +33,20 @@ class Given:
     def __init__(self, monitor: OverlapMonitor) -> None:
         self.monitor = monitor
         self.rows: list[bytes] = []
-        self.reads: list[int] = []  # iterations that were read, call by call
         self.end = 0.0
         monitor._attach(self, self.harvest, None)
 
     def harvest(self, most: int) -> bytes:
         rows, self.rows = self.rows[:most], self.rows[most:]
-        self.reads.append(len(rows))
         return b"".join(rows)
 
-    def queue(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[Row]) -> None:
         for compute, transfer, stall in rows:
             begin, self.end = self.end + stall, self.end + stall + compute
             self.monitor._iterations += 1
             self.monitor._copies += 1
             times = (begin - transfer, begin, begin, self.end, math.nan, math.nan)
             self.rows.append(_ROW.pack(*times, 0, self.monitor._iterations, 0))
-
-    def add(self, rows: Iterable[Row]) -> None:
-        self.queue(rows)
         while self.rows:
             self.monitor._update()
 
@@ -120,17 +115,6 @@ def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_a_poll_is_bounded() -> None:
-    """A backlog, as of a run that the host was far ahead of, does not hold up the next one."""
-    monitor = OverlapMonitor(window=8)
-    given = Given(monitor)
-    given.queue([(2.0, 1.0, 0.0)] * 90)
-    monitor._update()
-    assert given.reads == [16]
-    monitor.snapshot()
-    assert given.reads[1:] == [16, 16, 16, 16, 10, 0]
-
-
 def test_a_monitor_is_of_one_pipeline() -> None:
     cpu = torch.device("cpu")
     monitor = OverlapMonitor()
@@ -180,19 +164,6 @@ def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_the_timeline() -> None:
-    """Each stall begins with the end of the body before it, and is over when its own one begins."""
-    given = Given(monitor := OverlapMonitor())
-    assert not any(monitor.timeline().values())
-    given.add([(3.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 2.0, 0.0)])
-    assert monitor.timeline() == {
-        "load": [(-1.0, 1.0), (2.0, 2.0), (6.0, 2.0)],
-        "compute": [(0.0, 3.0), (4.0, 4.0), (8.0, 2.0)],
-        "store": [],
-        "stall": [(3.0, 1.0)],
-    }
 
 
 test_mistakes = refusals(

@@ -306,11 +306,3 @@ test_mistakes = refusals(
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
     ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
 )  # fmt: skip
-
-
-def test_as_many_slots_as_there_may_be() -> None:
-    """16,000 once took 26 s: each looked at all others."""
-    pipeline = pipeline_of(torch.device("cpu"), 4096, slot_shape=[1])
-    run = pipeline.load(range(4096), copy=lambda *_: None)
-    assert [slot.index for slot in run] == list(range(4096))
-    assert pipeline.depth == 4096

@@ -175,11 +175,6 @@ test_mistakes = refusals(
 )  # fmt: skip
 
 
-def test_sizes_that_are_ints_of_numpy() -> None:
-    with DescriptorRing(numpy.int64(4), numpy.int64(4)) as ring:
-        assert ring.num_slots == ring.max_descriptors == 4
-
-
 def int64(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
@@ -231,7 +226,7 @@ def test_mistakes_of_other_calls() -> None:
         ring.push(ONE)
         calls: list[tuple[str, dict[str, Any], type[Exception], str]] = [
             ("done", {"ticket": 1}, ValueError, "ticket: 1, expected below the 1 pushes so far"),
-            ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected at least 0"),
+            ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected 0 to 9223372036854775807"),
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
             ("wait", {"ticket": 0, "timeout_s": None}, TypeError, "timeout_s: None, "),

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import random
-import subprocess
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
 from mistakes import Mistake, not_tensors, overlap_text, read_only
-from needs import needs_cxx
 from ref import ref_unpack
 from stems import OpCheck, Rows
-from threads.program import cxx
 from torch import Tensor
 
 import jitkern
 from jitkern import unpack
-from jitkern.compilers.sources import CSRC
 
 MOST, LEAST = 2**63 - 1, -(2**63)
 CPU = torch.device("cpu")
@@ -383,25 +378,3 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "default", arguments, {}
     counted = torch.full_like(where, 1).sum()[None]
     yield "default", (rows(slots), rows(slots), descriptors), {"count": counted}
-
-
-@needs_cxx
-def test_the_header_stands_alone(tmp_path: Path) -> None:
-    """A producer in C++ includes it, and nothing else; what is not said is one piece."""
-    program = tmp_path / "producer.cc"
-    program.write_text("""
-        #include <jitkern/both/descriptor.h>
-        using jitkern::Descriptor;
-        static_assert(jitkern::kDescriptorVersion == 2, "");
-        static_assert(sizeof(Descriptor) == 64 && alignof(Descriptor) == 64, "");
-        static_assert(__is_trivially_copyable(Descriptor), "");
-        constexpr Descriptor kOne{1, 2, 3}, kAll{1, 2, 3, 4, 5, 6}, kNone;
-        static_assert(kOne.count == 1 && kOne.src_stride == 0 && kOne.dst_stride == 0, "");
-        static_assert(kAll.src_off == 1 && kAll.dst_off == 2 && kAll.len == 3, "");
-        static_assert(kAll.count == 4 && kAll.src_stride == 5 && kAll.dst_stride == 6, "");
-        static_assert(kNone.len == 0 && kNone.count == 1, "");
-        int main() { return 0; }
-    """)
-    include = f"-I{CSRC / 'include'}"
-    command = [*cxx(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", include]
-    subprocess.run([*command, str(program)], check=True)

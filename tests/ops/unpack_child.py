@@ -121,17 +121,5 @@ def check_capture() -> None:
     assert "i64x3 of" in log()
 
 
-def check_devices() -> None:
-    rows = torch.tensor([[0, 0, 8]])
-    text = "unpack: descriptors: device cuda:0, expected .*cpu.*"
-    refused(ValueError, text, unpack, OTHER, DEVICE, on_gpu(rows))
-    count = torch.tensor([1])
-    text = "unpack: count: device cpu, expected .*cuda:0.*"
-    sides = (on_gpu(OTHER), on_gpu(DEVICE))
-    refused(ValueError, text, unpack, *sides, on_gpu(rows), count=count)
-    text = "unpack: dst: overlaps src, expected memory of its own"
-    refused(ValueError, text, unpack, on_gpu(DEVICE[99:]), on_gpu(DEVICE[:100]), on_gpu(rows))
-
-
 if __name__ == "__main__":
     main(dict(globals()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -27,18 +28,23 @@ HICACHE = "sglang.kernels.ops.kvcache.hicache.transfer_hicache_"
 KVCACHEIO = "sgl_kernel.kvcacheio.transfer_kv_"
 ALLOCATE = "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register"
 
-Call = dict[str, Any]  # the arguments of a call, by the names of the engine's parameters
-
 
 class LeftToEngineError(Exception):
     """Why the engine's own function has to do a call. No other error is left to the engine."""
+
+
+class Call(dict[str, Any]):
+    """The arguments of a call, by the names of the engine's parameters."""
+
+    def __missing__(self, name: str) -> Any:
+        raise LeftToEngineError(f"no argument {name}")
 
 
 # -- the parameters of the engine's functions ------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(ABC):
     """The parameters that describe the source or the destination of a copy.
 
     `indices` are the tokens' places. `tensors` are one for K and one for V, or the one of MLA.
@@ -49,9 +55,9 @@ class Side:
     tensors: tuple[str, ...]
     stride: str = ""
 
+    @abstractmethod
     def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
         """Return a buffer for each layer of each tensor; a block is a token or a page."""
-        raise NotImplementedError
 
     def is_packed(self, call: Call, row_bytes: int) -> bool:
         """Tell whether no bytes lie between one row and the next."""
@@ -120,15 +126,6 @@ class Copy:
     src: Side
     dst: Side
     size: str
-    numbers: tuple[str, ...] = ()
-
-    @property
-    def required(self) -> frozenset[str]:
-        """The parameters without which no call can be understood."""
-        names = {*self.numbers}
-        for side in (self.src, self.dst):
-            names |= {side.indices, *side.tensors, *filter(None, [side.stride])}
-        return frozenset(names)
 
 
 SRC, DST = "src_indices", "dst_indices"
@@ -139,8 +136,6 @@ SRC_TABLE = Table(SRC, ("src_layers",))
 # with the number of SMs that suits host memory.
 DST_TABLES = Table(DST, ("dst_k_layers", "dst_v_layers"), is_on_host=True)
 DST_TABLE = Table(DST, ("dst_layers",), is_on_host=True)
-ONE, ALL = ("item_size", "layer_id"), ("item_size", "num_layers")
-HEADS = ("page_size", "head_num")
 # The staged copies are not here: they are up to 9 % faster than ours (H100). Neither is "direct":
 # it uses the copy engine, as ours would.
 COPIES = {
@@ -164,31 +159,27 @@ COPIES = {
         Table("indices_dst", ("ptr_dst",), "cache_dst_stride_bytes", is_on_host=True),
         "element_size",
     ),
-    f"{KVCACHEIO}per_layer": Copy(
-        Rows(SRC, SRC_KV), Rows(DST, DST_KV), "item_size", ("item_size",)
-    ),
+    f"{KVCACHEIO}per_layer": Copy(Rows(SRC, SRC_KV), Rows(DST, DST_KV), "item_size"),
     f"{KVCACHEIO}per_layer_pf_lf": Copy(
-        PageFirst(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size", ONE
+        PageFirst(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size"
     ),
     f"{KVCACHEIO}per_layer_ph_lf": Copy(
-        PageHead(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size", (*ONE, *HEADS)
+        PageHead(SRC, SRC_KV, "src_layout_dim"), Rows(DST, DST_KV), "item_size"
     ),
-    f"{KVCACHEIO}per_layer_mla": Copy(
-        Rows(SRC, ("src",)), Rows(DST, ("dst",)), "item_size", ("item_size",)
-    ),
+    f"{KVCACHEIO}per_layer_mla": Copy(Rows(SRC, ("src",)), Rows(DST, ("dst",)), "item_size"),
     f"{KVCACHEIO}per_layer_mla_pf_lf": Copy(
-        PageFirst(SRC, ("src",), "src_layout_dim"), Rows(DST, ("dst",)), "item_size", ONE
+        PageFirst(SRC, ("src",), "src_layout_dim"), Rows(DST, ("dst",)), "item_size"
     ),
-    f"{KVCACHEIO}all_layer": Copy(SRC_TABLES, DST_TABLES, "item_size", ALL),
+    f"{KVCACHEIO}all_layer": Copy(SRC_TABLES, DST_TABLES, "item_size"),
     f"{KVCACHEIO}all_layer_lf_pf": Copy(
-        SRC_TABLES, PageFirst(DST, DST_KV, "dst_layout_dim"), "item_size", ALL
+        SRC_TABLES, PageFirst(DST, DST_KV, "dst_layout_dim"), "item_size"
     ),
     f"{KVCACHEIO}all_layer_lf_ph": Copy(
-        SRC_TABLES, PageHead(DST, DST_KV, "dst_layout_dim"), "item_size", (*ALL, *HEADS)
+        SRC_TABLES, PageHead(DST, DST_KV, "dst_layout_dim"), "item_size"
     ),
-    f"{KVCACHEIO}all_layer_mla": Copy(SRC_TABLE, DST_TABLE, "item_size", ALL),
+    f"{KVCACHEIO}all_layer_mla": Copy(SRC_TABLE, DST_TABLE, "item_size"),
     f"{KVCACHEIO}all_layer_mla_lf_pf": Copy(
-        SRC_TABLE, PageFirst(DST, ("dst",), "dst_layout_dim"), "item_size", ALL
+        SRC_TABLE, PageFirst(DST, ("dst",), "dst_layout_dim"), "item_size"
     ),
 }
 
@@ -345,23 +336,19 @@ class Hook:
     """Called in place of a function of the engine, with that function as its first argument."""
 
     name: str
-    required: frozenset[str]  # parameters without which a call is left to the engine
     run: Callable[[Call], Any]
 
     def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(_parameters(original), args, strict=False), **kwargs)
+        call = Call(zip(_parameters(original), args, strict=False), **kwargs)
         try:
-            if missing := self.required - call.keys():
-                raise LeftToEngineError(f"no argument {', '.join(sorted(missing))}")
             return self.run(call)
         except LeftToEngineError as reason:
             log_once("sglang", f"jitkern leaves calls of {self.name} to sglang: ", reason)
             return original(*args, **kwargs)
 
 
-HOOKS = {name: Hook(name, copy.required, partial(_copy, copy)) for name, copy in COPIES.items()}
-ALLOCATED = frozenset({"dims", "dtype", "pin_memory", "allocator"})
-HOOKS[ALLOCATE] = Hook(ALLOCATE, ALLOCATED, _allocate)
+HOOKS = {name: Hook(name, partial(_copy, copy)) for name, copy in COPIES.items()}
+HOOKS[ALLOCATE] = Hook(ALLOCATE, _allocate)
 
 
 def plugin() -> None:

@@ -25,13 +25,14 @@ class Iteration(NamedTuple):
     store_ms: float
     stall_ms: float  # the wait of the compute stream for a copy
     follows: bool  # False: the host waited for the iterations before
+    body_ms: float = 0.0  # from when the body began
 
 
 def total_ms(iterations: Sequence[Iteration], depth: int) -> float:
     """Return how long the iterations would take with `depth` slots."""
     loaded = computed = stored = 0.0
     freed = deque([0.0] * depth)
-    for load_ms, compute_ms, store_ms, _, follows in iterations:
+    for load_ms, compute_ms, store_ms, _, follows, _ in iterations:
         if not follows:
             loaded = computed = stored = max(computed, stored)
             freed = deque([stored] * depth)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -248,16 +249,11 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         if slots is None:
             gpu = self._flat(call, tensor, layer)
         slots, blocks = self._numbers(call, slots, blocks, gpu.shape[1])
-        if len(blocks) == 0:
-            return
+        dim, method = self._block_dim, self._method
         if to_gpu:
-            copy_blocks(
-                cpu, gpu, (blocks, slots), src_block_dim=self._block_dim, method=self._method
-            )
+            copy_blocks(cpu, gpu, (blocks, slots), src_block_dim=dim, method=method)
         else:
-            copy_blocks(
-                gpu, cpu, (slots, blocks), dst_block_dim=self._block_dim, method=self._method
-            )
+            copy_blocks(gpu, cpu, (slots, blocks), dst_block_dim=dim, method=method)
 
     def _sides(self, layer: int | None, num_tokens: int | None) -> tuple[Tensor, Tensor]:
         """Return views of both caches for ``copy_blocks``, with K and V as twice the layers."""
@@ -308,21 +304,15 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
             if count > num_slots:
                 text = f"{count} numbers, expected at most {num_slots}, the blocks of tensor"
                 raise ValueError(f"{call}: blocks: {text}")
-            slot_numbers = array("q", range(count))
-        else:
-            slot_numbers = _host_numbers(call, "slots", slots, num_slots)
-            if len(slot_numbers) != count:
-                text = f"{count} numbers, expected {len(slot_numbers)}, as many as slots"
-                raise ValueError(f"{call}: blocks: {text}")
-        if count == 0:  # torch.frombuffer refuses it
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        return (
-            torch.frombuffer(slot_numbers, dtype=torch.int64),
-            torch.frombuffer(block_numbers, dtype=torch.int64),
-        )
+            return torch.arange(count, device="cpu"), block_numbers
+        slot_numbers = _host_numbers(call, "slots", slots, num_slots)
+        if len(slot_numbers) != count:
+            text = f"{count} numbers, expected {len(slot_numbers)}, as many as slots"
+            raise ValueError(f"{call}: blocks: {text}")
+        return slot_numbers, block_numbers
 
 
-def _host_numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
+def _host_numbers(call: str, name: str, values: Any, bound: int) -> Tensor:
     """Return a copy of numbers on the host, each below `bound` and not repeated."""
     items = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
@@ -338,11 +328,13 @@ def _host_numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
     except OverflowError:
         text = f"{max(items, key=abs)}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}") from None
-    if numbers and (min(numbers) < 0 or max(numbers) >= bound):
+    if not numbers:  # torch.frombuffer refuses it
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    if min(numbers) < 0 or max(numbers) >= bound:
         i = next(i for i, number in enumerate(numbers) if not 0 <= number < bound)
         text = f"{numbers[i]} at position {i}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}")
     if len(set(numbers)) < len(numbers):
-        repeated = next(number for i, number in enumerate(numbers) if number in numbers[:i])
+        repeated = Counter(numbers).most_common(1)[0][0]
         raise ValueError(f"{call}: {name}: {repeated} twice, expected each number once")
-    return numbers
+    return torch.frombuffer(numbers, dtype=torch.int64)

@@ -8,9 +8,8 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from jitkern.args import int_arg, number_arg
@@ -20,7 +19,6 @@ _log = logging.getLogger("jitkern.offload")
 
 _ROW = struct.Struct("9d")  # as csrc/offload/slots.cc returns it
 _BATCH = 16  # iterations per read, during which the pipeline's thread may wait
-_TIMELINE = 1024  # iterations of a timeline
 _STALLED = 0.05  # the share of its time that a stalled iteration waits
 _HYSTERESIS = 1.1  # after an alarm the ratio must exceed this times `min_ratio` first
 
@@ -80,17 +78,16 @@ class OverlapMonitor:
         self._window = int_arg(_CALL, "window", window, 1)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         self._on_alarm, self._name = on_alarm, name
-        # Set by _attach.
+        # _attach sets these.
         self._pipeline: Callable[[], Any] = lambda: None
         self._slot_bytes = 0
         self._harvest: Callable[[int], bytes] | None = None
         self._observe: Callable[[Iteration, int], object] | None = None
-        # Counted by the pipeline.
+        # The pipeline counts these.
         self._iterations = self._copies = 0
-        # The lock guards the rest. A row has begin and end of load, compute and store, in ms.
-        self._lock = threading.Lock()
-        self._rows = deque[tuple[Sequence[float], Iteration]](maxlen=max(_TIMELINE, self._window))
-        self._timed = self._checked_at = self._alarms = 0
+        self._lock = threading.Lock()  # guards the rest
+        self._timed = deque[Iteration](maxlen=self._window)
+        self._num_timed = self._checked_at = self._alarms = 0
         self._is_alarmed = False
         # The last iteration that was read.
         self._number, self._end = 0, 0.0
@@ -100,44 +97,25 @@ class OverlapMonitor:
         """Return the figures so far, without iterations in flight; callable from any thread."""
         pipeline = self._pipeline()
         with self._lock:
-            self._read_all()
-            rows = self._last(self._window)
-        compute_ms, transfer_ms = _sums(rows)
-        iterations = [iteration for _, iteration in rows]
-        num_stalled = sum(
-            iteration.stall_ms > _STALLED * (iteration.compute_ms + iteration.stall_ms)
-            for iteration in iterations
-        )
-        num_copies = sum(2 - math.isnan(times[0]) - math.isnan(times[4]) for times, _ in rows)
+            while self._read():
+                pass
+            timed = list(self._timed)
+        compute_ms, transfer_ms = _sums(timed)
+        num_copies = sum((x.load_ms > 0) + (x.store_ms > 0) for x in timed)
+        num_stalled = sum(x.stall_ms > _STALLED * (x.compute_ms + x.stall_ms) for x in timed)
         return OverlapSnapshot(
             name=self._name,
             iterations=self._iterations,
-            compute_ms=_quotient(compute_ms, len(rows)),
-            transfer_ms=_quotient(transfer_ms, len(rows)),
-            stall_ms=_quotient(sum(iteration.stall_ms for iteration in iterations), len(rows)),
+            compute_ms=_quotient(compute_ms, len(timed)),
+            transfer_ms=_quotient(transfer_ms, len(timed)),
+            stall_ms=_quotient(sum(x.stall_ms for x in timed), len(timed)),
             ratio=_quotient(compute_ms, transfer_ms),
-            stall_share=_quotient(num_stalled, len(rows)),
+            stall_share=_quotient(num_stalled, len(timed)),
             bytes_moved=self._copies * self._slot_bytes,
             gb_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
             alarms=self._alarms,
             depth=0 if pipeline is None else pipeline.depth,
         )
-
-    def timeline(self) -> dict[str, list[tuple[float, float]]]:
-        """Return (begin, length) in ms of the last timed loads, computes, stores and stalls."""
-        with self._lock:
-            self._read_all()
-            rows = self._last(_TIMELINE)
-        spans = {}
-        for i, lane in enumerate(("load", "compute", "store")):
-            pairs = [times[2 * i : 2 * i + 2] for times, _ in rows]
-            spans[lane] = [(begin, end - begin) for begin, end in pairs if not math.isnan(begin)]
-        spans["stall"] = [
-            (times[3] - iteration.compute_ms - iteration.stall_ms, iteration.stall_ms)
-            for times, iteration in rows
-            if iteration.stall_ms > 0
-        ]
-        return spans
 
     # -- called by the pipeline --------------------------------------------------------------------
 
@@ -155,7 +133,7 @@ class OverlapMonitor:
     def _update(self) -> None:
         """Read a batch of times and raise an alarm if one is due."""
         if not self._lock.acquire(blocking=False):
-            return  # a snapshot in another thread reads them
+            return  # another thread takes a snapshot and reads them
         try:
             self._read()
             is_due = self._is_alarm_due()
@@ -176,20 +154,17 @@ class OverlapMonitor:
     # -- with the lock held ------------------------------------------------------------------------
 
     def _is_alarm_due(self) -> bool:
-        if len(self._rows) < self._window or self._timed - self._checked_at < self._window // 4:
+        num_new = self._num_timed - self._checked_at
+        if len(self._timed) < self._window or num_new < self._window // 4:
             return False
-        self._checked_at = self._timed
-        compute_ms, transfer_ms = _sums(self._last(self._window))
+        self._checked_at = self._num_timed
+        compute_ms, transfer_ms = _sums(self._timed)
         was_alarmed = self._is_alarmed
         if compute_ms >= _HYSTERESIS * self._min_ratio * transfer_ms:
             self._is_alarmed = False
         elif compute_ms < self._min_ratio * transfer_ms:
             self._is_alarmed = True
         return self._is_alarmed and not was_alarmed
-
-    def _read_all(self) -> None:
-        while self._read():
-            pass
 
     def _read(self) -> bool:
         """Add up to 16 iterations that are over; return whether there were any."""
@@ -213,22 +188,18 @@ class OverlapMonitor:
         store_ms = 0.0
         if not math.isnan(store):
             store_ms, self._stored[slot] = stored - store, stored
-        iteration = Iteration(load_ms, end - could_begin, store_ms, stall_ms, follows)
         self._number, self._end = int(number), end
-        self._rows.append((row[:6], iteration))
-        self._timed += 1
+        times = load_ms, end - could_begin, store_ms, stall_ms
+        self._timed.append(Iteration(*times, follows, end - begin))
+        self._num_timed += 1
         if self._observe is not None:
-            self._observe(iteration, self._iterations)
-
-    def _last(self, count: int) -> list[tuple[Sequence[float], Iteration]]:
-        return list(islice(self._rows, max(0, len(self._rows) - count), None))
+            self._observe(self._timed[-1], self._iterations)
 
 
-def _sums(rows: Sequence[tuple[Sequence[float], Iteration]]) -> tuple[float, float]:
+def _sums(timed: Collection[Iteration]) -> tuple[float, float]:
     """Return the total ms of bodies, and of the longer copy of each iteration."""
-    compute_ms = sum(times[3] - times[2] for times, _ in rows)
-    transfer_ms = sum(max(iteration.load_ms, iteration.store_ms) for _, iteration in rows)
-    return compute_ms, transfer_ms
+    transfer_ms = sum(max(x.load_ms, x.store_ms) for x in timed)
+    return sum(x.body_ms for x in timed), transfer_ms
 
 
 def _quotient(value: float, by: float) -> float:

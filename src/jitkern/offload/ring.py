@@ -24,6 +24,7 @@ from jitkern.ops import dispatch
 from jitkern.ops.unpack import set_ring_type
 
 _MAX_SLOTS, _MAX_DESCRIPTORS = 65_536, 65_535  # as in both/ring.h
+_MAX_TICKET = 2**63 - 1
 _WAIT_S = 10.0  # the default timeouts
 _SLICE_S = 0.05  # the longest wait in C++, between two of which Ctrl-C is handled
 
@@ -156,7 +157,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
 
     def done(self, ticket: int) -> bool:
         """Return whether the bytes of a push have been copied."""
-        return bool(self._await_done(self._ticket_arg("DescriptorRing.done", ticket), 0))
+        return self._is_done("DescriptorRing.done", ticket, 0)
 
     def wait(self, ticket: int, *, timeout_s: float = _WAIT_S) -> None:
         """Wait until the bytes of a push have been copied; raise TimeoutError if they are not.
@@ -164,18 +165,17 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         The thread sleeps for most of a long wait.
         """
         call = "DescriptorRing.wait"
-        ticket = self._ticket_arg(call, ticket)
+        if self._is_done(call, ticket, 0):
+            return
         deadline = time.monotonic() + number_arg(call, "timeout_s", timeout_s)
-        if not _await(partial(self._await_done, ticket), deadline):
+        if not _await(partial(self._is_done, call, ticket), deadline):
             text = f"push {ticket}, in slot {ticket % self.num_slots}, is not consumed"
             raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
-    def serve(
-        self, src: Tensor, dst: Tensor, *, num_sms: int = 1, idle_timeout_s: float = _WAIT_S
-    ) -> RingServer:
+    def serve(self, src: Tensor, dst: Tensor, *, idle_timeout_s: float = _WAIT_S) -> RingServer:
         """Return a server: during its ``with`` body a kernel consumes what is pushed.
 
-        For small pushes that cannot wait for a launch. The kernel occupies its SMs all the time.
+        For small pushes that cannot wait for a launch. The kernel occupies an SM all the time.
         Everything that waits for the whole device waits until it ends: ``torch.cuda.synchronize``,
         cudaMalloc and cudaFree, the first launch of a lazily loaded kernel, closing a pinned pool.
         One server per device, and no ``unpack`` on its ring meanwhile.
@@ -184,8 +184,6 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         ----------
         src, dst : Tensor
             See ``unpack``.
-        num_sms : int, optional
-            Blocks of the kernel, each on an SM: 1 to 8; only 1 below compute capability 9.0.
         idle_timeout_s : float, optional
             The kernel ends if no push arrives for this long.
         """
@@ -193,11 +191,8 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         if self.device.type == "cpu":
             raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU")
         _require_writable(_SERVE, dst, src)
-        # 8 is the portable cluster size.
-        most = 8 if torch.cuda.get_device_capability(self.device) >= (9, 0) else 1
-        num_sms = int_arg(_SERVE, "num_sms", num_sms, 1, most)
         idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
-        return RingServer(self, partial(self._serve, src, dst, num_sms, idle_ns), dst)
+        return RingServer(self, partial(self._serve, src, dst, idle_ns), dst)
 
     def close(self) -> None:
         """End its server, wait for the GPUs and free the memory; a second call does nothing."""
@@ -242,12 +237,15 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             name_unreadable(error, "unpack", dst=dst, src=src)
         dispatch.bump_versions((dst,))
 
-    def _ticket_arg(self, call: str, ticket: Any) -> int:
-        number = int_arg(call, "ticket", ticket, 0)
-        pushed = self.num_pushed
-        if number >= pushed:
-            raise ValueError(f"{call}: ticket: {number}, expected below the {pushed} pushes so far")
-        return number
+    def _is_done(self, call: str, ticket: int, most_us: int) -> bool:
+        self._require_open()
+        if type(ticket) is not int or not 0 <= ticket <= _MAX_TICKET:
+            ticket = int_arg(call, "ticket", ticket, 0, _MAX_TICKET)
+        state = self._await_done(ticket, most_us)
+        if state < 0:
+            pushed = self.num_pushed
+            raise ValueError(f"{call}: ticket: {ticket}, expected below the {pushed} pushes so far")
+        return bool(state)
 
 
 set_ring_type(DescriptorRing)

@@ -97,7 +97,9 @@ class DescriptorRing {
   bool await_free(i64 most_us) {
     return await(most_us, [&] { return producer_.is_free(producer_.next()); });
   }
-  bool await_done(i64 ticket, i64 most_us) {
+  // Waits until a push is consumed: 1, or 0 after `most_us`; -1 if it was not pushed yet.
+  i64 await_done(i64 ticket, i64 most_us) {
+    if (ticket >= next()) return -1;
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
@@ -261,7 +263,7 @@ class RingOnGpu {
   }
 
   // Queues the server on a stream. It polls `stop`, the address of a u32 in pinned memory.
-  void serve(AnyView src, AnyView dst, i64 num_sms, i64 idle_ns, i64 stop, i64 stream) {
+  void serve(AnyView src, AnyView dst, i64 idle_ns, i64 stop, i64 stream) {
     const UnpackSides sides = checked_sides(src, dst);
     Device& device = Device::get(state_.device().device_id);
     check_pending_fault(device);
@@ -272,8 +274,7 @@ class RingOnGpu {
     params.ring.fault = device.fault_device;
     params.stop = reinterpret_cast<const u32*>(
         memory_range(reinterpret_cast<const void*>(stop)).device_address);
-    const Kernel& kernel = kernels().find(device, Spec()).entries[kServe];
-    scope.launch(kernel, num_sms, params, 1, static_cast<unsigned>(num_sms));
+    scope.launch(kernels().find(device, Spec()).entries[kServe], 1, params);
   }
 
  private:

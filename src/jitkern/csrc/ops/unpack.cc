@@ -208,59 +208,23 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   scope.launch(kernel, copiers + dealers, params);
 }
 
-// -- on the CPU ----------------------------------------------------------------------------------
-
-namespace {
-
-constexpr i64 kPartBytes = 64 << 10;
-
-// How a descriptor is cut into parts: a part is several pieces, or a piece is several parts.
-struct Parts {
-  i64 parts_per_piece;
-  i64 pieces_per_part;
-
-  explicit Parts(const Pieces& p)
-      : parts_per_piece(ceil_div(p.len, kPartBytes)),
-        pieces_per_part(std::max<i64>(1, kPartBytes / p.len)) {}
-
-  i64 count(const Pieces& p) const {
-    return parts_per_piece > 1 ? p.count * parts_per_piece : ceil_div(p.count, pieces_per_part);
-  }
-};
-
-void copy_part(char* dst, const char* src, const Pieces& p, i64 part, CopyRow copy) {
-  const Parts parts(p);
-  const i64 first = part / parts.parts_per_piece * parts.pieces_per_part;
-  const i64 at = part % parts.parts_per_piece * kPartBytes;
-  const i64 bytes = std::min(p.len - at, kPartBytes);
-  for (i64 i = first; i < std::min(p.count, first + parts.pieces_per_part); ++i) {
-    copy(dst + p.dst_off + i * p.dst_stride + at, src + p.src_off + i * p.src_stride + at, bytes);
-  }
-}
-
-}  // namespace
-
+// Threads divide the descriptors; a long one is not split.
 void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list) {
-  std::vector<i64> starts;  // the number of each descriptor's first part
-  starts.reserve(list.size());
-  i64 num_parts = 0, bytes = 0;
-  for (const Pieces& pieces : list) {
-    starts.push_back(num_parts);
-    num_parts += Parts(pieces).count(pieces);
-    bytes += pieces.len * pieces.count;
-  }
-  const i64 threads = threads_for(num_parts, 2 * bytes);
+  i64 bytes = 0;
+  for (const Pieces& pieces : list) bytes += pieces.len * pieces.count;
+  const i64 count = static_cast<i64>(list.size());
+  const i64 threads = threads_for(count, 2 * bytes);
   const bool stream = bytes >= threads * kStreamThreadBytes;
   const CopyRow copy = stream ? stream_row : plain_row;
-  const auto copy_parts = [&](i64 begin, i64 end) {
-    size_t i = std::upper_bound(starts.begin(), starts.end(), begin) - starts.begin() - 1;
-    for (i64 part = begin; part < end; ++part) {
-      while (i + 1 < starts.size() && starts[i + 1] <= part) ++i;
-      copy_part(dst, src, list[i], part - starts[i], copy);
+  for_parts(count, threads, [&](i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i) {
+      const Pieces& p = list[static_cast<size_t>(i)];
+      for (i64 row = 0; row < p.count; ++row) {
+        copy(dst + p.dst_off + row * p.dst_stride, src + p.src_off + row * p.src_stride, p.len);
+      }
     }
     if (stream) end_stream();
-  };
-  for_parts(num_parts, threads, copy_parts);
+  });
 }
 
 }  // namespace jitkern

@@ -7,7 +7,6 @@
 // blocks.
 #include <jitkern/pdl.cuh>
 
-#include "cluster.cuh"
 #include "ring.cuh"
 
 namespace jitkern {
@@ -24,7 +23,7 @@ struct ConsumeRing {
   static __device__ void run(const Params& p) {
     wait_for_earlier_kernels<kUsePdl>();
     let_next_kernel_start<kUsePdl>();
-    Lead& lead = own_shared<Lead>();
+    __shared__ Lead lead;
     if (blockIdx.x == 0) take(p, lead);
     const u64 control = wait_for_control(p.board);
     Copy::copy(p.unpack, reinterpret_cast<const uint4*>(p.staged), control_count(control),
@@ -46,9 +45,6 @@ struct ConsumeRing {
     u64 owner;
     Turn begin;  // the first push to take
     u32 num_taken;
-  };
-  struct Control {
-    u64 value;
   };
 
   // -- the first block
@@ -85,12 +81,12 @@ struct ConsumeRing {
   // -- all blocks
 
   static __device__ u64 wait_for_control(const RingBoard* board) {
-    Control& own = own_shared<Control>();
+    __shared__ u64 control;
     if (threadIdx.x == 0) {
-      while ((own.value = load_control(&board->control)) == 0) continue;
+      while ((control = load_control(&board->control)) == 0) continue;
     }
     __syncthreads();
-    return own.value;
+    return control;
   }
 
   // The first block calls it, and waits for the copies of all blocks.
@@ -106,11 +102,9 @@ struct ConsumeRing {
   }
 };
 
-// A server: a kernel on few SMs that waits for pushes and copies their pieces, until it is stopped
-// or has been idle for long enough. For small pushes: there is no launch before or after the copy.
-//
-// The blocks are one cluster. The first block reads the ring into its shared memory, and all blocks
-// read that.
+// A server: a kernel of one block that waits for pushes and copies their pieces, until it is
+// stopped or has been idle for long enough. For small pushes: there is no launch before or after
+// the copy.
 template <int kThreads, int kMaxOccupancy, bool kUsePdl, u32 kPieceInFlight, u32 kInFlight,
           u32 kPartsInFlight, u32 kOwnSegments>
 struct ServeRing {
@@ -119,33 +113,30 @@ struct ServeRing {
   using Reader = RingReader<kThreads, Copy>;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
   static constexpr u32 kWarps = kThreads / 32;
-  static constexpr u32 kChunk = 2 * Reader::kAtOnce;  // descriptors that are handed over at once
+  static constexpr u32 kChunk = 2 * Reader::kAtOnce;  // descriptors that are staged at once
   // After so many looks in a row without a push, a look reads the word alone, so that an idle
   // server leaves the bus to others. The next push then takes one more trip.
   static constexpr u32 kEagerLooks = 64;
 
   static __device__ void run(const Params& p) {
     wait_for_earlier_kernels<kUsePdl>();
-    Shared& own = own_shared<Shared>();
-    const Shared& first = of_block(own, 0);
-    const bool leads = cluster_rank() == 0;
+    __shared__ Shared own;
     Reader reader(p.ring, own.reader);
-    Turn turn{};
-    if (leads) turn = take_over(p.ring, own);
-    for (bool ends = false; !ends;) {
-      if (leads) wait_for_push(p, reader, turn, own);
+    Turn turn = take_over(p.ring, own);
+    for (bool ends = false; !ends; turn = turn.next(p.ring.ring.num_slots)) {
+      wait_for_push(p, reader, turn, own);
       u32 begin = 0, count = 0;
       do {
-        if (leads && !own.ends) hand_over(p, reader, turn, begin, own);
-        cluster_sync();
-        ends = first.ends;
-        count = ring_count(first.reader.word);
-        if (!ends) copy(p.unpack, first, begin);
+        if (!own.ends) stage(p, reader, turn, begin, own);
+        __syncthreads();
+        ends = own.ends;
+        count = ring_count(own.reader.word);
+        const u32 warp = threadIdx.x / 32, size = size_of(count, begin);
+        if (!ends) Copy::copy(p.unpack, own.vectors, size, own.has_long, warp, kWarps);
         begin += kChunk;
-        cluster_sync();
+        __syncthreads();
       } while (begin < count && !ends);
-      if (leads && threadIdx.x == 0) ends ? leave(p.ring, turn, own) : complete_push(p.ring, turn);
-      turn = turn.next(p.ring.ring.num_slots);
+      if (threadIdx.x == 0) ends ? leave(p.ring, turn, own) : complete_push(p.ring, turn);
     }
   }
 
@@ -160,8 +151,6 @@ struct ServeRing {
     bool is_idle;  // there was no push for idle_ns
     bool ends;
   };
-
-  // -- the first block
 
   // Returns the turn to begin with.
   static __device__ Turn take_over(const RingParams& p, Shared& own) {
@@ -193,8 +182,8 @@ struct ServeRing {
   }
 
   // Reads the descriptors of the push from `begin` on into shared memory.
-  static __device__ void hand_over(const Params& p, Reader& reader, const Turn& turn, u32 begin,
-                                   Shared& own) {
+  static __device__ void stage(const Params& p, Reader& reader, const Turn& turn, u32 begin,
+                               Shared& own) {
     const u64 word = own.reader.word;
     const u32 size = size_of(ring_count(word), begin);
     bool is_long = false;
@@ -214,16 +203,8 @@ struct ServeRing {
     release_ring(p);
   }
 
-  // -- all blocks
-
   static __device__ u32 size_of(u32 count, u32 begin) {
     return count - begin < kChunk ? count - begin : kChunk;
-  }
-
-  static __device__ void copy(const UnpackParams& p, const Shared& first, u32 begin) {
-    const u32 size = size_of(ring_count(first.reader.word), begin);
-    const u32 warp = threadIdx.x / 32 * cluster_size() + cluster_rank();
-    Copy::copy(p, first.vectors, size, first.has_long, warp, cluster_size() * kWarps);
   }
 };
 
