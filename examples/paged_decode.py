@@ -2,11 +2,11 @@
 
 K and V of each new token go to a slot of a paged cache (`store_cache`). A block table says which
 pages a request has, and attention reads keys and values through it, here in plain PyTorch. A graph
-is of one batch size: rows that no request has are padded with slot -1, which `store_cache` skips.
-Requests come, grow by a page at a time, and end; what their pages held is given to others.
+has a fixed batch size: rows without a request are padded with slot -1, which `store_cache` skips.
+Requests arrive, grow page by page, and end; their pages are reused.
 
 On a GPU the step is captured once and replayed; on the CPU the same step runs eagerly. Every step
-is compared with attention over a cache of its own for each request, without pages.
+is compared with attention over a contiguous cache per request.
 
     python examples/paged_decode.py
     python examples/paged_decode.py --steps 200 --batch-size 16
@@ -41,7 +41,7 @@ class PagedCache:
         self.most_pages = most_pages
 
     def append(self, row: int) -> int:
-        """Return the slot of the row's next token, on a new page where the last one is full."""
+        """Return the slot of the row's next token, on a new page if the last one is full."""
         at = self.lengths[row]
         if at % self.page_size == 0:
             self.pages[row].append(self.free.pop())
@@ -57,7 +57,7 @@ class PagedCache:
 
 
 class Step:
-    """What a graph reads and writes: tensors whose addresses do not change between replays."""
+    """The tensors that a graph reads and writes; their addresses stay the same at each replay."""
 
     def __init__(self, cache: PagedCache, rows: int, device: str) -> None:
         self.cache = cache
@@ -70,7 +70,7 @@ class Step:
         self.queue = self.captured().replay if device == "cuda" else self.run
 
     def run(self) -> None:
-        """Write the new tokens and attend to all of each request. No length is known here."""
+        """Write the new tokens and attend to all of each request. Lengths are on the GPU only."""
         cache = self.cache
         store_cache(cache.k, cache.v, self.slots, self.k, self.v)
         # Reads all pages of the table. Padding rows give NaN, which is not used.
@@ -96,19 +96,19 @@ class Step:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one token to a cache without pages, `[tokens, heads, dim]`, in float64."""
+    """Return attention of one token to a contiguous `[tokens, heads, dim]` cache, in float64."""
     q, k, v = q.double(), k.double(), v.double()
     weights = (torch.einsum("hd,thd->ht", q, k) / math.sqrt(HEAD_DIM)).softmax(-1)
     return torch.einsum("ht,thd->hd", weights, v)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Decode; 1 if a result is wrong."""
+    """Decode; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=8, help="rows of the graph")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--most-tokens", type=int, default=48, help="of a request")
+    parser.add_argument("--most-tokens", type=int, default=48, help="per request")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         live = [row for row in range(rows) if left[row]]
         for row in live:
             plain[row].append((k[row], v[row]))
-            keys, values = (torch.stack(one) for one in zip(*plain[row], strict=True))
+            keys, values = (torch.stack(column) for column in zip(*plain[row], strict=True))
             expected = reference(q[row], keys, values)
             worst = max(worst, (out[row] - expected).abs().max().item())
             left[row] -= 1

@@ -1,9 +1,9 @@
 """A radix tree of cached prefixes, as serving engines keep, on `jitkern.fast_compare_key`.
 
 A walk finds a child by the first page of its key, and compares the whole key with the request from
-where it has come to (`start`): the rest of the request is not sliced. `main` simulates a day of
-serving, of conversations that share system prompts and a cache too small for all of them, and
-prints the hit rate and what a match takes, also with slices of torch.
+the matched position on (`start`), without slicing the request. `main` simulates a day of serving:
+conversations share system prompts, and the cache is too small for all of them. It prints the hit
+rate and the time of a match, also with torch slices.
 
     python examples/radix_cache.py --page-size 16
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from jitkern import fast_compare_key
 
-Page = int | tuple[int, ...]  # the tokens of one page; an int where that is one token
+Page = int | tuple[int, ...]  # the tokens of a page; an int if a page is one token
 Request = tuple[Tensor, int]  # the prompt with the answer that it will get, the prompt's length
 
 
@@ -39,16 +39,16 @@ class Node:
     slots: Tensor
     parent: Node | None
     children: dict[Page, Node] = field(default_factory=dict)
-    locks: int = 0  # of this very node
-    users: int = 0  # locks of it and of all below it
+    locks: int = 0  # on this node
+    users: int = 0  # locks on this node and all nodes below
     last_use: int = 0
 
     def __lt__(self, other: Node) -> bool:
-        return self.last_use < other.last_use  # what a heap asks
+        return self.last_use < other.last_use  # heapq compares nodes
 
 
 class RadixCache:
-    """Slots, on any device, of cached prefixes. Sizes are in tokens. For one thread at a time."""
+    """Slots, on any device, of cached prefixes. Sizes are in tokens. One thread at a time."""
 
     def __init__(
         self,
@@ -65,12 +65,13 @@ class RadixCache:
         self.evictable_size = self.protected_size = 0
         no_slots = torch.empty(0, dtype=slot_dtype, device=slot_device)
         self.root = Node(torch.empty(0, dtype=token_dtype), no_slots, None)
-        self._clock = 0  # counts walks: two could be of the same time
+        self._clock = 0  # counts walks: clock times may repeat
 
     def match_prefix(self, tokens: Tensor) -> tuple[Tensor, Node]:
         """Return the slots of the longest cached prefix, and the node that it ends at.
 
-        That is the root if none is. A node is split where it ends, so that a lock holds no more.
+        Without a match, that is the root. A node is split at the end of the prefix, so that a lock
+        holds no more.
         """
         _check("match_prefix: tokens", tokens, self.root.key)
         path = self._walk(tokens)
@@ -112,13 +113,13 @@ class RadixCache:
         self._use(node, -1)
 
     def evict(self, num_tokens: int) -> Tensor:
-        """Evict so many tokens or a few more, least recently used leaves first; return the slots.
+        """Evict at least `num_tokens`, least recently used leaves first; return their slots.
 
-        Where so many are not there, or are locked, it is all that can be.
+        Evicts all unlocked tokens if there are fewer.
         """
         if num_tokens < 0:
             raise ValueError(f"evict: num_tokens: {num_tokens}, expected at least 0")
-        leaves = [one for one in self.nodes() if not one.children and not one.users]
+        leaves = [node for node in self.nodes() if not node.children and not node.users]
         heapq.heapify(leaves)
         freed, target = [self.root.slots], max(self.evictable_size - num_tokens, 0)
         while self.evictable_size > target:
@@ -128,13 +129,13 @@ class RadixCache:
             freed.append(leaf.slots)
             self.evictable_size -= len(leaf.slots)
             del parent.children[self._page(leaf.key, 0)]
-            leaf.parent = None  # by which `lock` knows it
+            leaf.parent = None  # `lock` refuses evicted nodes
             if parent is not self.root and not parent.children and not parent.users:
                 heapq.heappush(leaves, parent)
         return torch.cat(freed)
 
     def nodes(self) -> Iterator[Node]:
-        """Yield all nodes but the root, parents before their children."""
+        """Yield all nodes except the root, parents before their children."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -153,7 +154,7 @@ class RadixCache:
         return path
 
     def _split(self, parent: Node, node: Node, length: int) -> Node:
-        """Put a new node with the first so many tokens above this one, which keeps its locks."""
+        """Insert a node with the first `length` tokens above this one, which keeps its locks."""
         # Halves of tensors are views: their memory is freed with the later one.
         upper = Node(node.key[:length], node.slots[:length], parent, users=node.users)
         parent.children[self._page(node.key, 0)] = upper
@@ -196,10 +197,10 @@ def requests_of_a_day(count: int) -> Iterator[Request]:
         return torch.randint(150_000, size, generator=source, dtype=torch.int32)
 
     system_prompts = [text(100, 3000) for _ in range(8)]
-    conversations: list[list[Request]] = [[] for _ in range(64)]  # their turns to come
+    conversations: list[list[Request]] = [[] for _ in range(64)]  # the remaining turns
     for _ in range(count):
         turns = rng.choice(conversations)
-        if not turns:  # it has ended: another one in its place
+        if not turns:  # the conversation has ended: start another
             (whole,) = rng.choices(system_prompts, weights=range(8, 0, -1))
             for _ in range(rng.randint(1, 10)):
                 prompt = torch.cat([whole, text(10, 300)])
@@ -209,7 +210,7 @@ def requests_of_a_day(count: int) -> Iterator[Request]:
 
 
 class Day:
-    """Serve requests, 16 at a time, out of slots for so many tokens."""
+    """Serves requests, 16 at a time, from slots for `num_tokens` tokens."""
 
     def __init__(self, page_size: int, num_tokens: int, compare: Callable[..., int]) -> None:
         self.tree = RadixCache(page_size, token_dtype=torch.int32, compare=compare)
@@ -223,7 +224,7 @@ class Day:
         if len(self.running) == 16:
             self.finish_one()
         started = time.perf_counter()
-        # Without the last token, which is always computed: its logits are needed.
+        # The last token is always computed: its logits are needed.
         slots, node = self.tree.match_prefix(tokens[: prompt_length - 1])
         self.match_us.append((time.perf_counter() - started) * 1e6)
         self.tree.lock(node)
@@ -237,7 +238,7 @@ class Day:
         self.running.append((tokens, torch.cat([slots, new]), len(slots), node))
 
     def finish_one(self) -> None:
-        """Cache what the oldest request has computed, unless another one has cached it already."""
+        """Cache the tokens of the oldest request that no other request has cached."""
         tokens, slots, num_cached, node = self.running.popleft()
         there = self.tree.insert(tokens, slots[: len(tokens)])
         full = len(tokens) // self.tree.page_size * self.tree.page_size
@@ -260,7 +261,7 @@ def slices_and_nonzero(x: Tensor, y: Tensor, *, start: int, page_size: int) -> i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; 1 if a slot is lost, or the two ways to compare differ."""
+    """Serve a day; return 1 if a slot is lost or the two comparisons differ."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--page-size", type=int, default=1, help="tokens")
     parser.add_argument("--requests", type=int, default=3000)
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fast_compare_key(requests[0][0], requests[0][0])  # the first call loads the host module
     ways = fast_compare_key, slices_and_nonzero
     ours, usual = (Day(args.page_size, args.cache_tokens, compare) for compare in ways)
-    for request in requests:  # by both in turn: what slows the machine down slows both
+    for request in requests:  # alternate: a slow machine slows both
         ours.serve(*request)
         usual.serve(*request)
     correct = ours.end() and usual.end() and ours.num_cached == usual.num_cached

@@ -1,9 +1,9 @@
-// A C++ producer of a DescriptorRing, as the receiving thread of a network library may be one.
+// A C++ producer of a DescriptorRing, such as the receiving thread of a network library.
 //
-// Packets of a message land in a bounce buffer, in whatever order they come. For each message the
-// producer pushes one slot of descriptors, by which the consumer puts its packets in order. Each
-// slot has a segment of the bounce buffer of its own: once the slot is free, so is the segment, for
-// a push counts as consumed when its bytes have been copied.
+// Packets of a message land in a bounce buffer in order of arrival. For each message the producer
+// pushes one slot of descriptors, with which the consumer puts the packets in order. Each slot has
+// its own segment of the bounce buffer. When the slot is free, so is the segment: a push counts as
+// consumed when its bytes have been copied.
 //
 //     c++ -std=c++17 -O2 -shared -fPIC -I<jitkern>/csrc/include ring_producer.cc -o libproducer.so
 //
@@ -12,8 +12,8 @@
 //     address = ctypes.c_void_p
 //     producer.produce(address(ring.address), address(bounce.data_ptr()), 1000, 1)
 //
-// ctypes gives up the GIL, so that another Python thread can consume meanwhile. In another process
-// the ring's address is where that has mapped ring.fileno().
+// ctypes releases the GIL, so that another Python thread can consume. Another process maps
+// ring.fileno(), and passes the address of its mapping.
 #include <jitkern/both/ring.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 
 constexpr std::int64_t kMessageBytes = 4096;
 
-// What the message of a ticket says.
+// A byte of the message of a ticket.
 unsigned char byte_of(std::uint64_t ticket, std::int64_t at) {
   return static_cast<unsigned char>(ticket * 31 + static_cast<std::uint64_t>(at) * 7 +
                                     static_cast<std::uint64_t>(at) / 256);
@@ -34,8 +34,8 @@ unsigned char byte_of(std::uint64_t ticket, std::int64_t at) {
 
 }  // namespace
 
-// Pushes `rounds` messages; -1 if there is no ring at `base`. `bounce` has kMessageBytes for each
-// slot, as has the destination, in the order of the slots.
+// Pushes `rounds` messages. Returns -1 if there is no ring at `base`. `bounce` and the destination
+// have kMessageBytes per slot, in the order of the slots.
 extern "C" int produce(void* base, unsigned char* bounce, int rounds, unsigned seed) {
   if (!jitkern::is_ring(base)) return -1;
   const jitkern::RingProducer ring(base);
@@ -65,7 +65,7 @@ extern "C" int produce(void* base, unsigned char* bounce, int rounds, unsigned s
       end = begin;
     }
     ring.publish(num_packets);
-    if (random() % 64 == 0) {  // let it run empty
+    if (random() % 64 == 0) {  // let the ring run empty
       std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
     }
   }

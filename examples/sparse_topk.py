@@ -1,13 +1,13 @@
-"""Sparse attention's top-k rows out of a pool in pinned host memory, with a cache on the GPU.
+"""Sparse attention's top-k rows from a pool in pinned host memory, with a cache on the GPU.
 
 As in DSA, a small indexer scores all tokens at each decode step, and attention reads the top k of
-them: rows of 656 bytes of a latent (MLA) cache, which lies in host memory. Steps that follow each
-other pick mostly the same rows. So the GPU keeps the rows of the last few steps, a part of its
-slots for each, and a map from token to slot. A step puts its rows side by side: rows in the map are
-copied on the GPU, and one call of `h2d_gather` fetches the others over the link.
+them: rows of 656 bytes of a latent (MLA) cache in host memory. Consecutive steps pick mostly the
+same rows. So the GPU keeps the rows of the last few steps, a part of its slots per step, and a map
+from token to slot. A step gathers its rows contiguously: rows in the map are copied on the GPU, and
+one call of `h2d_gather` fetches the others over the link.
 
-The slots that a step is about to write are first removed from the map. Nothing in a step waits for
-the GPU but the count that is printed.
+The slots that a step will write are first removed from the map. Only the printed count makes a step
+wait for the GPU.
 
     python examples/sparse_topk.py
     python examples/sparse_topk.py --tokens 65536 --top 2048 --parts 8
@@ -34,13 +34,13 @@ class SparseCache:
     def __init__(self, pool: Tensor, top: int, parts: int, device: str) -> None:
         self.pool, self.top, self.parts = pool, top, parts
         self.rows = torch.zeros(parts * top, pool.shape[1], dtype=pool.dtype, device=device)
-        # Which slot each token's row is in, -1: none; and the token of each slot.
+        # The slot of each token's row, -1: none; and the token of each slot.
         self.slot_of = torch.full((len(pool),), -1, dtype=torch.int32, device=device)
         self.token_in = torch.zeros(parts * top, dtype=torch.int64, device=device)
         self.steps = 0
 
     def fetch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of distinct tokens, side by side, and how many were on the GPU."""
+        """Return the rows of distinct tokens, contiguous, and how many were on the GPU."""
         begin = self.steps % self.parts * self.top
         end = begin + self.top
         self.forget(begin, end)
@@ -56,7 +56,7 @@ class SparseCache:
         return self.rows[begin:end], is_resident.sum()
 
     def forget(self, begin: int, end: int) -> None:
-        """Take slots out of the map; tokens that are in other slots by now stay."""
+        """Remove slots from the map, except for tokens that have moved to another slot."""
         tokens = self.token_in[begin:end]
         slots = self.slot_of[tokens]
         self.slot_of[tokens] = torch.where((slots >= begin) & (slots < end), -1, slots)
@@ -69,16 +69,16 @@ class SparseCache:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Decode; 1 if a byte is wrong."""
+    """Decode; return 1 if a byte is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the pool")
     parser.add_argument("--top", type=int, default=256, help="rows that a step attends to")
     parser.add_argument("--parts", type=int, default=4, help="steps whose rows stay on the GPU")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--drift", type=float, default=0.2, help="of the query, from step to step")
+    parser.add_argument("--drift", type=float, default=0.2, help="change of the query per step")
     args = parser.parse_args(argv)
     if not 0 < args.top <= args.tokens or args.parts < 2:
-        parser.error("--top: 1 to --tokens; --parts: 2 or more, for a step reads another's")
+        parser.error("--top: 1 to --tokens; --parts: 2 or more: a step reads another's slots")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     pool = torch.randint(256, (args.tokens, ROW_BYTES), dtype=torch.uint8)
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = (keys @ query).topk(args.top).indices
         rows, hits = cache.fetch(tokens)
 
-        direct = torch.empty_like(rows)  # what one gather of all of them gives
+        direct = torch.empty_like(rows)  # all rows by one gather
         to = torch.arange(args.top, device=device)
         h2d_gather(pool, direct, torch.stack([tokens, to], 1))
         wrong += not torch.equal(rows, direct)

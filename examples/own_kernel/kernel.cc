@@ -1,4 +1,4 @@
-// The form of kernel.cu for tensors on the CPU: the same arguments, checked in the same way before.
+// kernel.cu for tensors on the CPU: the same arguments, checked in the same way.
 template <int kDim>
 void dequantise_on_cpu(tvm::ffi::TensorView x, tvm::ffi::TensorView scale,
                        tvm::ffi::TensorView out, int64_t rows) {

@@ -1,6 +1,6 @@
-// Rows of int8 with a scale for each, as float: out[row][i] = x[row][i] * scale[row].
+// Dequantises rows of int8 with a scale per row: out[row][i] = x[row][i] * scale[row].
 //
-// Device code only: what launches it is jitkern's `launch`. Params are its arguments, in order.
+// Device code only: DeviceModule.launch launches it. Params are its arguments, in order.
 #include <jitkern/pdl.cuh>
 
 template <int kDim, int kThreads, int kBlocksPerSm, bool kUsePdl>

@@ -1,13 +1,13 @@
-"""A kernel of your own: device code, a form of it for the CPU, and a function that launches it.
+"""A kernel of your own: device code, its CPU version, and a function that launches it.
 
-kernel.cu is compiled by NVRTC, for each size of a row that comes; kernel.cc, which serves tensors
-on the CPU, by the C++ compiler. Run, it compares both with PyTorch, shows what is said to wrong
-arguments, and with --warm compiles for GPUs that are not there:
+NVRTC compiles kernel.cu for each row size; the C++ compiler compiles kernel.cc, for tensors on the
+CPU. The script compares both with PyTorch, shows the errors of wrong arguments, and with --warm
+compiles for GPUs that this machine does not have:
 
     python examples/own_kernel/own_kernel.py
     python examples/own_kernel/own_kernel.py --warm 9.0,10.0
 
-For an image that compiles nothing, record a run, and replay that where the image is built:
+For an image that compiles nothing, record a run, and replay it when the image is built:
 
     JITKERN_RECORD=run.jsonl python examples/own_kernel/own_kernel.py --warm 9.0
     jitkern warm --replay run.jsonl --arch 9.0,10.0 --out kernels/
@@ -28,12 +28,12 @@ from jitkern import Arch, CompileError, DeviceModule, KernelConfig, load_jit, ma
 
 FOLDER = Path(__file__).resolve().parent
 CONFIG = KernelConfig(num_threads=256, max_occupancy=4, use_pdl=True)
-NUM_BLOCKS = 132 * CONFIG.max_occupancy  # an H200's SMs full
+NUM_BLOCKS = 132 * CONFIG.max_occupancy  # fills the SMs of an H200
 
 
 @cache
 def kernel(dim: int) -> DeviceModule:
-    """Return the kernel for rows of `dim` values; nothing is compiled before it is needed."""
+    """Return the kernel for rows of `dim` values; the first launch compiles it."""
     args = make_cpp_args(dim, *CONFIG)
     # jitkern does not map `signed char` to a dtype; the declaration names the dtypes to check.
     params = "int8* x, float* scale, float* out, int64 rows"
@@ -50,7 +50,7 @@ def kernel(dim: int) -> DeviceModule:
 def dequantise(x: Tensor, scale: Tensor) -> Tensor:
     """Return rows `[rows, dim]` of int8 times `[rows]` of float32, on the current stream."""
     rows, dim = x.shape
-    if scale.shape != (rows,):  # shapes are no matter of a launch, which has pointers
+    if scale.shape != (rows,):  # a launch checks no shapes: kernels get pointers
         raise ValueError(f"dequantise: scale: shape {list(scale.shape)}, expected [{rows}]")
     out = torch.empty(rows, dim, device=x.device)
     args = (x, scale, out, rows)
@@ -58,7 +58,7 @@ def dequantise(x: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def said(call: Callable[[], object]) -> str:
+def error_text(call: Callable[[], object]) -> str:
     """Return the first line of the error of a call that must fail."""
     try:
         call()
@@ -68,7 +68,7 @@ def said(call: Callable[[], object]) -> str:
 
 
 def warm(dim: int, archs: Sequence[str]) -> None:
-    """Compile for GPUs that this machine may not have, and show the error of a wrong template."""
+    """Compile for other GPUs, and show the error of a wrong template."""
     for arch in archs:
         code = kernel(dim).image(Arch.parse(arch))
         print(f"for {arch}: {len(code)} bytes of code")
@@ -82,9 +82,9 @@ def warm(dim: int, archs: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; 1 if a value is wrong."""
+    """Compare with PyTorch; return 1 if a value is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--dim", type=int, default=576, help="values of a row")
+    parser.add_argument("--dim", type=int, default=576, help="values per row")
     parser.add_argument("--warm", metavar="A[,A]", help="compile for these GPUs as well: 9.0,10.0")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,12 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     x = torch.randint(-128, 128, (1000, args.dim), dtype=torch.int8, device=device)
     scale = torch.rand(1000, device=device)
 
-    found, expected = dequantise(x, scale), x * scale.unsqueeze(1)
-    is_equal = torch.equal(found, expected)
+    is_equal = torch.equal(dequantise(x, scale), x * scale.unsqueeze(1))
     print(f"1000 rows of {args.dim} on {device}: {'equal' if is_equal else 'DIFFERENT'}")
-    print(said(lambda: dequantise(x.float(), scale)))
-    print(said(lambda: dequantise(x[:, ::2], scale)))
-    print(said(lambda: dequantise(x, scale[1:])))
+    print(error_text(lambda: dequantise(x.float(), scale)))
+    print(error_text(lambda: dequantise(x[:, ::2], scale)))
+    print(error_text(lambda: dequantise(x, scale[1:])))
     if args.warm:
         warm(args.dim, args.warm.split(","))
     return 0 if is_equal else 1

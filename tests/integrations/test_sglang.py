@@ -237,30 +237,22 @@ def test_errors_of_our_checks_are_raised(src: Tensor, dst: Tensor, message: str)
         plug_in.HOOKS[target](original_of(target), pool, pool.clone(), src, dst, item_size=256)
 
 
-def test_unknown_parameters_leave_a_call_to_the_engine(caplog: Any) -> None:
-    """A function of another version, or a call without an argument."""
-    target, calls = KVCACHEIO + "per_layer_mla", list[Any]()
-    original: Any = original_of(target, calls)
-    pool, rows = torch.zeros(4, 64), torch.arange(2)
-    integrations._logged.clear()
-    with caplog.at_level("INFO", "sglang.jitkern"):
-        plug_in.HOOKS[target](original, pool, pool, rows, rows)
-    assert calls == [((pool, pool, rows, rows), {})]
-    assert [x.message.endswith("to sglang: no argument item_size") for x in caplog.records] == [
-        True
-    ]
-
-
-def test_what_is_not_taken_goes_to_the_engine_and_is_said_once(caplog: Any) -> None:
-    """Rows that are not contiguous."""
-    indices, target, calls = torch.arange(4), HICACHE + "one_layer_mla", list[Any]()
-    args = (torch.zeros(8, 4), indices, torch.zeros(4, 8).T, indices)
+@pytest.mark.parametrize(("cache", "item_size", "reason"), [
+    (torch.zeros(4, 64), {}, "no argument item_size"),  # of another version of the engine
+    (torch.zeros(64, 4).T, {"item_size": 16}, "rows that are not contiguous"),
+])  # fmt: skip
+def test_calls_left_to_the_engine_are_logged_once(
+    cache: Tensor, item_size: Any, reason: str, caplog: Any
+) -> None:
+    target, calls, rows = KVCACHEIO + "per_layer_mla", list[Any](), torch.arange(2)
     integrations._logged.clear()
     with caplog.at_level("INFO", "sglang.jitkern"):
         for _ in range(2):
-            assert plug_in.HOOKS[target](original_of(target, calls), *args) == "the engine's"
-    assert calls == [(args, {})] * 2
-    assert [target in x.message for x in caplog.records] == [True]
+            hook = plug_in.HOOKS[target]
+            assert hook(original_of(target, calls), cache, cache, rows, rows, **item_size)
+    assert calls == [((cache, cache, rows, rows), item_size)] * 2
+    (record,) = caplog.records
+    assert record.message.endswith(f"{target} to sglang: {reason}")
 
 
 @pytest.mark.parametrize(

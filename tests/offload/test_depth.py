@@ -115,18 +115,6 @@ def test_it_settles(name: str) -> None:
     assert changes(1500, 3000) <= 3
 
 
-def test_a_change_of_load() -> None:
-    simulated, few, many = controlled(), LOADS["compute-bound"], LOADS["bursts of 8"]
-    run(simulated, few, 200)
-    assert simulated.depths[-1] == LEAST
-    run(simulated, many, 60)
-    assert simulated.depths[-1] > LEAST
-    best = min(run(Simulated(depth), many, 400) for depth in range(1, MOST + 1))
-    assert run(simulated, many, 400) <= 1.05 * best
-    run(simulated, few, 400)
-    assert simulated.depths[-1] == LEAST
-
-
 def test_slots_that_do_not_help_are_removed() -> None:
     """A slow host serialises copies and bodies: the computed gain does not appear."""
     controller = DepthController(2, 8)
