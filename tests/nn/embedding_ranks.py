@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
-        self.store = HashStore()  # for peer memory
+        self.store = HashStore()  # peer memory meets over it
         self.barrier = threading.Barrier(size)
         self.inputs: list[Any] = [None] * size
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from jitkern.args import choice_arg, int_arg, seconds_arg, type_text
 from jitkern.comm.args import communicator_arg
-from jitkern.comm.peer_memory import HOST_PAGE_BYTES, PeerMemory
+from jitkern.comm.peer_memory import PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
 from jitkern.errors import EarlierFault, UnsupportedError
+from jitkern.ops import dispatch
 from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"
@@ -33,8 +34,7 @@ class TPEmbedding(torch.nn.Module):
 
     ``"peer"``: each rank reads each row from the ``comm.PeerMemory`` of the rank that holds it.
     That is one launch and not collective: ranks may look up different ids at different times.
-    Making the module, ``load_full``, ``load_state_dict``, ``reset_parameters`` and ``fence`` are
-    collective.
+    Making the module, ``load_full``, ``load_state_dict`` and ``fence`` are collective.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
     splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` assigns ids to
@@ -48,8 +48,6 @@ class TPEmbedding(torch.nn.Module):
         The module uses its size, rank and ``all_reduce`` (int32 or uint8, "sum", in place).
     dtype, device
         A floating dtype, by default PyTorch's; the communicator's device.
-    padding_idx : int, optional
-        As in ``torch.nn.Embedding``: its row starts as zeros.
     num_added : int
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -63,9 +61,9 @@ class TPEmbedding(torch.nn.Module):
     Attributes
     ----------
     weight : torch.nn.Parameter
-        This rank's rows: those of ``vocab_range``, then those of ``added_range``, then zeros. It
-        requires no gradient. For ``"peer"`` other ranks read it: write to it only between two calls
-        of ``fence``.
+        This rank's rows: those of ``vocab_range``, then those of ``added_range``, then zeros. All
+        are zeros until they are loaded. It requires no gradient. For ``"peer"`` other ranks read
+        it: write to it only between two calls of ``fence``.
     num_embeddings, embedding_dim, full_shape : int, int, (int, int)
         Rows of the whole table, added ones included, elements of a row, and both.
     vocab_range, added_range : (int, int)
@@ -82,7 +80,6 @@ class TPEmbedding(torch.nn.Module):
         comm: Communicator,
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
-        padding_idx: int | None = None,
         num_added: int = 0,
         method: Method = "auto",
         group: Any = None,
@@ -96,11 +93,6 @@ class TPEmbedding(torch.nn.Module):
         self.num_embeddings: int = self.vocab_size + self.num_added
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
-        self.padding_idx: int | None = padding_idx
-        if padding_idx is not None:
-            num_ids = self.num_embeddings
-            self.padding_idx = int_arg(OP, "padding_idx", padding_idx, -num_ids, num_ids - 1)
-            self.padding_idx %= num_ids
         choice_arg(OP, "method", method, get_args(Method))
         if comm.size > 1 and group is None and method == "peer":
             expected = "expected the ranks' gloo group or store for method='peer'"
@@ -119,14 +111,13 @@ class TPEmbedding(torch.nn.Module):
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
-        rows = like.new_empty(shape) if peers is None else peers.tensor(shape, like.dtype)
+        rows = like.new_zeros(shape) if peers is None else peers.tensor(shape, like.dtype)
         self.weight = torch.nn.Parameter(rows, requires_grad=False)
         # The weight and all ranks' rows. In a tuple: the module does not register it again.
         self._shared: tuple[Tensor, Tensor] | None = None
         if peers is not None:
             whole = peers.whole((shape[0] * comm.size, hidden_size), like.dtype)
             self._shared = self.weight, whole[: self.num_embeddings]
-        self.reset_parameters()
 
     @classmethod
     def from_pretrained(cls, embeddings: Any, *, comm: Communicator, **options: Any) -> TPEmbedding:
@@ -142,24 +133,6 @@ class TPEmbedding(torch.nn.Module):
         module = cls(vocab_size, hidden_size, comm=comm, **options)
         module.load_full(embeddings)
         return module
-
-    def reset_parameters(self) -> None:
-        """Draw normally distributed rows; that of ``padding_idx`` is zeros. Collective for "peer".
-
-        With the same seed, ranks get different rows, and their generators stay equal.
-        """
-        ranges = self.vocab_range, self.added_range
-        held = [id_ for start, length in ranges for id_ in range(start, start + length)]
-        with self._fenced(), torch.no_grad():
-            is_float8 = self.weight.dtype.itemsize == 1  # float8 cannot be drawn
-            drawn = torch.empty_like(self.weight, dtype=torch.float32 if is_float8 else None)
-            for rank in range(self.comm.size):
-                drawn.normal_()
-                if rank == self.comm.rank:
-                    drawn[len(held) :] = 0
-                    if self.padding_idx in held:
-                        drawn[held.index(self.padding_idx)] = 0
-                    self.weight.copy_(drawn)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, on the current stream.
@@ -221,8 +194,7 @@ class TPEmbedding(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Return the text of the module for ``print``."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}{padding}"
+        sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}"
         return f"{sizes}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
 
     def _load_from_state_dict(
@@ -257,14 +229,6 @@ class TPEmbedding(torch.nn.Module):
             )
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self._peers is not None:
-            raise TypeError(
-                f"{OP}: weight: in memory that other ranks read, cannot be copied or pickled; save "
-                "state_dict(), and load it into a new module"
-            )
-        return self.__dict__
-
     @contextmanager
     def _fenced(self) -> Iterator[None]:
         """Write to ``weight`` while no rank reads it."""
@@ -278,6 +242,7 @@ class TPEmbedding(torch.nn.Module):
 
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
+    dispatch.refuse_tracing(OP)
     ranges: dict[str, Any] = {"vocab_range": part.vocab_range, "added_range": part.added_range}
     earlier: EarlierFault | None = None
     while True:
@@ -288,17 +253,6 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
             # Ranks hear of an earlier fault at different calls. This call makes its sum all the
             # same: otherwise this rank's next sum would meet the others' sum of this call.
             earlier = earlier or error
-    if (
-        type(rows).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        or torch._C._functorch.is_functorch_wrapped_tensor(rows)
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-        or torch._C._get_tracing_state() is not None
-    ):
-        raise RuntimeError(
-            f"{OP}: ids: traced or transformed, expected a plain call: the sum over ranks has no "
-            "place in torch.export, make_fx, torch.jit.trace and torch.func; torch.compile ends a "
-            "graph here"
-        )
     _add_up(rows, comm)
     if earlier is not None:
         raise earlier
@@ -373,7 +327,7 @@ def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
 
 def rows_in_pages(num_rows: int, size: int, row_bytes: int) -> int:
     """Return the rows of each rank, whose memory is whole pages."""
-    unit = HOST_PAGE_BYTES // math.gcd(HOST_PAGE_BYTES, row_bytes)
+    unit = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
     return -(-num_rows // (size * unit)) * unit
 
 
