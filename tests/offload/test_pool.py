@@ -6,20 +6,17 @@ import gc
 import os
 import re
 import signal
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from comm.ranks import Pool, Rank, all_do
 from ref import refusals
-from rings import is_mapped
+from torch.distributed import HashStore
 
 import jitkern
 from jitkern.errors import ShareError
-from jitkern.host import library as host
 from jitkern.offload import PinnedPool, Share, memory
 
 MIB = 1 << 20
@@ -74,6 +71,10 @@ def test_says_what_it_is() -> None:
     assert "64 MiB, closed" in repr(pool)
 
 
+def shared(name: Any, rank: Any, size: int, timeout_s: float = 1.0) -> dict[str, Any]:
+    return {"size": 8, "share": Share(name, rank, size, timeout_s, HashStore())}
+
+
 test_mistakes = refusals(
     PinnedPool,
     {},
@@ -83,80 +84,36 @@ test_mistakes = refusals(
     ({"size": 4.5}, TypeError, "size: float, expected an int"),
     ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
     ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
-    ({"size": 8, "share": Share(3, 0, 1)}, ValueError, "share: name: 3, expected 1 to 200 letters"),
-    ({"size": 8, "share": Share("a/b", 0, 1)}, ValueError, "share: name: 'a/b', expected 1 to"),
-    ({"size": 8, "share": Share("a", None, 1)}, TypeError, "share 'a': rank: None, expected an"),
-    ({"size": 8, "share": Share("a", 3, 2)}, ValueError, "share 'a': rank: 3, expected 0 to 1"),
-    ({"size": 8, "share": Share("a", 0, 0)}, ValueError, "share 'a': size: 0, expected at least 1"),
-    ({"size": 8, "share": Share("a", 0, 1, 0)}, ValueError, "share 'a': timeout_s: 0, expected ab"),
+    (shared(3, 0, 1), ValueError, "share: name: 3, expected 1 to 200 letters"),
+    (shared("a/b", 0, 1), ValueError, "share: name: 'a/b', expected 1 to"),
+    (shared("a", None, 1), TypeError, "share 'a': rank: None, expected an"),
+    (shared("a", 3, 2), ValueError, "share 'a': rank: 3, expected 0 to 1"),
+    (shared("a", 0, 0), ValueError, "share 'a': size: 0, expected at least 1"),
+    (shared("a", 0, 1, 0), ValueError, "share 'a': timeout_s: 0, expected above"),
     ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),
 )
 
 
-class Noted:
-    """The host module, of whose memory the calls are noted."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, int]] = []
-        self.address = 0
-        self.fails_at = -1  # which touch
-
-    def __getitem__(self, name: str) -> Any:
-        assert name == "make_pinned_memory"
-        return self.make
-
-    def make(self, num_bytes: int, fd: int) -> Any:
-        tensor, *_, register, close = host.module()["make_pinned_memory"](num_bytes, fd)
-        self.address = torch.from_dlpack(tensor).data_ptr()
-        return tensor, partial(self.note, "bind"), partial(self.note, "touch"), register, close
-
-    def note(self, what: str, begin: int, count: int, *_: int) -> int:
-        self.calls.append((what, begin, count))
-        return 12 if len(self.calls) == self.fails_at else 0
+def test_a_share_without_a_group() -> None:
+    text = "^PinnedPool: share 'a': group: torch.distributed is not initialised; call"
+    with pytest.raises(ShareError, match=text):
+        PinnedPool(8, share=Share("a", 0, 1))
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
-    host.module()
-    noted = Noted()
-    monkeypatch.setattr(memory, "host", SimpleNamespace(module=lambda: noted))
-    return noted
-
-
-def test_a_rank_binds_what_it_touches(noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_node_of_gpu", lambda: 1)
-    num_bytes = 5 * MIB + 24
-    for ranks in ([(0, num_bytes)], [(0, 2 * MIB), (2 * MIB, 2 * MIB), (4 * MIB, MIB + 24)]):
-        for rank, part in enumerate(ranks):
-            noted.calls.clear()
-            memory.PinnedMemory(num_bytes, -1, rank, len(ranks))
-            assert noted.calls == [("bind", *part), ("touch", *part)]
-
-
-def test_memory_that_linux_refuses_leaves_nothing(
-    noted: Noted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the container's limit is below what the machine has free."""
-    noted.fails_at = 3
-    monkeypatch.setattr(memory, "_node_of_gpu", lambda: None)
+def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a container's limit, which gives ENOMEM: the end of a file gives EFAULT."""
+    fd = os.memfd_create("jitkern-too-small")
+    os.ftruncate(fd, 2 * MIB)
     monkeypatch.setattr(memory, "_TOUCH_BYTES", MIB)
     text = (
-        "PinnedPool: Cannot allocate memory after 2 MiB of 4 MiB; free memory, or raise the limit "
+        "PinnedPool: Bad address after 2 MiB of 4 MiB; free memory, or raise the limit "
         "of the container"
     )
     with pytest.raises(MemoryError, match=f"^{re.escape(text)}$"):
-        PinnedPool(4 * MIB)
+        memory.PinnedMemory(4 * MIB, fd)
+    os.close(fd)
     gc.collect()
-    assert not is_mapped(noted.address)
-
-
-def test_shown_on_a_terminal_only(capfd: pytest.CaptureFixture[str]) -> None:
-    PinnedPool(4 * MIB).close()
-    assert capfd.readouterr().err == ""
-    PinnedPool(4 * MIB, progress=True).close()
-    assert "PinnedPool" in capfd.readouterr().err
-    PinnedPool(4 * MIB, progress=False).close()
-    assert capfd.readouterr().err == ""
+    assert "jitkern-too-small" not in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.cuda
@@ -198,18 +155,20 @@ NUM_RANKS = 3
 NAME = f"test-{os.getpid()}"
 
 
-def tell_make(ranks: list[Rank], missing: int = -1, timeout_s: int = 60) -> None:
+def tell_make(pool: Pool, ranks: list[Rank], missing: int = -1, timeout_s: int = 60) -> None:
+    path = pool.path()
     for number, rank in enumerate(ranks):
         if number == missing:
             continue
-        share = f"Share({NAME!r}, {number}, {NUM_RANKS}, {timeout_s})"
+        where = f"{number}, {NUM_RANKS}, {timeout_s}, dist.FileStore({path!r}, -1)"
+        share = f"Share({NAME!r}, {where})"
         rank.tell(f"held = PinnedPool({NUM_BYTES}, share={share}); table = words(held)")
 
 
 @pytest.fixture
 def three(pool: Pool) -> list[Rank]:
     ranks = pool.start(NUM_RANKS)
-    tell_make(ranks)
+    tell_make(pool, ranks)
     assert [rank.value() for rank in ranks] == [None] * NUM_RANKS
     return ranks
 
@@ -224,7 +183,7 @@ def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    share = Share(f"test-after-{os.getpid()}", 0, 1)
+    share = Share("test-after", 0, 1, group=HashStore())
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(memory.PinnedMemory, "register", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -234,31 +193,25 @@ def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_memory_outlives_a_rank(pool: Pool, three: list[Rank]) -> None:
-    """Also rank 0, by kill -9; with the last one the name is free again."""
+    """Also rank 0, by kill -9; others can take the name."""
     three[0].ask("table[9] = 1")
     three[0].kill()
     assert three[1].ask("table[9].item()") == 1
     three[1].ask("held.close()")
     assert three[2].ask("table[9].item()") == 1
     again = pool.start(NUM_RANKS)
-    tell_make(again)
+    tell_make(pool, again)
     assert [rank.value() for rank in again] == [None] * NUM_RANKS
     assert again[2].ask("table[9].item()") == 0
 
 
 @pytest.mark.parametrize(
-    ("who", "becomes", "step"),
-    [
-        (1, "killed", "__init__"),
-        (2, "failed", "register"),
-        (0, "killed", "register"),
-        (0, "failed", "__init__"),
-    ],
+    ("who", "becomes", "step"), [(1, "killed", "__init__"), (0, "failed", "register")]
 )
 def test_all_raise_where_one_does_not_come(pool: Pool, becomes: str, step: str, who: int) -> None:
     ranks = pool.start(NUM_RANKS)
     ranks[who].ask(f"instead_of({step!r}, {'end' if becomes == 'killed' else 'fail'})")
-    tell_make(ranks)
+    tell_make(pool, ranks)
     start = f"ShareError: PinnedPool: share '{NAME}': "
     for number, rank in enumerate(ranks):
         if number == who and becomes == "killed":
@@ -275,15 +228,7 @@ def test_all_raise_where_one_does_not_come(pool: Pool, becomes: str, step: str, 
 
 def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
     ranks = pool.start(NUM_RANKS)
-    tell_make(ranks, missing=1, timeout_s=1)
+    tell_make(pool, ranks, missing=1, timeout_s=1)
     for rank in (ranks[0], ranks[2]):
         said = rank.error()["error"]
         assert said.startswith("ShareError: ") and "rank 1" in said, said
-
-
-def test_a_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jitkern.offload.pool._SHARED", tmp_path)
-    (tmp_path / f"jitkern-{os.geteuid()}").mkdir()
-    (tmp_path / f"jitkern-{os.geteuid()}").chmod(0o777)
-    with pytest.raises(ShareError, match=r"mode 777, expected a folder of uid \d+ alone, mode 700"):
-        PinnedPool(NUM_BYTES, share=Share("test-folder", 0, 1))

@@ -201,7 +201,7 @@ def test_between_two_gpus() -> None:
 
 @pytest.mark.cuda
 def test_a_pool_and_a_pitch_of_more_than_2_gib() -> None:
-    with PinnedPool(5 << 30, progress=False) as pool:
+    with PinnedPool(5 << 30) as pool:
         rows = pool.tensor((5 << 30,), torch.uint8)
         pitch = (2 << 30) + 4096
         for row in range(2):

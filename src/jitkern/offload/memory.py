@@ -7,8 +7,7 @@ import os
 import resource
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,7 @@ from jitkern.host import library as host
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _MAX_THREADS = 32  # 8 threads back 38 GB/s of used memory, 16 52: the kernel's zeroing is the rest
-_TOUCH_BYTES = _GIB  # per call into C++; progress and Ctrl-C are handled between calls
-_SHOWN_BYTES = 4 * _GIB  # progress is shown from this size on
-
-Shown = Callable[[str, float], None]
-"""Displays a step and its progress, 0 to 1."""
-
-
-def _quiet(step: str, done: float) -> None:
-    pass
+_TOUCH_BYTES = _GIB  # per call into C++; Ctrl-C is handled between calls
 
 
 class PinnedMemory:
@@ -39,14 +30,7 @@ class PinnedMemory:
     part only, on the NUMA node of its GPU while that has room.
     """
 
-    def __init__(
-        self,
-        num_bytes: int,
-        fd: int = -1,
-        rank: int = 0,
-        num_ranks: int = 1,
-        shown: Shown = _quiet,
-    ) -> None:
+    def __init__(self, num_bytes: int, fd: int = -1, rank: int = 0, num_ranks: int = 1) -> None:
         memory, *methods = host.module()["make_pinned_memory"](num_bytes, fd)
         self._bind, self._touch, self._register, self.close = methods
         with torch.inference_mode(False):  # inference tensors cannot be written outside of it
@@ -56,10 +40,10 @@ class PinnedMemory:
         begin = time.perf_counter()
         part_bytes = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES
         first, last = (min(i * part_bytes, num_bytes) for i in (rank, rank + 1))
-        self.numa_node = self._touch_part(first, last, shown)
+        self.numa_node = self._touch_part(first, last)
         self.touch_s: float = time.perf_counter() - begin
 
-    def _touch_part(self, first: int, last: int, shown: Shown) -> int | None:
+    def _touch_part(self, first: int, last: int) -> int | None:
         """Make Linux back a part of the memory with pages; return their NUMA node."""
         node = _node_of_gpu()
         if node is not None and not self._bind(first, last - first, node):
@@ -74,17 +58,15 @@ class PinnedMemory:
                     f"PinnedPool: {os.strerror(errno)} after {done} of {total}; "
                     "free memory, or raise the limit of the container"
                 )
-            shown("touching", (begin + count - first) / (last - first))
         return node
 
-    def register(self, shown: Shown = _quiet) -> None:
+    def register(self) -> None:
         """Register the memory for all GPUs, if there are any.
 
         All ranks must have touched their parts: CUDA would touch the rest with one thread.
         """
         if not torch.cuda.is_available():
             return
-        shown("registering", 0.0)
         begin = time.perf_counter()
         try:
             self._register(torch.cuda.current_device())
@@ -97,7 +79,6 @@ class PinnedMemory:
                 f"{size_text(free_bytes() or 0)} of memory are free"
             ) from None
         self.is_registered, self.register_s = True, time.perf_counter() - begin
-        shown("registering", 1.0)
         _registered.add(self)
 
 
@@ -136,24 +117,3 @@ def size_text(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes} bytes"
-
-
-@contextmanager
-def display(num_bytes: int, progress: bool | None) -> Iterator[Shown]:
-    """Show progress on standard error, if it is requested or the size is large."""
-    if num_bytes < _SHOWN_BYTES if progress is None else not progress:
-        yield _quiet
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, force_terminal=True if progress else None)
-    with Progress(
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as bar:
-        task = bar.add_task("PinnedPool", total=1.0)
-        yield lambda step, done: bar.update(task, description=f"PinnedPool: {step}", completed=done)

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from jitkern import fs
 from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from jitkern.comm.rendezvous import Rendezvous
 
 _ALIGN_BYTES = 128  # a cache line, so that rows of whole lines are aligned
-_SHARED = Path("/dev/shm")  # for the rendezvous of ranks without a group
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,14 @@ class Share:
     Parameters
     ----------
     name
-        The pool's name, the same in all ranks and unique per user: letters, digits, ``._+-``.
+        The pool's name, the same in all ranks: letters, digits, ``._+-``. Messages quote it.
     rank, num_ranks
         This process's number, counted from 0, and the number of processes.
     timeout_s
         How long a rank waits for the others at each step.
     group
-        The rendezvous of the ranks: a group of exactly these ranks, or a ``Store`` of
-        torch.distributed. By default a file in ``/dev/shm``.
+        Where the ranks meet: a gloo group of exactly these ranks, or a ``Store`` of
+        torch.distributed. By default torch's default group.
     """
 
     name: str
@@ -79,8 +76,6 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         Required with a shape. ``tensor()`` returns that tensor.
     share : Share, optional
         One pool for all ranks of a node; every rank makes it, with the same name and size.
-    progress : bool, optional
-        Shows progress on standard error; by default from 4 GiB on, on a terminal.
 
     Raises
     ------
@@ -104,16 +99,15 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         dtype: torch.dtype | None = None,
         *,
         share: Share | None = None,
-        progress: bool | None = None,
     ) -> None:
         self._shape, num_bytes = _size_arg(size, dtype)
         self._dtype = dtype
         optional_arg("PinnedPool", "share", share, Share)
         if share is None:
             memory.require_free(num_bytes)
-            self._make(num_bytes, progress)
+            self._make(num_bytes)
         else:
-            self._make_shared(num_bytes, share, progress)
+            self._make_shared(num_bytes, share)
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -166,7 +160,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         size = memory.size_text(stats.num_bytes)
         return f"PinnedPool({size}, {state}{node}; touched in {stats.touch_s:.2f} s{registered})"
 
-    def _make_shared(self, num_bytes: int, share: Share, progress: bool | None) -> None:
+    def _make_shared(self, num_bytes: int, share: Share) -> None:
         """Make the pool in all ranks, or in none."""
         # Imported here, as in _meeting: only shared pools need the ranks.
         from jitkern.comm.descriptors import Descriptors, hand_over
@@ -180,21 +174,19 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         with _meeting(share, num_bytes) as met, Descriptors() as fds:
             met.all_or_none("made", make)
             hand_over(met, fds, [0])
-            self._make(num_bytes, progress, fds[0], met)
+            self._make(num_bytes, fds[0], met)
 
-    def _make(
-        self, num_bytes: int, progress: bool | None, fd: int = -1, met: Rendezvous | None = None
-    ) -> None:
+    def _make(self, num_bytes: int, fd: int = -1, met: Rendezvous | None = None) -> None:
         """Touch and register the memory, in step with the other ranks if there are any."""
         self._pid = os.getpid()
-        with memory.display(num_bytes, progress) as shown:
-            if met is None:
-                pinned = PinnedMemory(num_bytes, fd, shown=shown)
-                pinned.register(shown)
-            else:
-                make = partial(PinnedMemory, num_bytes, fd, met.rank, met.size, shown)
-                pinned = met.all_or_none("touched", make)
-                met.all_or_none("registered", partial(pinned.register, shown))
+        if met is None:
+            pinned = PinnedMemory(num_bytes, fd)
+            pinned.register()
+        else:
+            pinned = met.all_or_none(
+                "touched", partial(PinnedMemory, num_bytes, fd, met.rank, met.size)
+            )
+            met.all_or_none("registered", pinned.register)
         self._memory = pinned
         self.stats = PoolStats(
             num_bytes, pinned.touch_s, pinned.register_s, pinned.numa_node, pinned.is_registered
@@ -211,10 +203,8 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")
     name, facts = f"PinnedPool: share {share.name!r}", {"num_bytes": num_bytes}
     try:
-        group = _file_store(share.name) if share.group is None else share.group
-        met = Rendezvous(
-            name, group, share.rank, share.num_ranks, timeout_s=share.timeout_s, facts=facts
-        )
+        ranks = share.group, share.rank, share.num_ranks
+        met = Rendezvous(name, *ranks, timeout_s=share.timeout_s, facts=facts)
         try:
             yield met
             met.close()
@@ -225,19 +215,6 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
         raise  # a wrong argument of this rank
     except Exception as error:
         raise ShareError(f"{name}: {str(error).removeprefix(name + ': ')}") from error
-
-
-def _file_store(name: str) -> Any:
-    """Return a store in a file that only this user can access."""
-    folder = _SHARED / f"jitkern-{os.geteuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o177077 != 0o040000:
-        text = f"uid {status.st_uid}, mode {status.st_mode & 0o7777:o}"
-        expected = f"a folder of uid {os.geteuid()} alone, mode 700"
-        raise ShareError(f"{folder}: {text}, expected {expected}")
-    path = str(folder / f"pool-{name}")
-    return dist.FileStore(path, -1)  # type: ignore[attr-defined]
 
 
 def _size_arg(
