@@ -140,7 +140,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ),
     ("peer_reduce", "comm/peer_reduce.h"): (
         ("* 2 + epoch % 2)", "* 2)"),
-        ("return (seen & ~given_up) != 0 ? seen & ~given_up : missing;", "return missing;"),
     ),
     ("race", "ops/store.cu"): (
         ("slot[r] * copy.cache", "i64(indices[group.first_row + r]) * copy.cache"),

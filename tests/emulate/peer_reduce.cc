@@ -5,7 +5,6 @@
 
 #include <sanitizer/asan_interface.h>
 
-#include <map>
 #include <memory>
 
 #include "sweep.h"
@@ -27,10 +26,10 @@ class PeerSum {
     PeerReduceParams params{};
     void (*run)(const PeerReduceParams&);
     std::unique_ptr<RowBuffer> x, out;  // no `out`: in place
-    std::vector<u32> items;             // as bits
+    std::vector<u32> items;             // their bits
   };
 
-  // Of up to three rounds of slots, or some rounds that hold `vecs`.
+  // Up to three rounds of slots; a round has `vecs` vectors.
   PeerSum(const std::vector<PeerKernel>& kernels, u32 num_ranks, u32 vecs, Random& random)
       : num_ranks_(num_ranks) {
     std::vector<PeerKernel> own;
@@ -50,22 +49,20 @@ class PeerSum {
     if (way_ == kTwoShot && num_items_ * item_bytes_ <= 16 * (num_ranks - 1)) {
       num_items_ += of_vec * num_ranks;
     }
-    if (way_ == kScatter) num_items_ *= num_ranks;  // of x
-    if (way_ == kMeet) num_items_ = of_vec;         // which nobody reads
+    if (way_ == kScatter) num_items_ *= num_ranks;  // the items of x
+    if (way_ == kMeet) num_items_ = of_vec;         // nobody reads them
     for (u32 r = 0; r < num_ranks; ++r) ranks.push_back(any_rank(r, kernels, random));
     expect();
   }
 
-  // As the blocks of the call count.
+  // The epochs that a block of the call counts.
   u32 epochs_of(u32 block) const {
     if (block >= num_blocks) return 0;
     const PeerReduceParams& p = ranks[0].params;
     return (p.blocks.share(block).count + p.slots.vecs - 1) / p.slots.vecs;
   }
 
-  bool is_one_shot() const { return way_ == kOneShot || is_barrier(); }
   bool is_barrier() const { return way_ == kMeet; }
-  bool is_two_shot() const { return way_ == kTwoShot; }
 
   // What rank `r` should have by now.
   void check(u32 r, bool is_done) {
@@ -120,7 +117,7 @@ class PeerSum {
     return rank;
   }
 
-  // As peer_reduce.cc does.
+  // The same as in peer_reduce.cc.
   void give_parts(PeerReduceParams& p, i64 bytes) const {
     const u32 vecs = static_cast<u32>((bytes + 15) / 16);
     p.tail_bytes = static_cast<u32>(bytes % 16);
@@ -213,17 +210,10 @@ class Round {
     for (u32 k = 0; k < calls_.size(); ++k) give_params(k);
   }
 
-  // From call `from` on one rank does not come, if that is one. It may die in that call, when it
-  // has sent its values to some.
+  // From call `from` on rank `missing` does not come, if that is a rank.
   void run(i64 from, u32 missing) {
     missing_from_ = from;
     missing_ = missing;
-    // The lucky one ends a call of one shot, and waits in the next.
-    const PeerSum& call = calls_[from];
-    const bool can_die = call.is_two_shot() ||
-                         (call.is_one_shot() && call.epochs_of(0) == 1 && from + 1 < num_calls());
-    dies_ = missing < num_ranks_ && num_ranks_ > 2 && can_die && random_.below(2) == 0;
-    lucky_ = (missing + 1 + static_cast<u32>(random_.below(num_ranks_ - 1))) % num_ranks_;
     on_fresh_load = [this] { look_on(); };
     on_system_fence = [this] {
       is_fenced_[number()] = 1;
@@ -248,7 +238,6 @@ class Round {
     u32 value;
     u32 owner;
   };
-  struct Dead {};
   static constexpr u32 kAllOnes[4] = {~0u, ~0u, ~0u, ~0u};
   // One call of one rank.
   struct Running {
@@ -305,7 +294,7 @@ class Round {
     for (u32 k = blockIdx.y % 2; k < calls_.size(); k += 2) {
       PeerSum& call = calls_[k];
       if (blockIdx.x >= call.num_blocks) continue;
-      if (r == missing_ && (dies_ ? k > missing_from_ : k >= missing_from_)) continue;
+      if (r == missing_ && k >= missing_from_) continue;
       at_[own] = k;
       is_fenced_[own] = 0;
       // Little where the clock is looked at, which goes on by the looks of all.
@@ -315,13 +304,7 @@ class Round {
       while (!may_start(k)) rest();
       PeerReduceParams params = call.ranks[r].params;  // one for each thread, as registers are
       params.deadline_ns = missing_ < num_ranks_ ? 32 * kNanosecondsEach * at_.size() : 0;
-      try {
-        call.ranks[r].run(params);
-      } catch (const Dead&) {
-        // For those of its threads that had nothing to wait for: behind the epoch.
-        if (call.epochs_of(blockIdx.x) > 1) __syncthreads_or(1);
-        continue;
-      }
+      call.ranks[r].run(params);
       if (call.is_barrier() && all_come && !is_fenced_[own]) {
         fail("what is behind a barrier may be read in front of it");
       }
@@ -345,23 +328,15 @@ class Round {
       return one.owner >= set && one.owner < set + num_blocks_ * num_threads_;
     });
     kernels_[r][k].is_over = true;
-    const i64 fails_at = missing_ < num_ranks_ ? failing_call(r) : num_calls();
-    // Some parts may have come where a rank died on its way.
-    if (k != fails_at || !dies_) calls_[k].check(r, k < fails_at);
+    const i64 fails_at = missing_ < num_ranks_ ? missing_from_ : num_calls();
+    calls_[k].check(r, k < fails_at);
     if (k > fails_at && kernels_[r][k].num_stored > 0) {
       fail("a broken workspace is used");
     }
   }
 
-  bool is_dying() const { return dies_ && rank() == missing_ && at_[number()] == missing_from_; }
   void look_on() {
     is_fenced_[number()] = 0;
-    // Behind the epoch, and whether the workspace is broken, a kernel looks at what was sent to it.
-    if (is_dying() && ++loads_[number()] > 2) {
-      const u32 self = number();
-      flush([self](const Pending& one) { return one.owner == self; });
-      throw Dead();
-    }
     for (i64 count = random_.below(4); count > 0 && !pending_.empty(); --count) {
       const size_t i = static_cast<size_t>(random_.below(static_cast<i64>(pending_.size())));
       land(pending_[i]);
@@ -375,9 +350,6 @@ class Round {
     const PeerSum& call = calls_[at_[number()]];
     const bool is_sent = std::memcmp(&value, &kAllOnes, sizeof(value)) != 0;
     if (call.is_barrier() && is_sent && !is_fenced_[number()]) fail("a barrier overtakes");
-    const char* const lucky = reinterpret_cast<const char*>(workspaces_[lucky_].data());
-    const i64 offset = reinterpret_cast<const char*>(to) - lucky;
-    if (is_dying() && (offset < 0 || offset >= slots_.workspace_bytes())) return;
     u32 words[4];
     std::memcpy(words, &value, 16);
     for (int i = 0; i < 4; ++i) {
@@ -408,10 +380,6 @@ class Round {
     *one.at = one.value;
   }
 
-  i64 failing_call(u32 r) const {
-    const bool is_next = dies_ && r == lucky_ && !calls_[missing_from_].is_two_shot();
-    return missing_from_ + is_next;
-  }
   void check_end() {
     const bool is_broken = missing_ < num_ranks_;
     for (u32 r = 0; r < num_ranks_; ++r) {
@@ -433,7 +401,7 @@ class Round {
   }
   void expect_failure(u32 r) {
     const i64 mask = 1 << missing_;
-    const i64 number = failing_call(r) + 1;
+    const i64 number = missing_from_ + 1;
     if (control(r).intact == kUnwritten) fail("not broken, though ranks were missing");
     if (failures_[r].record()->state != 2) fail("silent");
     failures_[r].expect(kSite, mask, number, r);
@@ -454,9 +422,6 @@ class Round {
   u32 first_epoch_ = 0;
   i64 missing_from_ = 0;
   u32 missing_ = 0;
-  bool dies_ = false;
-  u32 lucky_ = 0;  // whom the dying one has sent its values
-  std::map<u32, int> loads_;
   u64 rests_ = 0;
 };
 
