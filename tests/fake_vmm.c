@@ -62,21 +62,10 @@ static int reaches(int one, int other) {
   return !((one == a && other == b) || (one == b && other == a));
 }
 
-CUresult cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
-  memset(uuid, 0, 16);
-  memcpy(uuid, "fake GPU", 8);
-  uuid[15] = (unsigned char)gpu_of(device);
-  return device >= fake_gpu_count() ? 101 : 0;
-}
 static int are_right(const struct Properties* p) {
   return p->type == 1 && p->location.type == 1 && p->location.id < fake_gpu_count() &&
          (p->handle_types == 0 || p->handle_types == 1) && p->windows == NULL;
 }
-CUresult cuMemGetAllocationGranularity(size_t* bytes, const struct Properties* p, int option) {
-  *bytes = PIECE;
-  return option != 0 || !are_right(p) ? INVALID : 0;
-}
-
 static CUresult add_handle(uint64_t* handle, int fd, int gpu, int is_exportable) {
   struct stat found;
   if (num_handles == MOST || fstat(fd, &found) != 0) return INVALID;

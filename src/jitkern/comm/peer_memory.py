@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,14 +15,15 @@ from torch.utils.dlpack import from_dlpack
 
 from jitkern.args import device_arg, int_arg, type_text
 from jitkern.comm.args import namespace
-from jitkern.comm.descriptors import OWN_PART, Descriptors, hand_over
+from jitkern.comm.descriptors import Descriptors, hand_over
 from jitkern.comm.protocol import Closing
 from jitkern.comm.rendezvous import PeerInfo, Rendezvous, boot_id
 from jitkern.errors import UnsupportedError
 from jitkern.fs import make_memory
 from jitkern.host import library as host
 
-HOST_PAGE_BYTES = 2 << 20  # on the CPU; GPUs have the same
+PAGE_BYTES = 2 << 20
+"""A rank's share is whole pages: the granularity of cuMemCreate on all GPUs, a huge page."""
 _MAX_BYTES = 1 << 46  # per rank: less than a process can address
 _PATTERN_BYTES = 512
 _INSTEAD = "use init_pynccl's all_reduce between them"
@@ -88,9 +88,9 @@ class PeerMemory(Closing):
             "num_bytes": self.num_bytes,
             "device": self.device.type,
             **(_same or {}),  # further settings that all ranks must share
-            "_ordinal": ordinal,
+            "_place": str(self.device),
             "_host": _host(),
-            **({"_page_bytes": HOST_PAGE_BYTES} if ordinal < 0 else _gpu_facts(ordinal)),
+            "_can_share": ordinal < 0 or bool(host.module()["gpu_shares_memory"](ordinal)),
         }
         self._rendezvous = Rendezvous(
             _user, group, rank, size, timeout_s=timeout_s, position=self._position, facts=facts
@@ -98,8 +98,9 @@ class PeerMemory(Closing):
         self.rank: int = self._rendezvous.rank
         self.size: int = self._rendezvous.size
         try:
-            self.share_bytes: int = _share_bytes(self.num_bytes, self._rendezvous.peers)
-            self._range: Any = _make_range(self._rendezvous, self.share_bytes)
+            _require_sharing(self._rendezvous.peers)
+            self.share_bytes: int = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
+            self._range: Any = _make_range(self._rendezvous, self.share_bytes, ordinal)
         except BaseException as error:
             self._rendezvous.fail(error)
             raise
@@ -199,26 +200,17 @@ def as_torch(view: Any) -> Tensor:
     return tensor
 
 
-def _gpu_facts(ordinal: int) -> dict[str, Any]:
-    """Return the page size of shareable memory, 0 if there is none, and the name by nvidia-smi."""
-    module = host.module()
-    name = f"GPU-{uuid.UUID(bytes=bytes(module['gpu_uuid'](ordinal)))}"
-    return {"_page_bytes": int(module["gpu_granularity"](ordinal)), "_gpu": name}
-
-
 def _host() -> str:
     """Return a text that is equal on ranks that can send each other descriptors."""
     return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _place(info: PeerInfo) -> str:
-    if info.facts["_ordinal"] < 0:
-        return f"the CPU of rank {info.rank}"
-    return f"cuda:{info.facts['_ordinal']} of rank {info.rank} ({info.facts['_gpu']})"
+    return f"{info.facts['_place']} of rank {info.rank}"
 
 
-def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
-    """Return the bytes per rank, or raise UnsupportedError, the same on all ranks."""
+def _require_sharing(peers: list[PeerInfo]) -> None:
+    """Raise UnsupportedError, the same on all ranks, unless all can share memory."""
     if len({peer.facts["_host"] for peer in peers}) > 1:
         hosts = " and ".join(f"rank {peer.rank} is on {peer.host}" for peer in peers)
         raise UnsupportedError(
@@ -227,28 +219,26 @@ def _share_bytes(num_bytes: int, peers: list[PeerInfo]) -> int:
             "TorchCommunicator"
         )
     for peer in peers:
-        if peer.facts["_page_bytes"] == 0:
+        if not peer.facts["_can_share"]:
             raise UnsupportedError(
                 f"PeerMemory: {_place(peer)} has no memory that other processes can map, expected "
                 "virtual memory management that exports file descriptors, which some virtual "
                 f"machines do not have; {_INSTEAD}"
             )
-    page = max(int(peer.facts["_page_bytes"]) for peer in peers)
-    return -(-num_bytes // page) * page
 
 
 # -- the range of addresses ------------------------------------------------------------------------
 
 
-def _make_range(met: Rendezvous, share_bytes: int) -> Any:
+def _make_range(met: Rendezvous, share_bytes: int, ordinal: int) -> Any:
     """Return the memory of all ranks, mapped and checked. Collective: all ranks, or all raise.
 
     A wrong IOMMU setting gives wrong data, and correct reads do not prove correct writes. So each
     rank writes a pattern into every rank's memory. Then it reads, in its own memory and in each
     other rank's, the pattern that the other rank has written.
     """
-    peers, mine, wait_s = met.peers, met.peers[met.rank], met.timeout_s * OWN_PART
-    ordinal, begin = mine.facts["_ordinal"], mine.rank * share_bytes
+    peers, mine = met.peers, met.peers[met.rank]
+    begin = mine.rank * share_bytes
 
     def pattern(owner: PeerInfo, writer: PeerInfo) -> tuple[int, bytes]:
         """Return its offset, and its bytes, which rank 0's nonce makes unique to this memory."""
@@ -266,7 +256,7 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
             undo.push(lambda kind, *_: range_.release() if kind is not None else None)
             if ordinal >= 0:
                 fds[mine.rank] = int(range_.create(mine.rank))
-                range_.clear(begin, share_bytes, wait_s)  # the driver does not
+                range_.clear(begin, share_bytes)  # the driver does not
             else:
                 fds[mine.rank] = make_memory("PeerMemory", "jitkern-peers", share_bytes)
                 range_.map(mine.rank, fds[mine.rank])
@@ -276,7 +266,7 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
             for owner in peers:
                 if owner is not mine:
                     _map(range_, mine, owner, fds[owner.rank])
-                range_.write(*pattern(owner, mine), wait_s)
+                range_.write(*pattern(owner, mine))
 
         def compare() -> None:
             for other in peers:
@@ -285,14 +275,14 @@ def _make_range(met: Rendezvous, share_bytes: int) -> Any:
                 here = f"what {place} writes to the memory of {own} is not there"
                 for owner, symptom in ((other, there), (mine, here)):
                     at, expected = pattern(owner, other)
-                    if bytes(range_.read(at, _PATTERN_BYTES, wait_s)) != expected:
+                    if bytes(range_.read(at, _PATTERN_BYTES)) != expected:
                         raise UnsupportedError(
                             f"PeerMemory: peer access gives wrong data: {symptom}; {_INSTEAD}, and "
                             "see whether the IOMMU or PCIe ACS is in the way"
                         )
 
         def clear() -> None:
-            range_.clear(begin, len(peers) * _PATTERN_BYTES, wait_s)
+            range_.clear(begin, len(peers) * _PATTERN_BYTES)
 
         range_ = met.all_or_none("make", make)
         hand_over(met, fds, range(len(peers)))

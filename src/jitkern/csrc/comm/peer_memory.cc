@@ -9,10 +9,9 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <memory>
-#include <mutex>
+#include <vector>
 
 #include "host/objects.h"
 #include "host/staging.h"
@@ -30,22 +29,11 @@ VmmProperties properties_of(int ordinal) {
   return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
 }
 
-// The 16 bytes that identify the GPU in all processes.
-Bytes gpu_uuid(int64_t ordinal) {
-  char uuid[16] = {};
-  JITKERN_CU(cuDeviceGetUuid_v2, uuid, device_handle(ordinal));
-  return Bytes(uuid, sizeof(uuid));
-}
-
-// The page size of memory that this GPU can share with other processes; 0 if it has none.
-int64_t gpu_granularity(int ordinal) {
-  for (const int attribute : {kAttributeKnowsVmm, kAttributeExportsFds}) {
-    if (device_attribute(device_handle(ordinal), attribute) == 0) return 0;
-  }
-  const VmmProperties properties = properties_of(ordinal);
-  size_t bytes = 0;
-  JITKERN_CU(cuMemGetAllocationGranularity, &bytes, &properties, kVmmLeastGranularity);
-  return static_cast<int64_t>(bytes);
+// Whether this GPU has memory that other processes can map.
+bool gpu_shares_memory(int ordinal) {
+  const CUdevice device = device_handle(ordinal);
+  return device_attribute(device, kAttributeKnowsVmm) != 0 &&
+         device_attribute(device, kAttributeExportsFds) != 0;
 }
 
 // -- ranges --------------------------------------------------------------------------------------
@@ -96,11 +84,9 @@ class HostRange : public PeerRange {
     madvise(at, length, MADV_DONTFORK);
   }
 
-  void write(i64 offset, Bytes from, double) {
-    std::memcpy(base + offset, from.data(), from.size());
-  }
-  Bytes read(i64 offset, size_t bytes, double) { return Bytes(base + offset, bytes); }
-  void clear(i64 offset, size_t bytes, double) { std::memset(base + offset, 0, bytes); }
+  void write(i64 offset, Bytes from) { std::memcpy(base + offset, from.data(), from.size()); }
+  Bytes read(i64 offset, size_t bytes) { return Bytes(base + offset, bytes); }
+  void clear(i64 offset, size_t bytes) { std::memset(base + offset, 0, bytes); }
   void release() noexcept {
     if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
     reserved_ = nullptr;
@@ -117,30 +103,6 @@ class HostRange : public PeerRange {
 
   void* reserved_ = nullptr;
   size_t reserved_bytes_ = 0;
-};
-
-// Small copies with a GPU use a stream of their own: torch's may be full of work. It lives as long
-// as the process.
-struct Probe {
-  static constexpr i64 kBytes = 4096;  // the patterns of comm/peer_memory.py are shorter
-  std::mutex mutex;                    // held by a copy
-  const CUstream stream = make_stream(kHighestStreamPriority);
-  const CUevent event = make_event();
-  // A copy from pageable memory would block in the driver.
-  char* const pinned = allocate_pinned(kBytes);
-
-  static Probe& of(const Device& device) {
-    static std::mutex mutex;
-    static std::array<Probe*, kMaxDevices> probes{};
-    const std::lock_guard<std::mutex> lock(mutex);
-    Probe*& probe = probes[static_cast<size_t>(device.ordinal)];
-    if (probe == nullptr) {
-      const RelaxedCapture relaxed;
-      const ContextScope scope(device);
-      probe = new Probe();
-    }
-    return *probe;
-  }
 };
 
 class GpuRange : public PeerRange {
@@ -182,23 +144,20 @@ class GpuRange : public PeerRange {
     map_handle(rank, handle.value);
   }
 
-  // These three raise RuntimeError if the GPU takes longer than `timeout_s`.
-  void write(i64 offset, Bytes from, double timeout_s) {
-    run(timeout_s, [&](Probe& probe) {
-      std::memcpy(probe.pinned, from.data(), from.size());
-      copy_to_device(base + offset, probe.pinned, static_cast<i64>(from.size()), probe.stream);
+  void write(i64 offset, Bytes from) {
+    run([&](CUstream stream) {
+      copy_to_device(base + offset, from.data(), static_cast<i64>(from.size()), stream);
     });
   }
-  Bytes read(i64 offset, size_t bytes, double timeout_s) {
-    const auto queue = [&](Probe& probe) {
-      copy_to_host(probe.pinned, base + offset, static_cast<i64>(bytes), probe.stream);
-    };
-    return run(timeout_s, queue, bytes);
-  }
-  void clear(i64 offset, size_t bytes, double timeout_s) {
-    run(timeout_s, [&](Probe& probe) {
-      JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, bytes, probe.stream);
+  Bytes read(i64 offset, size_t bytes) {
+    std::vector<char> data(bytes);
+    run([&](CUstream stream) {
+      copy_to_host(data.data(), base + offset, static_cast<i64>(bytes), stream);
     });
+    return Bytes(data.data(), bytes);
+  }
+  void clear(i64 offset, size_t bytes) {
+    run([&](CUstream stream) { JITKERN_CU(cuMemsetD8Async, pointer(offset), 0, bytes, stream); });
   }
 
   // Waits for the GPU and releases the addresses. Memory stays in processes that have mapped it.
@@ -206,7 +165,7 @@ class GpuRange : public PeerRange {
     if (base == nullptr) return;
     const CUdeviceptr begin = pointer(0);
     base = nullptr;
-    if (is_forked() || is_busy_) return;
+    if (is_forked()) return;
     try {
       const ContextScope scope(device_);
       // Python may drop a tensor while kernels that use it are queued.
@@ -241,34 +200,21 @@ class GpuRange : public PeerRange {
     JITKERN_CU(cuMemSetAccess, at, length_, &access, 1);
   }
 
-  // Queues a copy and polls for its end, since the GPU may hang. Returns the first `bytes` of
-  // `pinned`.
+  // Queues a copy on the default stream and waits for it.
   template <class Queue>
-  Bytes run(double timeout_s, const Queue& queue, size_t bytes = 0) {
-    Probe& probe = Probe::of(device_);
-    const std::lock_guard<std::mutex> lock(probe.mutex);
+  void run(const Queue& queue) {
+    const RelaxedCapture relaxed;
     const ContextScope scope(device_);
-    queue(probe);
-    record(probe.event, probe.stream);
-    using Clock = std::chrono::steady_clock;
-    const auto end = Clock::now() + std::chrono::duration<double>(timeout_s);
-    for (Backoff backoff; !is_done(probe.event);) {
-      if (Clock::now() > end) {
-        is_busy_ = true;
-        raise_error("RuntimeError",
-                    str("PeerMemory: GPU ", device_.ordinal,
-                        " has not done a copy within the deadline: it hangs, or other work "
-                        "keeps it"));
-      }
-      backoff.wait();
-    }
-    return Bytes(probe.pinned, bytes);
+    const CUevent event = make_event();
+    queue(CUstream{nullptr});
+    record(event, CUstream{nullptr});
+    wait_for(event);
+    destroy_event(event);
   }
 
   const Device& device_;
   const size_t length_ = static_cast<size_t>(share_bytes);
   std::vector<bool> is_mapped_;  // an entry for each rank
-  bool is_busy_ = false;         // the GPU may still write, so nothing is released
 };
 
 // -- for Python ----------------------------------------------------------------------------------
@@ -294,8 +240,7 @@ Map<String, Function> make_peer_range(i64 size, i64 share_bytes, int ordinal) {
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_uuid, gpu_uuid);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_granularity, gpu_granularity);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gpu_shares_memory, gpu_shares_memory);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_peer_range, make_peer_range);
 
 }  // namespace jitkern

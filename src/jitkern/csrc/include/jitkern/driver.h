@@ -39,7 +39,6 @@ constexpr int kLaunchCooperative = 2, kLaunchClusterDimension = 4;
 constexpr int kLaunchProgrammaticStreamSerialization = 6;
 constexpr int kWaitAtLeast = 0;  // CU_STREAM_WAIT_VALUE_GEQ, of differences modulo 2^32
 constexpr int kVmmPinned = 1, kVmmOnDevice = 1, kVmmAsFd = 1, kVmmReadWrite = 3;
-constexpr int kVmmLeastGranularity = 0;
 
 // CUlaunchAttribute: an id, padding to 8 bytes and a union of 64 bytes.
 struct LaunchAttribute {
@@ -149,8 +148,6 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
 
 // Not required, may be null: virtual memory, and newer functions.
 #define JITKERN_MORE_DRIVER_SYMBOLS(USE)                                                           \
-  USE(cuDeviceGetUuid_v2, (char* uuid, CUdevice device))                                           \
-  USE(cuMemGetAllocationGranularity, (size_t* bytes, const VmmProperties* properties, int option)) \
   USE(cuMemCreate,                                                                                 \
       (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
   USE(cuMemRelease, (CUmemHandle handle))                                                          \
