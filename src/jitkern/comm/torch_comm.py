@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,28 +21,24 @@ from jitkern.ops import dispatch
 dist: Any = torch.distributed
 _CPU = torch.device("cpu")
 _DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"  # that gloo reduces
-_TAG = 0x6A6B21  # nothing is ever sent under it
-_SOON_S = 0.001  # 0 would mean no deadline
-_LEAVE_S = 1.0  # a thread of gloo leaves a call this soon after its connections are closed
-_LOOK_S = 0.25  # the interval to look whether a rank of this machine has ended
 
 
 class TorchCommunicator(Closing):
     """A ``Communicator`` over a gloo group of ``torch.distributed``, for tensors on the CPU.
 
-    Making one is collective. One thread at a time uses it; any thread may call ``abort``. Over
-    NCCL use ``init_pynccl``, also between hosts.
+    Making one is collective. One thread at a time uses it. Over NCCL use ``init_pynccl``, also
+    between hosts.
 
-    A call returns when it is done or at its deadline (the group's own if that is shorter), which
-    closes the group's connections: gloo has no other way out. If ranks give gloo different sizes,
-    it ends their processes (SIGABRT).
+    A call returns when it is done, or at the group's own deadline, for which gloo closes the
+    group's connections: ``init_process_group(timeout=)`` sets it, 30 minutes by default. If ranks
+    give gloo different sizes, it ends their processes (SIGABRT).
 
     Parameters
     ----------
     group
         Its backend is ``"gloo"``, or ``"cpu:gloo,..."``. Default: torch's default group.
     timeout_s
-        Seconds that each call, and this one, waits for other ranks.
+        Seconds that making it waits for the other ranks.
 
     Raises
     ------
@@ -60,8 +55,6 @@ class TorchCommunicator(Closing):
         if backends.get("cpu") != "gloo":
             cure = "over NCCL use init_pynccl"
             raise UnsupportedError(f"{call}: group: {backends}, expected cpu:gloo; {cure}")
-        gloo = (group or dist.group.WORLD)._get_backend(_CPU)
-        self._group_timeout_s: float = gloo.options._timeout.total_seconds()
         self._rendezvous = Rendezvous(
             call, group, None, None, timeout_s=timeout_s, position=self._position
         )
@@ -78,14 +71,15 @@ class TorchCommunicator(Closing):
         """Write every rank's ``x`` to ``output``; see ``Communicator.all_gather``."""
         self._check("all_gather", output=output, x=x)
         self._check_items("all_gather", "output", output, x)
-        self._run("all_gather", dist.all_gather_into_tensor, _bytes(output), _bytes(x))
+        gather = partial(dist.all_gather, [*_bytes(output).chunk(self.size)])
+        self._run("all_gather", gather, _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` and write part ``rank`` of it; see ``Communicator.reduce_scatter``."""
         self._check("reduce_scatter", output=output, x=x)
         _check_reduction("reduce_scatter", x, op)
         self._check_items("reduce_scatter", "x", x, output)
-        # The same as gloo's reduce_scatter, whose own wait has no deadline.
+        # Gloo's own reduce_scatter does the same, without a deadline in torch 2.8.
         whole = x.detach().clone().view(-1)
         self._reduce("reduce_scatter", whole, op)
         output = output.detach().view(-1)
@@ -101,13 +95,13 @@ class TorchCommunicator(Closing):
         """Send ``x`` to rank ``dst``; see ``Communicator.send``."""
         self._check("send", x=x)
         dst = self._other_rank("send", "dst", dst)
-        self._run("send", dist.isend, _bytes(x), peer=dst, group_dst=dst)
+        self._run("send", dist.send, _bytes(x), peer=dst, group_dst=dst)
 
     def recv(self, x: Tensor, src: int) -> None:
         """Receive ``x`` from rank ``src``; see ``Communicator.recv``."""
         self._check("recv", x=x)
         src = self._other_rank("recv", "src", src)
-        self._run("recv", dist.irecv, _bytes(x), peer=src, group_src=src)
+        self._run("recv", dist.recv, _bytes(x), peer=src, group_src=src)
 
     def barrier(self) -> None:
         """Return when every rank has called it; see ``Communicator.barrier``."""
@@ -115,19 +109,9 @@ class TorchCommunicator(Closing):
         # A sum: the barrier of torch's gloo has a deadline in some versions only.
         self._reduce("barrier", torch.zeros(1, dtype=torch.int32, device=_CPU), "sum")
 
-    def abort(self) -> None:
-        """Abort running calls, here and in the other ranks; any thread may.
-
-        The group's connections are closed. Calls that wait, and later ones, raise CommError.
-        """
-        self._rendezvous.close("has aborted it")
-        self._close_connections()
-
     def close(self) -> None:
         """Make no more calls, and tell the others; does not wait for them. The group stays."""
         self._rendezvous.close()
-
-    destroy = close
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -175,70 +159,36 @@ class TorchCommunicator(Closing):
             x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
 
     def _run(
-        self, call: str, function: Callable[..., Any], x: Tensor, *more: Any,
-        peer: int = -1, **options: Any,
-    ) -> None:  # fmt: skip
+        self, call: str, function: Callable[..., Any], x: Tensor, peer: int = -1, **options: Any
+    ) -> None:
         """Make torch's call and wait for it. `peer` is the other rank of a send or recv."""
         if x.numel() == 0:
             return
         self._op = call
         if peer < 0:
             self._num_calls += 1  # all ranks count the same calls
-            options["async_op"] = True
-        limit_s = min(self._rendezvous.timeout_s, self._group_timeout_s)
-        deadline, work = time.monotonic() + limit_s, None
+        begin_s = time.monotonic()
         try:
-            work = function(x, *more, group=self._group, **options)
-            self._wait(work, deadline, peer)
+            function(x, group=self._group, **options)
         except RuntimeError as error:
-            # An error before the deadline: a connection was closed.
-            because = TimeoutError(str(error)) if time.monotonic() >= deadline else error
-            self._close_connections()
-            until = time.monotonic() + _LEAVE_S
-            # Until gloo's thread has left the call it may write to the tensors.
-            while work is not None and not work.is_completed() and time.monotonic() < until:
-                time.sleep(_SOON_S)
-            self._rendezvous.check(call)  # aborted by another thread
+            # Before the group's deadline, a connection was closed.
+            limit_s = self._deadline_s()
+            is_late = time.monotonic() - begin_s >= limit_s
+            because = TimeoutError(str(error)) if is_late else error
             raise self._rendezvous.diagnose(
                 call, self._num_calls, peer=peer, because=because, timeout_s=limit_s
             ) from error
 
-    def _wait(self, work: Any, deadline: float, peer: int) -> None:
-        """Wait for a call of gloo, which may not hear of the end of a rank's process."""
-        while peer < 0:  # in a send or recv a wait that times out closes all connections
-            try:
-                _wait_until(work, min(deadline, time.monotonic() + _LOOK_S))
-                return
-            except RuntimeError:
-                if work.is_completed() or time.monotonic() >= deadline:
-                    raise
-            if any(info.trouble(is_late=False) for info in self._rendezvous.peers):
-                raise RuntimeError("gloo has not heard of it")
-        _wait_until(work, deadline)
-
-    def _close_connections(self) -> None:
-        """Have gloo close the group's connections, which ends the calls that wait on them.
-
-        It does so if a message does not come in time. ``Work.wait(timeout)`` alone leaves gloo's
-        thread waiting for the group's own timeout, and so would the group's destructor.
-        """
-        for rank in range(self.size):
-            if rank != self.rank:
-                unused = torch.empty(1, dtype=torch.uint8, device=_CPU)
-                with suppress(RuntimeError):  # a timeout, or a connection that is closed already
-                    work = dist.irecv(unused, group=self._group, tag=_TAG, group_src=rank)
-                    _wait_until(work, time.monotonic())
+    def _deadline_s(self) -> float:
+        gloo = (self._group or dist.group.WORLD)._get_backend(_CPU)
+        timeout_s: float = gloo.options._timeout.total_seconds()
+        return timeout_s
 
 
 def _check_reduction(call: str, x: Tensor, op: Any) -> None:
     choice_arg(call, "op", op, REDUCE_OPS)
     if str(x.dtype).removeprefix("torch.") not in _DTYPES.split(", "):
         raise TypeError(f"{call}: x: {x.dtype}, expected one of {_DTYPES}")
-
-
-def _wait_until(work: Any, deadline: float) -> None:
-    """Wait for torch's work until ``time.monotonic()`` is `deadline`; RuntimeError after that."""
-    work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SOON_S)))
 
 
 def _bytes(x: Tensor) -> Tensor:
