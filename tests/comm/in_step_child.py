@@ -21,7 +21,7 @@ from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 
 kept: list[Any] = []
-PARAMS = "=QQq4I2I2I8QQIIQQ"  # of PeerReduceParams
+PARAMS = "=QQq4I2I2I8QQIIQQ"  # the layout of PeerReduceParams
 PARAMS_BYTES = ctypes.c_uint64(struct.calcsize(PARAMS))
 driver.fake_kernel(b"jitkern_peer_one_shot_v16_r2_n1_f32", PARAMS_BYTES, 1024)
 driver.fake_trace.restype = ctypes.c_char_p
@@ -94,7 +94,7 @@ def check_a_failure_is_raised_by_later_sums_and_by_no_other_op() -> None:
     reducer.fault.be(2, 0, 7, 900, 900)
     reducer.reset()
     assert reducer.failure.state == 0 and reducer.fault.state == 2
-    reducer.barrier(None)  # as a part of another call it raises none
+    reducer.barrier(None)  # inside another call it raises no fault
     assert num_launches() == 1 and reducer.fault.state == 2
     raises(IndexError, ".*", reducer.all_reduce)
     assert num_launches() == 1

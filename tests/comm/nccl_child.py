@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import rank_child
@@ -21,9 +19,9 @@ from jitkern.comm import nccl
 
 Address, Count = ctypes.c_void_p, ctypes.c_int64
 lib = ctypes.CDLL(os.environ["JITKERN_NCCL"])
-lib.fake_stream.restype = lib.fake_hold.restype = Address
+lib.fake_stream.restype = Address
 lib.fake_know.argtypes = [Address, Count, ctypes.c_int]
-for with_address in (lib.fake_forget, lib.fake_hold, lib.fake_release, lib.fake_synchronize):
+for with_address in (lib.fake_forget, lib.fake_synchronize):
     with_address.argtypes = [Address]
 lib.fake_nccl_replay.argtypes = [Address]
 for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
@@ -64,7 +62,6 @@ def zeros(count: int, dtype: str, _: torch.device) -> Any:
 torch.cuda.set_device = set_device
 torch.cuda.current_device = lambda: number
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
 nccl._zeros, nccl.as_torch = zeros, of_memory
 
 
@@ -104,7 +101,7 @@ def make_nccl(**config: Any) -> None:
     global stream
     rank = rank_child.dist.get_rank()
     stream = rank_child.stream = lib.fake_stream(rank)
-    # For good: nothing else in this process has a stream.
+    # Never left: nothing else in this process has a stream.
     tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", rank), stream).__enter__()
     of_all_kinds(**config)
 
@@ -132,23 +129,13 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
     return lambda: lib.fake_nccl_replay(stream)
 
 
-def two_streams() -> list[float]:
-    x = torch.ones(1000)
-    on_it, other = taken(x), lib.fake_stream(number)
-    point = lib.fake_hold(stream)
-    rank_child.comm.all_reduce(on_it)
-    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", number), other):
-        rank_child.comm.all_reduce(on_it)
-        time.sleep(0.05)
-        lib.fake_release(point)
-        lib.fake_synchronize(other)
-    return x.unique().tolist()
-
-
 def body(name: str) -> None:
     rank_child.bodies.BODIES[name](OverCpu(rank_child.comm), torch.device("cpu"))
 
 
 of_all_kinds = rank_child.make_nccl
-MINE = (taken, ones, make_nccl, wait_for_gpu, lives, capture, captured, two_streams, body)
+# fake_nccl.cc reduces no others.
+rank_child.bodies.REDUCED[:] = [torch.float32, torch.int32]
+rank_child.bodies.REDUCTIONS = {"sum": rank_child.bodies.REDUCTIONS["sum"]}
+MINE = (taken, ones, make_nccl, wait_for_gpu, lives, capture, captured, body)
 vars(rank_child).update({function.__name__: function for function in MINE}, lib=lib)

@@ -105,16 +105,6 @@ def leave(destroy: bool) -> None:
     raise SystemExit
 
 
-def listening() -> list[str]:
-    """Sockets of this process that others can connect to."""
-    inodes = set()
-    for table, state, at in (("tcp", "0A", 9), ("tcp6", "0A", 9), ("unix", "00010000", 6)):
-        words = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()]
-        inodes |= {f"socket:[{line[at]}]" for line in words if state in line}
-    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sorted(inodes & {os.readlink(path) for path in paths if os.path.lexists(path)})
-
-
 # -- a rendezvous ----------------------------------------------------------------------------------
 
 
@@ -138,17 +128,8 @@ def fail() -> None:
     raise RuntimeError("no more of this")
 
 
-def fail_and_end() -> None:
-    """Fail in a step, tell so as users of a rendezvous do, and end."""
-    try:
-        comm.all_or_none("step", fail)
-    except RuntimeError as error:
-        comm.fail(error)
-    os._exit(1)
-
-
 def at_step(step: str, then: Callable[[], object]) -> None:
-    """Do something when this rank comes to tell the others of a step."""
+    """Call `then` when this rank is about to exchange the outcome of a step."""
     real = rendezvous.Rendezvous.exchange
 
     def instead(self: Any, key: str, *args: Any, **options: Any) -> Any:
@@ -184,6 +165,10 @@ def make_peer(on_gpus: bool = False, **config: Any) -> None:
     comm = PeerCommunicator(inner, None, device=device, timeout_s=60, **config)
 
 
+def set_group_timeout(timeout_s: float) -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.float32, on: Any = None) -> Any:
     return torch.ones(shape, dtype=dtype, device=device if on is None else on)
 
@@ -212,7 +197,7 @@ def calls(count: int) -> None:
 
 
 def call(code: str = "all_reduce(ones(4))") -> None:
-    """Make a call, and hear what becomes of it, on a GPU as well."""
+    """Make a call, wait for the GPU, and raise its error."""
     run(f"comm.{code}")
     synchronize()
     if hasattr(comm, "check"):
@@ -232,7 +217,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def replay(count: int) -> list[float]:
-    """Capture three reductions of ones, replay them; return what a value is each time."""
+    """Capture three sums of ones; return an item after each replay."""
     x = torch.ones(1000, device=None if IS_FAKE_NCCL else device)
     on_gpu = taken(x)
 
@@ -268,7 +253,7 @@ def buffer() -> list[float]:
     """Tensors in registered memory, as many as it holds."""
     values = []
     for number in range(4):
-        tensor = comm.empty((1024,), torch.bfloat16)
+        tensor = comm.empty((512,), torch.float32)
         tensor.fill_(number + 1)
         comm.all_reduce(taken(tensor))
         synchronize()
@@ -279,22 +264,8 @@ def buffer() -> list[float]:
 # -- sums and rows over peer memory ----------------------------------------------------------------
 
 
-def prefixes() -> list[str]:
-    """What the first 10 of a tensor come to, alone and in larger ones."""
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        generator = torch.Generator().manual_seed(comm.rank)
-        x = torch.randn(3 << 20, generator=generator).to(dtype)
-        for count in (10, 1000, 100_000, 3 << 20):
-            part = x[:count].clone().to(device)
-            comm.all_reduce(part)
-            results.append([dtype, part[:10].tolist()])
-    halves = results[:4], results[4:]
-    return [repr(half[0]) if all(result == half[0] for result in half) else "" for half in halves]
-
-
 def sum_late() -> None:
-    """Make a sum, and another that says what became of it: on GPUs the first one cannot."""
+    """Make a sum, and another one, which raises the error of the first on GPUs."""
     for _ in range(2):
         comm.all_reduce(ones(5))
         synchronize()
@@ -384,7 +355,7 @@ def write(rank: int, at: int, *values: int) -> None:
 
 
 def left() -> dict[str, int]:
-    """What this process holds: descriptors, mappings and, of the fake driver, all that it has."""
+    """Return the numbers of descriptors, mappings, and objects of the fake driver."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text()
     counts = {
@@ -399,13 +370,13 @@ def left() -> dict[str, int]:
 
 
 def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:
-    """The bytes of a view on a fake GPU, which PyTorch may not touch under that name."""
+    """Return the bytes of a view on a fake GPU as a CPU tensor."""
     on_gpu = real(view)
     seen_devices.append(str(on_gpu.device))
     if on_gpu.numel() == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = (ctypes.c_ubyte * on_gpu.numel()).from_address(on_gpu.data_ptr())
-    memory.owner = on_gpu  # as long as a tensor of it lives
+    memory.owner = on_gpu  # lives as long as the tensor
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

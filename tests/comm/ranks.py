@@ -132,7 +132,7 @@ class Pool:
         return ranks
 
     def tell_share(self, ranks: list[Rank], args: str = "") -> None:
-        """Have them make a peer memory, whatever comes of it."""
+        """Have them make a peer memory, which may raise."""
         all_tell(ranks, f"share({{rank}}, {len(ranks)}, {self.path()!r}, {args})")
 
     def share(self, ranks: int | list[Rank], args: str = "") -> list[Rank]:
@@ -150,7 +150,7 @@ class Pool:
 
     def close(self) -> None:
         self.end()
-        self._orders.close()  # with which their parent ends
+        self._orders.close()  # which ends their parent
 
 
 def build(folder: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ def memories(num_bytes: int, devices: list[torch.device]) -> list[PeerMemory]:
 
 
 class Ranks:
-    """Of one device or several GPUs. Their kernels wait for each other: all have to be there."""
+    """Reducers on one device or several GPUs. Their kernels wait for each other."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ranks:
         options: dict[str, Any] = {"deadline_s": deadline_s}
         if has_gpus:
             options["owner"] = memories(num_bytes, devices)
-            addresses = [memory.addresses for memory in options["owner"]]  # as each rank sees them
+            addresses = [memory.addresses for memory in options["owner"]]
         else:
             self.memory = torch.full((size, num_bytes + 16), 0xFF, dtype=torch.uint8).to(device)
             addresses = size * [[(part.data_ptr() + 15) // 16 * 16 for part in self.memory]]
@@ -69,7 +69,7 @@ class Ranks:
             reducer.reset()
 
     def each(self, call: Call, ranks: list[int] | None = None, *, wait: bool = True) -> list[Any]:
-        """Have `call` made of each rank's number, at the same time; return what they return.
+        """Call `call(rank)` for all ranks at the same time; return the results.
 
         On a GPU all calls are made before any kernel of theirs runs, if they are to `wait`.
         """
@@ -91,7 +91,7 @@ class Ranks:
     def errors(
         self, call: Call, ranks: list[int] | None = None, *, wait: bool = True
     ) -> list[Exception | None]:
-        """The same; return what each has raised."""
+        """Return the error of each rank's call, or None."""
 
         def caught(rank: int) -> Exception | None:
             try:
@@ -111,7 +111,7 @@ class Case:
     row_bytes: int
     num_host_rows: int
     num_rows: int
-    stride_bytes: int  # of each rank's rows
+    stride_bytes: int  # between the rows of a rank
     pairs: Tensor  # (row of the pool, row of a rank)
 
     def pool(self, device: torch.device) -> Tensor:
@@ -159,7 +159,7 @@ def values(rng: random.Random, count: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Made:
-    """A call that is not made yet, what it writes, and what that comes to."""
+    """A call to make, its output, and the expected output."""
 
     run: Callable[[], object]
     text: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bodies import BODIES
-from ranks import CALL_S, LATE_S, Pool, Rank, all_do, errors
+from ranks import CALL_S, LATE_S, Pool, Rank, all_do
 from shared_gpu import IS_SHARED
 
 
@@ -26,15 +26,16 @@ def test_properties(ranks: list[Rank]) -> None:
     assert ranks[0].ask("comm.nccl_version").startswith("2.")
 
 
-def test_graphs_streams_and_registered_memory(ranks: list[Rank]) -> None:
+def test_graphs_streams_and_registered_memory(gpus: Pool, ranks: list[Rank]) -> None:
     size = len(ranks)
     assert all_do(ranks, "replay(3)") == [[float(size**3)] * 3] * size
-    assert all_do(ranks, "two_streams()") == [[float(size**2)]] * size
+    if gpus.kind == "nccl":
+        assert all_do(ranks, "two_streams()") == [[float(size**2)]] * size
     assert all_do(ranks, "buffer()") == [[float(size * n) for n in (1, 2, 3, 4)]] * size
     assert ranks[0].ask("list(comm.buffer.shape)") == [8192]
     assert ranks[0].ask("comm.get_buffer() == comm.buffer.data_ptr() > 0")
-    text = "ValueError: empty: shape (1024,) of torch.bfloat16: 2048 bytes, expected at most 0,"
-    assert ranks[0].refuses("comm.empty((1024,), torch.bfloat16)").startswith(text)
+    text = "ValueError: empty: shape (512,) of torch.float32: 2048 bytes, expected at most 0,"
+    assert ranks[0].refuses("comm.empty((512,), torch.float32)").startswith(text)
 
 
 MISTAKES = {
@@ -66,17 +67,6 @@ def test_graph_with_the_first_calls(gpus: Pool) -> None:
     two = gpus.make(2)
     assert all_do(two, "replay(3)") == [[8.0] * 3] * 2
     all_do(two, "comm.close()")
-
-
-def test_two_ranks_on_one_gpu(gpus: Pool) -> None:
-    if IS_SHARED:
-        pytest.skip("ranks say that they are not")
-    two = gpus.join(2)
-    all_do(two, "setattr(torch.cuda, 'current_device', lambda: 0)")
-    for rank in two:
-        rank.tell("make_nccl()")
-    for answer in errors(two):
-        assert answer["error"].startswith("CommError: init_pynccl: ranks 0, 1 are on one GPU, ex")
 
 
 # -- where calls wait for a rank that is missing ---------------------------------------------------
@@ -144,19 +134,6 @@ def test_killed_while_nccl_is_set_up(fake_gpus: Pool, at: str) -> None:
     late(two[0], "", "init_pynccl: ", "on rank 0 of 2", "has ended")
 
 
-def test_slow_while_nccl_is_set_up(fake_gpus: Pool) -> None:
-    """All ranks have come, and NCCL is not done: there is no call to name."""
-    two = fake_gpus.join(2)
-    two[0].ask(SHORTLY)
-    two[1].ask(f"setattr({CLASS}, '_connect', lambda *a: time.sleep(9))")
-    for rank in two:
-        rank.tell("make_nccl()")
-    assert two[0].error()["error"] == (
-        "CommTimeoutError: init_pynccl: the set-up on rank 0 of 2 was not done within 0.2 s: "
-        "all ranks have come to it; if they are only slow, give a larger timeout_s"
-    )
-
-
 def test_no_usable_nccl(fake_gpus: Pool) -> None:
     too_old, no_file = fake_gpus.start(2)
     too_old.ask("os.environ.update(FAKE_NCCL_VERSION='22602')")
@@ -201,28 +178,18 @@ def test_an_error_of_nccl(fake_gpus: Pool) -> None:
     two[1].ask("comm.abort()")
 
 
-def test_ranks_with_other_sizes(fake_gpus: Pool) -> None:
-    """NCCL hangs; no rank is missing."""
-    two = ranks_of(fake_gpus, 2)
-    two[0].tell("call('all_reduce(ones(4))')")
-    two[1].tell("call('all_reduce(ones(5))')")
-    for rank in two:
-        answer = rank.error(CALL_S + LATE_S)
-        assert answer["error"].startswith("CommTimeoutError: all_reduce: call 4 on rank "), answer
-
-
 # -- NCCL hears of a rank's end before any deadline, as over a network -----------------------------
 
 CLOSED = "NCCL 2.28.9: remote process exited or there was a network error: socketProgress: Conn"
 
 
-def hears(rank: Rank, *texts: str, missing: tuple[int, ...] = (1,), code: str = "") -> str:
+def hears(rank: Rank, *texts: str, code: str = "[synchronize(), comm.check()]") -> str:
     """The rank's call ends soon, as it cannot be done; the error names who is gone."""
     rank.ask("lib.fake_nccl_break(1)")
-    rank.tell(code or "[synchronize(), comm.check()]")
+    rank.tell(code)
     answer = rank.error()
     rank.ask("lib.fake_nccl_break(0)")
-    assert answer["missing"] == [*missing] and CLOSED in answer["error"], answer
+    assert answer["missing"] == [1] and CLOSED in answer["error"], answer
     for text in texts:
         assert text in answer["error"], answer
     return str(answer["error"])
@@ -240,41 +207,6 @@ def test_a_connection_is_closed(fake_gpus: Pool) -> None:
     two[1].kill()
     text = "CommTimeoutError: all_reduce: call 1 on rank 0 of 2 cannot"
     assert hears(two[0], code="calls(1)").startswith(text)
-
-
-def test_who_is_only_slow_is_not_missing(fake_gpus: Pool) -> None:
-    four = ranks_of(fake_gpus, 4, deadline_s=600)
-    four[2].kill()
-    four[0].ask("calls(1)")
-    slow = f"; rank 3 (process {four[3].pid} on "
-    hears(four[0], slow, "has come to call 3 (all_reduce) only", missing=(2,))
-    four[3].ask("calls(1)")
-    hears(four[3], missing=(2,))
-    four[1].ask("comm.abort()")
-
-
-@pytest.mark.parametrize("has_come", [False, True])
-def test_a_rank_has_left(fake_gpus: Pool, has_come: bool) -> None:
-    """Its process lives: an exception has taken it out of `with`, before the call or in it."""
-    two = ranks_of(fake_gpus, 2, deadline_s=600)
-    two[0].ask("calls(1)")
-    if has_come:  # behind what its GPU does
-        two[1].ask("point = lib.fake_hold(stream); calls(1)")
-    two[1].ask("comm.abort()")
-    text = "" if has_come else "has come to call 3 (all_reduce) only, and "
-    hears(two[0], f"{text}has aborted it; NCCL 2.28.9")
-    if has_come:
-        two[1].ask("lib.fake_release(point)")
-
-
-def test_no_rank_has_ended(fake_gpus: Pool) -> None:
-    two = ranks_of(fake_gpus, 2, deadline_s=600)
-    two[1].ask("point = lib.fake_hold(stream)")
-    all_do(two, "calls(1)")
-    text = hears(two[0], missing=())
-    assert text.startswith(f"CommError: all_reduce: {CLOSED}")
-    assert text.endswith("no rank has ended")
-    two[1].ask("[comm.abort(), lib.fake_release(point)] and None")
 
 
 def test_graphs_hold_a_communicator(fake_gpus: Pool) -> None:

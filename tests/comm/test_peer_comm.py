@@ -18,7 +18,7 @@ from shared_gpu import IS_SHARED
 from jitkern.comm import PeerCommunicator
 
 pytestmark = needs_cxx
-MANY_S = 300.0  # for 100,000 calls, of four ranks
+MANY_S = 300.0  # limit of 100,000 calls of four ranks
 hosts = processes_of("cpu", NCCL, scope="module")
 
 
@@ -48,11 +48,6 @@ def test_many_sums_of_ranks_that_are_late(hosts: Pool, ranks: list[Rank]) -> Non
 
 def test_rows_of_one_pool(ranks: list[Rank]) -> None:
     assert all(all_do(ranks, f"rows('jitkern-test-{os.getpid()}')"))
-
-
-def test_items_have_the_same_bits_beside_any_others(hosts: Pool) -> None:
-    first, second = all_do(made(hosts, 2, "max_bytes=1 << 30"), "prefixes()")
-    assert first == second and all(first)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_calls_of_one_process(make: Make) -> None:
 
 
 def test_a_late_rank_of_one_process(make: Make) -> None:
-    loading = make()  # which takes longer than the deadline below
+    loading = make()  # loading takes longer than the deadline below
     sum_all(loading, ones(loading, 500))
     ranks = make(deadline_s=0.5)
     xs = ones(ranks, 500)

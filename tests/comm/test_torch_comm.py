@@ -40,15 +40,6 @@ def test_one_rank(pool: Pool) -> None:
         rank.ask(f"body({name!r})")
 
 
-def test_no_port_of_our_own(pool: Pool) -> None:
-    """Nor a Unix socket, once a memory is made: strangers can connect to nothing new."""
-    ranks = pool.join(2)
-    before = all_do(ranks, "listening()")
-    all_do(ranks, "make()")
-    all_do(ranks, "peers = PeerMemory(64, None)")
-    assert all_do(ranks, "listening()") == before
-
-
 WRONG = {
     "all_reduce([1])": "TypeError: all_reduce: x: list, expected a tensor",
     "all_reduce(torch.ones(4, 4).t())": "ValueError: all_reduce: x: not contiguous, expected",

@@ -48,15 +48,6 @@ def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, i
     return c10d._get_process_group_store(group or c10d._get_default_group()), *own
 
 
-def serves(store: Any, rank: int) -> bool:
-    """Tell whether a TCPStore's server is in this process: rank 0's, unless torchrun has it."""
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    is_first = (dist.get_rank() if dist.is_initialized() else rank) == 0
-    is_tcp = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
-    return is_tcp and is_first and not dist.is_torchelastic_launched()
-
-
 def namespace(functions: Any) -> Any:
     """Return a map from C++ as an object with its keys as attributes."""
     return SimpleNamespace(**{str(name): value for name, value in functions.items()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import math
 import threading
 import time
@@ -11,7 +10,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ from jitkern.errors import CommError, UnsupportedError
 from jitkern.fs import ForkLocal
 from jitkern.host import library as host
 
-_FILE = "libnccl.so.2"
 _ALIGN_BYTES = 512  # the alignment of PyTorch's allocator
 # How long to wait:
 _ABORT_S = 1.5  # until an abort returns, which may wait for graphs of the communicator
@@ -50,8 +47,7 @@ def init_pynccl(
 ) -> PyNCCLCommunicator:
     """Return a communicator over NCCL 2.27 or newer, once all ranks have called this.
 
-    Uses the libnccl that PyTorch has loaded, else the system's, else the ``nvidia-nccl`` package's;
-    ``JITKERN_NCCL`` names another.
+    Uses the libnccl that PyTorch has loaded, else the system's; ``JITKERN_NCCL`` names another.
 
     Parameters
     ----------
@@ -112,8 +108,7 @@ class PyNCCLCommunicator(Closing):
         self._failing = threading.Lock()  # held while one thread finds out why
         self._error: CommError | None = None  # the first one; every later call raises it again
         self._is_closed = False
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-        facts = {"nccl": self.nccl_version, "buffer_bytes": num_bytes, "_gpu": gpu}
+        facts = {"nccl": self.nccl_version, "buffer_bytes": num_bytes}
         self._rendezvous = Rendezvous(
             "init_pynccl",
             group,
@@ -125,12 +120,6 @@ class PyNCCLCommunicator(Closing):
         )
         self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
         try:
-            gpus = [peer.facts["_gpu"] for peer in self._rendezvous.peers]
-            if shared := [peer for peer in range(size) if gpus.count(gpus[peer]) > 1]:
-                raise CommError(
-                    f"init_pynccl: ranks {', '.join(map(str, shared))} are on one GPU, expected "
-                    "one for each; call torch.cuda.set_device(rank) first, or give device="
-                )
             own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
             unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
             self._connect(bytes.fromhex(unique_id))
@@ -398,27 +387,16 @@ def _zeros(count: int, dtype: str, device: torch.device) -> Tensor:
 
 @cache
 def load() -> str:
-    """Load the libnccl that PyTorch has, else an installed one; return its version as 2.28.9.
+    """Load the libnccl that PyTorch has, else the system's; return its version as 2.28.9.
 
     Raises UnsupportedError, which says what to install.
     """
     # A CUDA build of PyTorch has loaded its libnccl, which dlopen then finds by name.
     setting = settings().nccl
-    errors = []
-    for path in [_FILE, *_packaged_files()] if setting is None else [str(setting)]:
-        try:
-            return str(host.module()["nccl_load"](path))
-        except RuntimeError as error:
-            errors.append(error)
-    cure = "install a CUDA build of torch, or pip install nvidia-nccl-cu13 (cu12 for CUDA 12)"
-    if setting is not None:
-        cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
-    raise UnsupportedError(f"init_pynccl: no usable NCCL: {errors[-1]}; {cure}") from errors[-1]
-
-
-def _packaged_files() -> list[str]:
-    with suppress(ModuleNotFoundError):  # not even its parent
-        spec = importlib.util.find_spec("nvidia.nccl")
-        folders = (spec.submodule_search_locations if spec is not None else None) or ()
-        return [str(path) for folder in folders if (path := Path(folder, "lib", _FILE)).exists()]
-    return []
+    try:
+        return str(host.module()["nccl_load"](str(setting or "libnccl.so.2")))
+    except RuntimeError as error:
+        cure = "install a CUDA build of torch"
+        if setting is not None:
+            cure = "JITKERN_NCCL names it; unset that to use the one that torch brings"
+        raise UnsupportedError(f"init_pynccl: no usable NCCL: {error}; {cure}") from error

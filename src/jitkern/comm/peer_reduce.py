@@ -117,8 +117,8 @@ class PeerReducer:
         self._device_barrier = functions.device_barrier
         self._reset = functions.reset
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-        # For C++ that guards its own kernels: the barrier, and the address of the word that says
-        # whether an earlier barrier was given up.
+        # C++ guards its own kernels with the barrier, and with the address of the word that says
+        # whether an earlier barrier has timed out.
         self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(functions.intact())
 
     @staticmethod

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from jitkern.args import seconds_arg
-from jitkern.comm.args import serves, store_of
+from jitkern.comm.args import store_of
 from jitkern.comm.threads import call_with_timeout, polls, watch
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 from jitkern.version import __version__
@@ -50,7 +50,6 @@ class PeerInfo(NamedTuple):
     pid: int
     host: str
     pids: str  # equal if the same pid is the same process
-    serves: bool  # the store's server is in this process
     nonce: str
     facts: dict[str, Any]
 
@@ -80,6 +79,11 @@ class Position(NamedTuple):
     last_op: str
     end: str | None = None  # why it has left
     has_failed: bool = False
+
+    def progress(self) -> str:
+        if self.num_calls > 0:
+            return f"has come to call {self.num_calls} ({self.last_op}) only"
+        return "has made no call yet"
 
 
 class Rendezvous:
@@ -114,7 +118,7 @@ class Rendezvous:
         self._last_keys: list[str] = []  # those of the last exchange
         self._position = None if position is None else weakref.WeakMethod(position)
         facts = {"called": name, "size": size, **(facts or {})}
-        process = os.getpid(), socket.gethostname(), _pids(), serves(root, rank)
+        process = os.getpid(), socket.gethostname(), _pids()
         self._own = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
         self._known = {rank: self._own}  # the ranks that have come so far
         if size > 1:
@@ -155,7 +159,7 @@ class Rendezvous:
             store = self._store
             if store is not None and os.getpid() == self._own.pid:
                 with suppress(Exception):  # the store may be gone
-                    call_with_timeout(lambda: self._leave(store), 2 * _LEAVE_S)
+                    call_with_timeout(lambda: self._tell(store), _LEAVE_S)
 
     def exchange(
         self, name: str, value: Any = None, *, number: int = 0, timeout_s: float | None = None
@@ -210,17 +214,13 @@ class Rendezvous:
         missing.
         """
         is_late = because is None or isinstance(because, TimeoutError)
-        positions, gone = self._positions(
-            [peer] if is_late and peer >= 0 else self._others, is_late
-        )
+        asked = [peer] if is_late and peer >= 0 else self._others
+        positions, gone = self._positions(asked, is_late)
         behind: Missing = {}
         left_later = []  # ranks that came and left then: likely to be a consequence
         for rank, position in positions.items():
-            is_behind, progress = position.num_calls < number, "has made no call yet"
-            if peer >= 0:
-                is_behind, progress = rank == peer, _NOT_COME
-            elif position.num_calls > 0:
-                progress = f"has come to call {position.num_calls} ({position.last_op}) only"
+            is_behind = position.num_calls < number if peer < 0 else rank == peer
+            progress = position.progress() if peer < 0 else _NOT_COME
             if position.end and not position.has_failed and (is_behind or not is_late):
                 is_told = is_behind and position.num_calls >= 0
                 gone[rank] = f"{progress}, and {position.end}" if is_told else position.end
@@ -253,17 +253,16 @@ class Rendezvous:
         """Return the positions of ranks, and why others do not answer."""
         positions: dict[int, Position] = {}
         gone: Missing = {}
-        silent, why = ranks, "does not answer: it has ended, is stopped, or hangs"
+        why = "does not answer: it has ended, is stopped, or hangs"
         if (store := self._store) is not None:
-            ask = partial(self._ask, store, ranks, is_late, positions, gone)
+            ask = partial(self._ask, store, ranks, is_late)
             try:
-                call_with_timeout(ask, _ANSWER_S + 0.5)
+                positions, gone = call_with_timeout(ask, _ANSWER_S + 0.5)
             except Exception as error:
                 self._store = None  # it hangs, or is gone
-                why = f"serves the store, which has failed: {short(error)}"
-                silent = [rank for rank in ranks if self.peers[rank].serves]
-                gone.update(self._in_trouble())
-        for rank in silent:
+                why = f"is not known: the store has failed: {short(error)}"
+                return {}, self._in_trouble() or dict.fromkeys(ranks, why)
+        for rank in ranks:
             if rank not in positions:
                 gone.setdefault(rank, why)
         return {rank: told for rank, told in positions.items() if rank not in gone}, gone
@@ -374,14 +373,11 @@ class Rendezvous:
         return None if position is None else position.end
 
     def _ask(
-        self,
-        store: Store,
-        ranks: Sequence[int],
-        is_late: bool,
-        positions: dict[int, Position],
-        gone: Missing,
-    ) -> None:
-        """Ask ranks for their positions; fill `positions` and `gone` as answers come."""
+        self, store: Store, ranks: Sequence[int], is_late: bool
+    ) -> tuple[dict[int, Position], Missing]:
+        """Ask ranks for their positions; return them, and why ranks will not answer."""
+        positions: dict[int, Position] = {}
+        gone: Missing = {}
         self._tell(store)
         store.set("trouble", "1")
         begin_s = time.monotonic()
@@ -398,7 +394,8 @@ class Rendezvous:
                     gone[rank] = trouble
             has_news = is_late or gone or time.monotonic() > begin_s + _NEWS_S
             if has_news and all(rank in gone or rank in positions for rank in ranks):
-                return
+                break
+        return positions, gone
 
     def _position_of(self, store: Store, rank: int) -> Position | None:
         key = f"at/{rank}"
@@ -410,20 +407,6 @@ class Rendezvous:
         num_calls, last_op = (-1, "") if position is None else position()
         own = Position(num_calls, last_op, self._end, self._has_failed)
         store.set(f"at/{self.rank}", _packed(own))
-
-    def _leave(self, store: Store) -> None:
-        """Tell the others why this rank leaves. The last rank to leave clears the store."""
-        self._tell(store)
-        num_left = store.add("left", 1)
-        if self._own.serves and self._has_failed:
-            # This process is likely to end, and the store with it: first the others read its error.
-            for _ in polls(time.monotonic() + _LEAVE_S):
-                if (num_left := store.add("left", 0)) == self.size:
-                    break
-        if num_left == self.size:
-            keys = [f"{name}/{rank}" for rank in range(self.size) for name in ("at", "seen")]
-            for key in [*keys, *self._last_keys, "trouble", "left"]:
-                store.delete_key(key)
 
     # -- on the answering thread -------------------------------------------------------------------
 

@@ -5,13 +5,12 @@
 
 namespace jitkern {
 
-// RuntimeError if a tracer or a dispatch mode of PyTorch is active: the call would not be traced.
+// RuntimeError inside a tracer or a dispatch mode of PyTorch.
 inline void refuse_tracers(const char* op) {
   if (!torch_has_to_see_it()) return;
-  raise_error("RuntimeError",
-              str(op,
-                  ": called while a tracer or a dispatch mode of PyTorch is active, expected "
-                  "neither: it would see nothing of the call"));
+  raise_error("RuntimeError", str(op,
+                                  ": cannot run inside torch.jit.trace or a TorchDispatchMode: "
+                                  "the call would not be traced"));
 }
 
 // A contiguous tensor on the device of `owner`, such as "the communicator".

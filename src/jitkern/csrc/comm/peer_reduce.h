@@ -110,14 +110,14 @@ struct PeerReduceParams {
   // it. In one shot a part is all of x.
   i64 part_bytes;
   u32 longer_parts;
-  u32 tail_bytes;  // of a part's last vector unless that is 16; in two shots of the last part's
+  u32 tail_bytes;  // in a part's last vector unless 16; in two shots, in the last part
   u32 rank;
-  u32 num_vecs;       // of the longest part
-  PeerShares blocks;  // of these
+  u32 num_vecs;       // in the longest part
+  PeerShares blocks;  // the vectors of each block
   PeerSlots slots;
-  char* workspaces[kMostPeers];  // by rank, as this one sees them
-  u64 deadline_ns;               // for each wait; 0: none
-  u32 number;                    // of the call
+  char* workspaces[kMostPeers];  // by rank, addresses in this process
+  u64 deadline_ns;               // limit of each wait; 0: none
+  u32 number;                    // call number
   FaultSite site;
   FaultRecord* failure;  // the reducer's own
   FaultRecord* fault;    // the device's
