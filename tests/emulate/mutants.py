@@ -138,9 +138,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("report_fault(p.fault, p.site, blamed, p.number, p.rank);", ""),
         ("(kWay != kTwoShot || span.begin + i < p.num_vecs_of(kWay, part))", "true"),
     ),
-    ("peer_reduce", "comm/peer_reduce.h"): (
-        ("* 2 + epoch % 2)", "* 2)"),
-    ),
+    ("peer_reduce", "comm/peer_reduce.h"): (("* 2 + epoch % 2)", "* 2)"),),
     ("race", "ops/store.cu"): (
         ("slot[r] * copy.cache", "i64(indices[group.first_row + r]) * copy.cache"),
     ),
