@@ -123,43 +123,40 @@ def check_a_large_call_has_its_memory_before_it_writes() -> None:
         assert num_launches() == some  # of pairs, into scratch memory
 
 
-MERGE_TARGET = "=QQqqqqQQi??hi"  # the first fields of MergeTarget
+MERGE_TARGET = "=QQqqqqQ?xxxi"  # the first fields of MergeTarget
 MERGE_STATE = struct.Struct("=QQqqqq")  # PartialState
-MERGE_STATES_AT = 112
-MERGE_KERNELS = ("jitkern_merge_v4_d8_n8_f32", "jitkern_merge_v4_d8_n8_f32_any_strides")
-for _name in MERGE_KERNELS:
-    driver.fake_kernel(_name.encode(), ctypes.c_uint64(MERGE_STATES_AT + 8 * MERGE_STATE.size), 512)
+MERGE_STATES_AT = 96
+MERGE_KERNEL = "jitkern_merge_v4_d8_n8_f32"
+driver.fake_kernel(
+    MERGE_KERNEL.encode(), ctypes.c_uint64(MERGE_STATES_AT + 8 * MERGE_STATE.size), 512
+)
 
 
 def merge_launch(line: str) -> tuple[Any, ...]:
-    """Return what a launch writes, its first partial, and the addresses of its partials."""
-    out, lse, *_, in_place, first, count = struct.unpack_from(MERGE_TARGET, params(line))
+    """Return what a launch writes, and the addresses of its partials."""
+    out, lse, *_, in_place, count = struct.unpack_from(MERGE_TARGET, params(line))
     assert not in_place
     places = [
         MERGE_STATE.unpack_from(params(line), MERGE_STATES_AT + i * MERGE_STATE.size)[:2]
         for i in range(count)
     ]
-    return (out, lse), first, places
+    return (out, lse), places
 
 
 def check_more_than_8_partials_are_merged_in_groups() -> None:
     outs = [cuda(5, 2, 8) for _ in range(17)]
     lses = [cuda(5, 2) for _ in range(17)]
     partials = [(address_of(out), address_of(lse)) for out, lse in zip(outs, lses, strict=True)]
-    # In place of partials of two groups; with `count`, only groups look at it.
-    for count, kernels in ((None, (0, 0)), (cuda(5, dtype=torch.int64), (1, 0))):
-        allow(2)
-        jitkern.merge_states(outs, lses, output=outs[16], lse=lses[3], count=count)
-        launched = [line for line in log().splitlines() if "grid" in line]
-        names = [line.split()[0] for line in launched]
-        assert names == [MERGE_KERNELS[kernels[0]]] * 3 + [MERGE_KERNELS[kernels[1]]], names
-        *groups, last = map(merge_launch, launched)
-        for number, (_, first, places) in enumerate(groups):
-            assert places == partials[8 * number : 8 * number + 8]
-            assert first == (0 if count is None else 8 * number)
-        in_place = partials[16][0], partials[3][1]
-        assert last == (in_place, 0, [written for written, *_ in groups])
-        assert len(set(last[2]) | set(partials)) == 3 + 17
+    allow(2)
+    jitkern.merge_states(outs, lses, output=outs[16], lse=lses[3])  # partials of two groups
+    launched = [line for line in log().splitlines() if "grid" in line]
+    assert [line.split()[0] for line in launched] == [MERGE_KERNEL] * 4
+    *groups, last = map(merge_launch, launched)
+    for number, (_, places) in enumerate(groups):
+        assert places == partials[8 * number : 8 * number + 8]
+    in_place = partials[16][0], partials[3][1]
+    assert last == (in_place, [written for written, _ in groups])
+    assert len(set(last[1]) | set(partials)) == 3 + 17
     for some in (0, 1):
         allow(some)
         error = raised(jitkern.merge_states, outs, lses, output=outs[16], lse=lses[3])

@@ -185,7 +185,7 @@ def test_the_advice_of_a_missing_kernel_builds_it(op: str) -> None:
 def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
     merge = device_ops()["merge"]
     usual = {"vec_elems": 8, "out_type": 2}  # 16 bytes of bf16, to bf16
-    rest = {"dim": 128, "in_type": 2, "lse_type": 0, "capacity": 2, "plain": 1}
+    rest = {"dim": 128, "in_type": 2, "capacity": 2, "plain": 1}
     hint = merge.kernel(**usual, **rest).hint(SM_90)
     assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", hint)
     for unusual in ({"vec_elems": 4}, {"out_type": 3}):

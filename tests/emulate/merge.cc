@@ -7,12 +7,12 @@
 namespace emulate {
 
 // A specialisation, as merge.py names it.
-template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
-          int kThreads, int kRowThreads, int kRows, int kTimes>
+template <int kDim, int kElems, int kIn, int kOut, int kCapacity, bool kPlain, int kThreads,
+          int kRowThreads, int kRows, int kTimes>
 struct Kernel {
   using Params = MergeParams<kCapacity>;
-  using Merge = jitkern::Merge<kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, 1, true,
-                               kRowThreads>;
+  using Merge =
+      jitkern::Merge<kDim, kElems, kIn, kOut, kCapacity, kPlain, kThreads, 1, true, kRowThreads>;
 
   // With as many partials' parameters as it is made for, and none behind them.
   static void launch(const MergeParams<kMostStates>& all, unsigned blocks, unsigned threads,
@@ -22,7 +22,7 @@ struct Kernel {
     launch_fibers({blocks}, {threads}, order, [&] { Merge::run(*params); });
   }
   static MergeKernel described() {
-    return {kDim, kElems, kIn, kOut, kLse, kCapacity, kPlain, kThreads, kRows, kTimes, launch};
+    return {kDim, kElems, kIn, kOut, kCapacity, kPlain, kThreads, kRows, kTimes, launch};
   }
 };
 

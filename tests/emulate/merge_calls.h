@@ -11,7 +11,7 @@ namespace emulate {
 constexpr i64 kMostRows = (i64(1) << 31) - 1;
 
 struct MergeKernel {
-  int dim, elems, in_type, out_type, lse_type, capacity;
+  int dim, elems, in_type, out_type, capacity;
   bool plain;   // all partials are present, with equally spaced rows and the same layout
   int threads;  // in a large block
   int rows;     // of a small block
@@ -21,7 +21,7 @@ struct MergeKernel {
 
   std::string name() const {
     std::string name = "merge:";
-    for (const int number : {dim, elems, in_type, out_type, lse_type, capacity, int(plain)}) {
+    for (const int number : {dim, elems, in_type, out_type, capacity, int(plain)}) {
       name += " " + std::to_string(number);
     }
     return name;
@@ -52,7 +52,6 @@ class MergeRun {
     }
     is_first_ = false;
     for (const HeadBuffer* buffer : all()) buffer->check();
-    if (num_valid_) num_valid_->check();
   }
 
  private:
@@ -82,35 +81,10 @@ class MergeRun {
     log2_of_base_ = random.below(2) == 0 ? 1 : std::log2(std::exp(1.0));
     to.log2_of_base = static_cast<float>(log2_of_base_);
     to.base_log_of_2 = static_cast<float>(1 / log2_of_base_);
-    choose_num_valid(random);
-  }
-
-  void choose_num_valid(Random& random) {
-    if (kernel_.plain || tokens_of_first_ != kMostRows || random.below(2) == 0) return;
-    const bool per_token = random.below(2) == 0 && tokens_ > 0;
-    const int bytes = random.pick({4, 8});
-    std::vector<i64> counts(per_token ? tokens_ : 1);
-    const bool is_group = kernel_.capacity == kMostStates;
-    const i64 first = is_group ? random.pick({i64(0), i64(8), i64(56)}) : 0;
-    for (i64& count : counts) {
-      count = random.pick({random.below(num_states_ + 1), num_states_, num_states_ + 1, i64(0),
-                           i64(1), i64(-1), i64(-2147483648), i64(2147483647)});
-      if (random.below(2) == 0 && std::abs(count) < 100) count += first;
-      // Numbers of 64 bits whose lower halves are numbers of partials.
-      const i64 wide = random.pick({i64(-2), i64(-1), i64(0), i64(1)}) * (i64(1) << 32);
-      if (bytes == 8 && random.below(4) == 0) count = wide + first + random.below(num_states_ + 1);
-    }
-    num_valid_ = std::make_unique<IntBuffer>("num_valid", counts, bytes);
-    MergeTarget& to = params_.to;
-    to.num_valid = num_valid_->data();
-    to.num_valid_bytes = bytes;
-    to.valid_per_token = per_token;
-    to.first_state = static_cast<short>(first);
   }
 
   void choose_partials(Random& random) {
     const i64 in_item = item_bytes_of(kernel_.in_type);
-    const i64 lse_item = item_bytes_of(kernel_.lse_type);
     const bool in_place = kernel_.in_type == kernel_.out_type && random.below(3) == 0;
     const i64 out_at = in_place ? random.below(num_states_) : -1;
     const i64 lse_at = random.below(3) == 0 ? random.below(num_states_) : -1;
@@ -123,13 +97,12 @@ class MergeRun {
       const auto expands = [&](i64 at) { return kernel_.plain ? at < 0 : s != at; };
       if (new_one)
         out = layout(kernel_.dim * in_item, kernel_.elems * in_item, expands(out_at), random);
-      if (new_one) lse = layout(lse_item, lse_item, expands(lse_at), random);
+      if (new_one) lse = layout(4, 4, expands(lse_at), random);
       outs_.push_back(std::make_unique<HeadBuffer>("out " + number, out, random));
       lses_.push_back(std::make_unique<HeadBuffer>("lse " + number, lse, random));
     }
     if (out_at >= 0) out_ = outs_[out_at].get();
     if (lse_at >= 0) lse_ = lses_[lse_at].get();
-    params_.to.lse_type = kernel_.lse_type;
     params_.to.lse_is_in_place = lse_at >= 0;
   }
 
@@ -148,10 +121,7 @@ class MergeRun {
       out_ = own_out_.get();
     }
     if (lse_ == nullptr && random.below(4) != 0) {
-      to.lse_type = random.pick({kFloat32, kFloat16, kBFloat16});
-      const i64 lse_item = item_bytes_of(to.lse_type);
-      own_lse_ =
-          std::make_unique<HeadBuffer>("lse", layout(lse_item, lse_item, false, random), random);
+      own_lse_ = std::make_unique<HeadBuffer>("lse", layout(4, 4, false, random), random);
       lse_ = own_lse_.get();
     }
     if (kernel_.out_type != kFloat8E4M3) return;
@@ -171,7 +141,7 @@ class MergeRun {
       for (i64 token = 0; token < tokens_; ++token) {
         for (i64 head = 0; head < heads_; ++head) {
           const double log = any_log((alone + token + head) % num_states_ == s, random);
-          store_number(lses_[s]->before(token, head), kernel_.lse_type, log);
+          store_number(lses_[s]->before(token, head), kFloat32, log);
           fill_row(outs_[s]->before(token, head), std::isinf(log), random);
         }
       }
@@ -224,7 +194,7 @@ class MergeRun {
   void open() {
     for (i64 token = 0; token < tokens_; ++token) {
       for (i64 head = 0; head < heads_; ++head) {
-        for (i64 s = first_of(token); s < behind_of(token); ++s) {
+        for (i64 s = first_of(token); s < num_states_; ++s) {
           outs_[s]->open(token, head);
           lses_[s]->open(token, head);
         }
@@ -261,16 +231,11 @@ class MergeRun {
   }
 
   i64 first_of(i64 token) const { return token < tokens_of_first_ ? 0 : 1; }
-  i64 behind_of(i64 token) const {
-    if (!num_valid_) return num_states_;
-    const i64 count = num_valid_->at(params_.to.valid_per_token ? token : 0);
-    return std::min(num_states_, count - params_.to.first_state);
-  }
 
   void expect_row(i64 token, i64 head) {
     std::vector<double> logs(num_states_, -kInfinity), values(num_states_);
-    for (i64 s = first_of(token); s < behind_of(token); ++s) {
-      logs[s] = load_number(lses_[s]->before(token, head), kernel_.lse_type);
+    for (i64 s = first_of(token); s < num_states_; ++s) {
+      logs[s] = load_number(lses_[s]->before(token, head), kFloat32);
     }
     const bool is_copy = token >= tokens_of_first_;
     const Weights weights = is_copy ? Weights::of_copy(logs[1]) : Weights(logs, log2_of_base_);
@@ -298,7 +263,7 @@ class MergeRun {
     out_->accept(token, head);
     if (lse_ == nullptr) return;
     const double slack = weights.num <= 1 ? 0 : 3 * kSlack + 1e-6 * std::fabs(weights.log);
-    expect_number("an lse", lse_->memory(token, head), params_.to.lse_type, weights.log, slack);
+    expect_number("an lse", lse_->memory(token, head), kFloat32, weights.log, slack);
     lse_->accept(token, head);
   }
 
@@ -324,7 +289,6 @@ class MergeRun {
   double log2_of_base_ = 1;
   float scale_ = 1;
   std::unique_ptr<float> scale_there_;
-  std::unique_ptr<IntBuffer> num_valid_;
   std::vector<std::unique_ptr<HeadBuffer>> outs_, lses_;
   std::unique_ptr<HeadBuffer> own_out_, own_lse_;  // where not in place
   HeadBuffer* out_ = nullptr;

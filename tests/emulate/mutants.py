@@ -84,10 +84,8 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ("merge", "ops/merge.cu"): (
         ("is_row(row < to.num_rows)", "is_row(row <= to.num_rows)"),
         ("head = row - token * to.heads.value", "head = row"),
-        ("if (is_copy) logs[1] = 0;", ""),
-        ("left < to.num_states ? left : to.num_states", "left"),
-        ("if (count < first) return 0;", ""),
-        ("left = count - first;", "left = count;"),
+        ("if (is_copy) logs[1] = 0.0f;", ""),
+        ("place.is_row ? p.to.num_states : 0", "place.is_row ? kCapacity : 0"),
         ("writes = place.is_row && vec < kVecs", "writes = vec < kVecs"),
         ("if (step == 0 && p.to.lse_is_in_place) __syncthreads();", ""),
         ("largest == -float_of_bits(0x7f800000) ? 0.0f :", ""),

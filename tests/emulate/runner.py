@@ -58,22 +58,22 @@ _LARGE_ROW_SIZES = [1024, 2048, 7168, 8192, 65536]
 F32, F16, BF16, E4M3 = range(4)  # as in _TYPES of jitkern.ops.merge
 ONE_SHOT, TWO_SHOT = 0, 1  # as in WAYS of jitkern.comm.peer_reduce
 
-# dim, elements of a vector, types of the partials, the result and their lse, partials, plain.
+# dim, elements of a vector, types of the partials and the result, partials, plain.
 _FEW_MERGES = (
-    (3, 1, F32, F32, F16, 2, 0),
-    (40, 8, BF16, F32, F32, 4, 0),
-    (8, 8, F16, E4M3, BF16, 8, 0),
-    (3, 1, F16, F16, F32, 2, 1),
-    (1102, 2, F16, F16, F32, 2, 1),  # in two steps, with an idle lane in the second
-    (96, 8, F16, F16, F16, 8, 1),
+    (3, 1, F32, F32, 2, 0),
+    (40, 8, BF16, F32, 4, 0),
+    (8, 8, F16, E4M3, 8, 0),
+    (3, 1, F16, F16, 2, 1),
+    (1102, 2, F16, F16, 2, 1),  # in two steps, with an idle lane in the second
+    (96, 8, F16, F16, 8, 1),
 )
 _MERGES = (
     *_FEW_MERGES,
-    (1, 1, F16, F16, F32, 2, 0), (3, 1, BF16, BF16, F32, 4, 1), (5, 1, F32, E4M3, F32, 8, 1),
-    (24, 4, F32, BF16, BF16, 4, 0), (24, 2, F32, F16, F16, 8, 1), (40, 4, F16, F16, BF16, 8, 0),
-    (70, 2, BF16, BF16, F32, 8, 0), (96, 8, BF16, E4M3, F32, 2, 1),
-    (128, 8, BF16, BF16, F32, 2, 0), (128, 8, F16, F32, F32, 8, 1), (128, 4, F32, F16, F32, 8, 1),
-    (576, 8, BF16, BF16, F32, 8, 0), (2100, 4, BF16, E4M3, BF16, 4, 0),
+    (1, 1, F16, F16, 2, 0), (3, 1, BF16, BF16, 4, 1), (5, 1, F32, E4M3, 8, 1),
+    (24, 4, F32, BF16, 4, 0), (24, 2, F32, F16, 8, 1), (40, 4, F16, F16, 8, 0),
+    (70, 2, BF16, BF16, 8, 0), (96, 8, BF16, E4M3, 2, 1), (128, 8, BF16, BF16, 2, 0),
+    (128, 8, F16, F32, 8, 1), (128, 4, F32, F16, 8, 1), (576, 8, BF16, BF16, 8, 0),
+    (2100, 4, BF16, E4M3, 4, 0),
 )  # fmt: skip
 
 

@@ -33,7 +33,6 @@ def ref_merge(
     *,
     lse_layout: str = "tokens_heads",
     scale: Tensor | None = None,
-    count: Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The merged values and their lse, in float64 and on the CPU."""
@@ -42,12 +41,7 @@ def ref_merge(
     if lse_layout == "heads_tokens":
         logs = logs.mT
     given = logs
-    number = torch.arange(len(values)).view(-1, 1, 1)
-    token = torch.arange(values.shape[1]).view(1, -1, 1)
-    counts = torch.ones(len(values), values.shape[1], 1, dtype=torch.bool)
-    if count is not None:
-        counts &= number < count.cpu().reshape(1, -1, 1)
-    logs = torch.where(counts & (logs != INF), logs, -INF)
+    logs = torch.where(logs == INF, -INF, logs)
     largest = logs.amax(0)  # NaN where one is
     center = torch.where(largest == -INF, 0.0, largest)
     to_log_e = math.log(2) if base == "2" else 1.0
@@ -57,7 +51,7 @@ def ref_merge(
     merged = torch.where(total[..., None] == 0, 0.0, parts.sum(0) / total[..., None])
     merged_lse = center + torch.log(total) / to_log_e
     if prefill_tokens_with_context is not None:
-        is_copy = token[0] >= prefill_tokens_with_context
+        is_copy = torch.arange(values.shape[1]).view(-1, 1) >= prefill_tokens_with_context
         merged = torch.where(is_copy[..., None], values[1], merged)
         merged_lse = torch.where(is_copy, given[1], merged_lse)
     if scale is not None:
@@ -126,7 +120,6 @@ def partials(
     heads: int,
     dim: int,
     dtype: torch.dtype = F32,
-    lse_dtype: torch.dtype = F32,
     *,
     lse_layout: str = "tokens_heads",
     seed: int = 0,
@@ -140,7 +133,7 @@ def partials(
     lses[empty] = -INF
     if lse_layout == "heads_tokens":
         lses = lses.mT.contiguous()
-    return outs.to(dtype).to(device), lses.to(lse_dtype).to(device)
+    return outs.to(dtype).to(device), lses.to(device)
 
 
 def scale_for(out_dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -210,7 +203,6 @@ def call_of(
     outs: Tensor,
     lses: Tensor,
     out_dtype: torch.dtype | None = None,
-    lse_dtype: torch.dtype = F32,
     *,
     layouts: Sequence[str] = ("contiguous",),
     lse_layouts: Sequence[str] = ("contiguous",),
@@ -223,7 +215,7 @@ def call_of(
         [placed(outs[i], layouts[i % len(layouts)], seed=i) for i in range(n)],
         [placed(lses[i], lse_layouts[i % len(lse_layouts)], seed=i + n) for i in range(n)],
         placed(out.to(out_dtype), out_layout, seed=77),
-        placed(lse.to(lse_dtype), seed=78),
+        placed(lse, seed=78),
     )
 
 

@@ -23,7 +23,6 @@ LseLayout = Literal["tokens_heads", "heads_tokens"]
 Results = tuple["Tensor", "Tensor | None"]
 
 _NAMES = {"merge_state": ("out_a", "lse_a", "out_b", "lse_b"), "merge_states": ("outs", "lses")}
-_LAST = {"merge_state": "prefill_tokens_with_context", "merge_states": "count"}
 _BASE = ("base", "e", "2")
 _LAYOUT = ("lse_layout", "tokens_heads", "heads_tokens")
 
@@ -74,7 +73,7 @@ class MergeShape(NamedTuple):
 
 @cache
 def kernel(
-    dim: int, vec_elems: int, in_type: int, out_type: int, lse_type: int, capacity: int, plain: int
+    dim: int, vec_elems: int, in_type: int, out_type: int, capacity: int, plain: int
 ) -> DeviceModule:
     """Return the device module of one dim, vector, choice of types and number of partials.
 
@@ -85,13 +84,11 @@ def kernel(
     warps = -(-shape.num_threads // 32)
     occupancy = max(1, THREADS_OF_SM // (32 * warps))
     config = KernelConfig(num_threads=shape.num_threads, max_occupancy=occupancy, use_pdl=True)
-    spec = (dim, vec_elems, in_type, out_type, lse_type, capacity)
+    spec = (dim, vec_elems, in_type, out_type, capacity)
     args = make_cpp_args(*spec, bool(plain), *config, shape.row_threads)
     name = f"jitkern_merge_v{vec_elems}_d{dim}_n{capacity}_{_TYPES[in_type]}"
     if out_type != in_type:
         name += f"_to_{_TYPES[out_type]}"
-    if lse_type != _F32:
-        name += f"_lse_{_TYPES[lse_type]}"
     if not plain:
         name += "_any_strides"
     entry = (name, f"Merge<{args}>", config)
@@ -111,7 +108,7 @@ def kernels(head_dim: int) -> list[DeviceModule]:
 
 
 def _common_specs(head_dim: int) -> list[tuple[int, ...]]:
-    """Return the arguments of `kernel` for contiguous bf16 or fp16 partials with an fp32 lse.
+    """Return the arguments of `kernel` for contiguous bf16 or fp16 partials.
 
     Any number is merged into their own type; more than 8 by the kernels of groups, into fp32 and
     out of it. Two may have any strides, such as those of an lse of [heads, tokens].
@@ -121,10 +118,10 @@ def _common_specs(head_dim: int) -> list[tuple[int, ...]]:
     most = CAPACITIES[-1]
     specs: list[tuple[int, ...]] = []
     for dtype in (_BF16, _F16):
-        specs += [(head_dim, elems, dtype, dtype, _F32, capacity, 1) for capacity in CAPACITIES]
-        specs += [(head_dim, elems, dtype, dtype, _F32, 2, 0)]
-        specs += [(head_dim, elems, dtype, _F32, _F32, most, 1)]
-        specs += [(head_dim, fp32_elems, _F32, dtype, _F32, most, 1)]
+        specs += [(head_dim, elems, dtype, dtype, capacity, 1) for capacity in CAPACITIES]
+        specs += [(head_dim, elems, dtype, dtype, 2, 0)]
+        specs += [(head_dim, elems, dtype, _F32, most, 1)]
+        specs += [(head_dim, fp32_elems, _F32, dtype, most, 1)]
     return specs
 
 
@@ -156,14 +153,14 @@ def merge_state(
     out_a, out_b : Tensor
         ``[tokens, heads, dim]``: partial results.
     lse_a, lse_b : Tensor
-        ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
+        fp32 ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.
     """
     partials = (out_a, lse_a, out_b, lse_b)
-    last = prefill_tokens_with_context
-    return _merge("merge_state", partials, output, lse, base, lse_layout, scale, last)
+    options = (base, lse_layout, scale, prefill_tokens_with_context)
+    return _merge("merge_state", partials, partials, output, lse, *options)
 
 
 @dispatch.traced_as(lambda outs, lses, **rest: _through_torch("merge_states", (outs, lses), **rest))
@@ -176,7 +173,6 @@ def merge_states(
     base: Base = "e",
     lse_layout: LseLayout = "tokens_heads",
     scale: Tensor | None = None,
-    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Merge partial results of attention over parts of the keys into the result over all.
 
@@ -198,23 +194,20 @@ def merge_states(
         contiguous, other strides free. Or one tensor ``[n, tokens, heads, dim]``. On one device;
         some may lie in pinned host memory if the result is on a GPU.
     lses : sequence of Tensor, or Tensor
-        As many ``[tokens, heads]``, fp32, fp16 or bf16, of one dtype, any strides: the log of the
-        sum of exponentials of the scores. Or one tensor ``[n, tokens, heads]``.
+        As many ``[tokens, heads]``, fp32, any strides: the log of the sum of exponentials of the
+        scores. Or one tensor ``[n, tokens, heads]``.
     output : Tensor, optional
         ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. May be one of
         `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
-        Where the merged LSE goes: fp32, fp16 or bf16. May be one of `lses`. Default: a new fp32
-        tensor; False leaves it out, and returns None.
+        Where the merged LSE goes: fp32. May be one of `lses`. Default: a new tensor; False leaves
+        it out, and returns None.
     base : {"e", "2"}
         Base of the exponentials. FlashInfer's kernels use 2.
     lse_layout : {"tokens_heads", "heads_tokens"}
         Order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``. Never guessed.
     scale : Tensor, optional
         For a float8 `output`: one fp32 on its device. The result is divided by it, clamped to 448.
-    count : Tensor, optional
-        int32 or int64, on the device of `output`, one element or one for each token: only the first
-        ``count`` partials are merged. Clamped to 0 and their number.
 
     Raises
     ------
@@ -225,59 +218,66 @@ def merge_states(
         An argument requires grad, or `output` or `lse` is an inference tensor outside of inference
         mode.
     """
-    return _merge("merge_states", (outs, lses), output, lse, base, lse_layout, scale, count)
+    partials = (_as_list("outs", outs), _as_list("lses", lses))
+    read = (*partials[0], *partials[1])
+    return _merge("merge_states", partials, read, output, lse, base, lse_layout, scale, None)
+
+
+def _as_list(name: str, partials: Any) -> Sequence[Tensor]:
+    if isinstance(partials, (list, tuple)):
+        return partials
+    if getattr(partials, "ndim", 0) > 0 and hasattr(partials, "unbind"):
+        tensors: Sequence[Tensor] = partials.unbind(0)
+        return tensors
+    expected = "a list of tensors, or one stacked tensor"
+    raise TypeError(f"merge_states: {name}: {type_text(partials)}, expected {expected}")
 
 
 def _merge(
     op: str,
-    partials: tuple[Any, ...],
+    partials: tuple[Any, ...],  # out_a, lse_a, out_b, lse_b; or outs, lses
+    read: tuple[Any, ...],  # the tensors in `partials`
     output: Any,
     lse: Any,
     base: Any,
     lse_layout: Any,
     scale: Any,
-    last: Any,  # prefill_tokens_with_context or count
+    prefill: Any,
 ) -> Results:
     call = _FUNCTIONS[op].call
     written = () if output is None else (output,)
     if lse is not None and lse is not False:
         written += (lse,)
-    if inference_mode.is_enabled() or dispatch.is_plain(written, _read(op, partials, scale)):
-        packed = _options(op, base, lse_layout, scale, last)
+    if scale is not None:
+        read = (*read, scale)
+    if inference_mode.is_enabled() or dispatch.is_plain(written, read):
+        packed = _options(op, base, lse_layout, scale, prefill)
         out, out_lse = output, None if lse is False else lse
         try:
-            if output is None and (like := _first(op, partials[0])) is not None:
+            if output is None and (like := _first(partials[0])) is not None:
                 out = _new_out(like)
-            if lse is None and (like := _first(op, partials[1])) is not None:
+            if lse is None and (like := _first(partials[1])) is not None:
                 out_lse = _new_lse(like)
             if not call(*partials, out, out_lse, packed):
                 if written:
                     dispatch.bump_versions(written)
                 return out, out_lse
         except (AttributeError, TypeError) as error:
-            raise _not_tensors(op, partials) or error from None
+            raise not_a_tensor(op, **_named(op, partials)) or error from None
         except dispatch.UNREADABLE as error:
-            rest = {"output": out, "lse": out_lse, "scale": scale, _LAST[op]: last}
+            rest = {"output": out, "lse": out_lse, "scale": scale}
             dispatch.require_wrapper(error, op, **_named(op, partials), **rest)
-    options = {"base": base, "lse_layout": lse_layout, "scale": scale, _LAST[op]: last}
+    options = {"base": base, "lse_layout": lse_layout, "scale": scale}
+    options |= {"prefill_tokens_with_context": prefill}
     return _through_torch(op, partials, output=output, lse=lse, **options)
 
 
-def _read(op: str, partials: tuple[Any, ...], scale: Any) -> tuple[Any, ...]:
-    """Return all tensors whose values are read."""
-    if op == "merge_states":
-        outs, lses = partials
-        if isinstance(outs, (list, tuple)) and isinstance(lses, (list, tuple)):
-            partials = (*outs, *lses)
-    return partials if scale is None else (*partials, scale)
-
-
-def _options(op: str, base: Any, lse_layout: Any, scale: Any, last: Any) -> tuple[Any, ...] | None:
+def _options(op: str, base: Any, lse_layout: Any, scale: Any, prefill: Any) -> Any:
     """Return all options as one argument, since each takes 50 ns on its way; None for defaults."""
     # "is": two comparisons of strings, after checks of their types, take 0.3 us more.
-    if scale is None and last is None and base is _BASE[1] and lse_layout is _LAYOUT[1]:
+    if scale is None and prefill is None and base is _BASE[1] and lse_layout is _LAYOUT[1]:
         return None
-    return _is_second(op, _BASE, base), _is_second(op, _LAYOUT, lse_layout), scale, last
+    return _is_second(op, _BASE, base), _is_second(op, _LAYOUT, lse_layout), scale, prefill
 
 
 def _is_second(op: str, words: tuple[str, str, str], value: Any) -> bool:
@@ -286,18 +286,15 @@ def _is_second(op: str, words: tuple[str, str, str], value: Any) -> bool:
     is_str = isinstance(value, str)
     if is_str and value in (first, second):
         return bool(value == second)
-    given, kind = (f'"{value}"', ValueError) if is_str else (type_text(value), TypeError)
-    raise kind(f'{op}: {name}: {given}, expected "{first}" or "{second}"')
+    actual, kind = (f'"{value}"', ValueError) if is_str else (type_text(value), TypeError)
+    raise kind(f'{op}: {name}: {actual}, expected "{first}" or "{second}"')
 
 
-def _first(op: str, values: Any) -> Any:
-    """Return the first partial's; None if there is none, which C++ refuses."""
-    if op == "merge_state":
-        return values
-    try:
-        return values[0]
-    except (LookupError, RuntimeError):
-        return None
+def _first(partials: Any) -> Any:
+    """Return the first partial's tensor; None for an empty list, which C++ refuses."""
+    if isinstance(partials, (list, tuple)):
+        return partials[0] if partials else None
+    return partials
 
 
 # Not in C++: see _new_output of jitkern.ops.index.
@@ -315,23 +312,10 @@ def _new_lse(like: Tensor) -> Tensor:
 
 def _named(op: str, partials: tuple[Any, ...]) -> dict[str, Any]:
     """Return tensors by their names, such as ``out_a`` or ``outs[3]``."""
-    named: dict[str, Any] = {}
-    for name, value in zip(_NAMES[op], partials, strict=True):
-        if op == "merge_states" and isinstance(value, (list, tuple)):
-            named |= {f"{name}[{i}]": tensor for i, tensor in enumerate(value)}
-        else:
-            named[name] = value
-    return named
-
-
-def _not_tensors(op: str, partials: tuple[Any, ...]) -> TypeError | None:
-    import torch
-
-    for name, value in zip(_NAMES[op], partials, strict=True):
-        if op == "merge_states" and not isinstance(value, (list, tuple, torch.Tensor)):
-            expected = "a list of tensors, or one stacked tensor"
-            return TypeError(f"merge_states: {name}: {type_text(value)}, expected {expected}")
-    return not_a_tensor(op, **_named(op, partials))
+    if op == "merge_state":
+        return dict(zip(_NAMES[op], partials, strict=True))
+    lists = zip(_NAMES[op], partials, strict=True)
+    return {f"{name}[{i}]": tensor for name, tensors in lists for i, tensor in enumerate(tensors)}
 
 
 # -- for PyTorch -----------------------------------------------------------------------------------
@@ -346,11 +330,14 @@ def _through_torch(
     scale: Tensor | None = None,
     **options: Any,
 ) -> Results:
-    if (wrong := _not_tensors(function, partials)) is not None:
+    if function == "merge_states":
+        partials = tuple(map(_as_list, _NAMES[function], partials))
+    named = _named(function, partials)
+    if (wrong := not_a_tensor(function, **named)) is not None:
         raise wrong
-    dispatch.refuse_transformed(function, **_named(function, partials))
+    dispatch.refuse_transformed(function, **named)
     lists = (partials[::2], partials[1::2]) if function == "merge_state" else partials
-    outs, lses = ([*p] if isinstance(p, (list, tuple)) else [*p.unbind(0)] for p in lists)
+    outs, lses = map(list, lists)
     if output is None and scale is None and (lse is None or lse is False):
         merged, merged_lse = dispatch.through_torch("merge_states", outs=outs, lses=lses, **options)
         return merged, None if lse is False else merged_lse
@@ -373,14 +360,13 @@ def _run_out(
     base: str,
     lse_layout: str,
     scale: Tensor | None,
-    count: Tensor | None,
     prefill: int | None,
 ) -> None:
+    op = "merge_states" if prefill is None else "merge_state"
+    options = _options(op, base, lse_layout, scale, prefill)
     if prefill is None:
-        options = _options("merge_states", base, lse_layout, scale, count)
         _merge_states_now(outs, lses, output, lse, options)
     else:
-        options = _options("merge_state", base, lse_layout, scale, prefill)
         _merge_state_now(outs[0], lses[0], outs[1], lses[1], output, lse, options)
 
 
@@ -389,11 +375,10 @@ def _run(
     lses: list[Tensor],
     base: str,
     lse_layout: str,
-    count: Tensor | None,
     prefill: int | None,
 ) -> tuple[Tensor, Tensor]:
     output, lse = _fake(outs, lses)
-    _run_out(outs, lses, output, lse, base, lse_layout, None, count, prefill)
+    _run_out(outs, lses, output, lse, base, lse_layout, None, prefill)
     return output, lse
 
 
@@ -404,14 +389,14 @@ def _fake(outs: list[Tensor], lses: list[Tensor], *_: Any) -> tuple[Tensor, Tens
 OVERLOADS = (
     TorchOverload(
         'merge_states(Tensor[] outs, Tensor[] lses, *, str base="e", '
-        'str lse_layout="tokens_heads", Tensor? count=None, '
-        "int? prefill_tokens_with_context=None) -> (Tensor, Tensor)",
+        'str lse_layout="tokens_heads", int? prefill_tokens_with_context=None) '
+        "-> (Tensor, Tensor)",
         run=_run,
         fake=_fake,
     ),
     TorchOverload(
         "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "
-        'str base="e", str lse_layout="tokens_heads", Tensor? scale=None, Tensor? count=None, '
+        'str base="e", str lse_layout="tokens_heads", Tensor? scale=None, '
         "int? prefill_tokens_with_context=None) -> ()",
         run=_run_out,
         fake=no_result,

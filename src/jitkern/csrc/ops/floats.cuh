@@ -113,14 +113,4 @@ __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* val
   return to;
 }
 
-// Stores a number whose type is known only at run time, and is not float8_e4m3fn.
-__device__ inline void store_float(char* address, int type, float value) {
-  if (type == kFloat32) {
-    *reinterpret_cast<u32*>(address) = bits_of_float(value);
-  } else {
-    *reinterpret_cast<unsigned short*>(address) =
-        type == kFloat16 ? rounded<kFloat16>(value) : rounded<kBFloat16>(value);
-  }
-}
-
 }  // namespace jitkern

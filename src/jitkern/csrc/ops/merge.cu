@@ -51,8 +51,8 @@ __device__ inline float share_of(float log, float center, float log2_of_base) {
   return exp2_of((log - center) * log2_of_base);
 }
 
-template <int kDim, int kElems, int kIn, int kOut, int kLse, int kCapacity, bool kPlain,
-          int kThreads, int kMaxOccupancy, bool kUsePdl, int kRowThreads>
+template <int kDim, int kElems, int kIn, int kOut, int kCapacity, bool kPlain, int kThreads,
+          int kMaxOccupancy, bool kUsePdl, int kRowThreads>
 struct Merge {
   using Params = MergeParams<kCapacity>;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
@@ -74,7 +74,7 @@ struct Merge {
     wait_for_earlier_kernels<kUsePdl>();
 
     const bool is_copy = kCapacity == 2 && !kPlain && place.token >= p.to.tokens_of_first;
-    const int end = !place.is_row ? 0 : kPlain ? p.to.num_states : num_valid(p.to, place.token);
+    const int end = place.is_row ? p.to.num_states : 0;
     const auto is_there = [&](int s) {
       // A plain call has at least two partials.
       if (kPlain && kCapacity == 2) return place.is_row;
@@ -82,14 +82,14 @@ struct Merge {
     };
 
     // One loop for each step: all loads are issued before the first use.
-    Bits<kLse> logs[kCapacity];
+    float logs[kCapacity];
     i64 at = place.offset(p.states[0].lse_strides);
 #pragma unroll
     for (int s = 0; s < kCapacity; ++s) {
-      logs[s] = bits_as<kLse>(-float_of_bits(0x7f800000));
+      logs[s] = -float_of_bits(0x7f800000);
       if (!is_there(s)) continue;
       if (!kPlain) at = place.offset(p.states[s].lse_strides);
-      logs[s] = *reinterpret_cast<const Bits<kLse>*>(p.states[s].lse + at);
+      logs[s] = *reinterpret_cast<const float*>(p.states[s].lse + at);
     }
     InVec vecs[kCapacity];
     const auto load = [&](int vec) {
@@ -106,8 +106,8 @@ struct Merge {
     const float scale = kOut == kFloat8E4M3 ? *p.to.scale : 1.0f;
     let_next_kernel_start<kUsePdl>();
 
-    const float lse_of_copy = float_of<kLse>(logs[1]);
-    if (is_copy) logs[1] = 0;  // the second partial counts, even if its lse is -inf or NaN
+    const float lse_of_copy = logs[1];
+    if (is_copy) logs[1] = 0.0f;  // the second partial counts, even if its lse is -inf or NaN
     float shares[kCapacity];
     Weight weight = weigh(logs, shares, p.to.log2_of_base);
     if (is_copy) weight.log = lse_of_copy;
@@ -121,7 +121,7 @@ struct Merge {
         const float sum_log = center_of(weight.log) + log2_of(weight.sum) * p.to.base_log_of_2;
         const float log = weight.sum == 1.0f ? weight.log : sum_log;  // keeps the sign of a zero
         at = place.offset(p.to.lse_strides);
-        store_float(p.to.lse + at, p.to.lse_type, log);
+        *reinterpret_cast<float*>(p.to.lse + at) = log;
       }
       if (writes) {
         at = place.offset(p.to.out_strides);
@@ -149,25 +149,12 @@ struct Merge {
     }
   };
 
-  // The number of this launch's partials that count.
-  static __device__ int num_valid(const MergeTarget& to, u32 token) {
-    if (to.num_valid == nullptr) return to.num_states;
-    const u32 at = to.valid_per_token ? token : 0;
-    const i64 count = to.num_valid_bytes == 4 ? static_cast<const i32*>(to.num_valid)[at]
-                                              : static_cast<const i64*>(to.num_valid)[at];
-    // Groups are merged by kernels of the largest capacity: the others take the first partial on.
-    const int first = kCapacity == kMostStates ? to.first_state : 0;
-    if (count < first) return 0;
-    const i64 left = count - first;
-    return static_cast<int>(left < to.num_states ? left : to.num_states);
-  }
-
   // Sets each partial's share of the total weight, which it returns.
-  static __device__ Weight weigh(const Bits<kLse>* logs, float* shares, float log2_of_base) {
+  static __device__ Weight weigh(const float* logs, float* shares, float log2_of_base) {
     Weight total{-float_of_bits(0x7f800000), 0.0f};
 #pragma unroll
     for (int s = 0; s < kCapacity; ++s) {
-      shares[s] = log_of(float_of<kLse>(logs[s]));
+      shares[s] = log_of(logs[s]);
       total.log = fmaxf(total.log, shares[s]);  // fmaxf ignores NaN; the sum below does not
     }
     const float center = center_of(total.log);

@@ -19,7 +19,7 @@ struct HeadStrides {
   }
 };
 
-// One partial result: rows [token, head] of values, and an lse for each row.
+// One partial result: rows [token, head] of values, and an fp32 lse for each row.
 struct PartialState {
   const char* out;
   const char* lse;
@@ -56,14 +56,9 @@ struct MergeTarget {
   char* lse;  // or null
   HeadStrides out_strides;
   HeadStrides lse_strides;
-  const float* scale;     // values are divided by it; or null
-  const void* num_valid;  // the number of partials that count, or null
-  i32 num_valid_bytes;    // 4 or 8
-  bool valid_per_token;   // num_valid has one number for each token, not one for all
-  bool lse_is_in_place;   // a thread may write an lse before another thread of the row reads it
-  short first_state;      // the partials of this launch are num_valid's from this number on
+  const float* scale;    // values are divided by it; or null
+  bool lse_is_in_place;  // a thread may write an lse before another thread of the row reads it
   i32 num_states;
-  i32 lse_type;         // a FloatType
   float log2_of_base;   // lse times this is a logarithm to base 2
   float base_log_of_2;  // its inverse
   u32 num_rows;
