@@ -1,5 +1,4 @@
-// The indexing kernel on exact buffers, and the one that makes pairs of the indices of a table in
-// host memory. What is done with those has sweeps of its own.
+// The indexing kernel on exact buffers.
 // 100 row sizes to a program.
 #include "ops/index.cu"
 
@@ -10,7 +9,6 @@
 namespace emulate {
 
 constexpr FaultSite kIndicesSite{4};
-constexpr i64 kUntouched = -9;
 
 // Which indices the rows of a table belong to: all of them, one range, or two. What the kernels
 // make of an index, table_row(), is proved in tests/ops/test_index.py.
@@ -125,39 +123,9 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random)
   check_all(output, weights, indices, fault);
 }
 
-template <class Int, i64 kRowBytes, int kVecBytes>
-void pairs_run(Random& random) {
-  using Kernel = PairsOfIndices<kRowBytes, kVecBytes, sizeof(Int), kListConfig.num_threads, 1>;
-  const i64 num_rows = random.pick({i64(1), i64(31), i64(32), i64(256), i64(257), i64(700)});
-  const Vocabulary vocabulary = any_vocabulary(random.pick({0, 1, 7, 20}), random);
-  const std::vector<i64> values = any_indices(vocabulary, num_rows, sizeof(Int), random);
-  IntBuffer indices("indices", values, sizeof(Int));
-  IntBuffer pairs("pairs", 2 * num_rows, kUntouched, sizeof(Int));
-  const Placement at = any_placement(kRowBytes, kVecBytes, random);
-  RowBuffer output("output", num_rows, kRowBytes, at, random);
-
-  FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
-  for (i64 i = 0; i < num_rows; ++i) {
-    const i64 row = expect_index(vocabulary, indices, i, fault);
-    pairs.expect(2 * i, row);
-    pairs.expect(2 * i + 1, row >= 0 ? i : -1);
-    if (row < 0) std::memset(output.expected(i), 0, kRowBytes);
-  }
-  const IndexPairsParams params{
-      index_params(output, nullptr, kRowBytes, vocabulary, indices, fault), pairs.data()};
-  const unsigned blocks = ceil_div(num_rows, Kernel::kNumThreads);
-  launch_fibers({blocks}, {Kernel::kNumThreads}, any_order(random), [&] { Kernel::run(params); });
-  check_all(pairs, output, indices, fault);
-}
-
 }  // namespace emulate
 
 int main() {
   using namespace emulate;
-  rounds("pairs of indices", 300, [&](Random& random, int) {
-    pairs_run<i32, 1, 1>(random);
-    pairs_run<i64, 40, 8>(random);
-    pairs_run<i32, 656, 16>(random);
-  });
   return sweep("index", collect(SweepRows()), runs_at_every_offset<IndexParams>, one_run);
 }

@@ -73,13 +73,11 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("u64(row) * static_cast<u64>(side.row_stride)", "0"),
     ),
     ("index", "ops/index.cu"): (
-        ("bool inside = row >= 0", "bool inside = row >= -1", 0, 2),
+        ("bool inside = row >= 0", "bool inside = row >= -1"),
         ("row < p.num_rows && group.offset(c)", "row < p.num_rows && 16 + group.offset(c)"),
         ("row * p.weights_stride_bytes", "row * p.output_stride_bytes"),
         ("value[r][c] = Vec<kVecBytes>{};", "if (inside) value[r][c] = Vec<kVecBytes>{};"),
         ("if (index[r] <= p.last_index)", "if (index[r] < p.last_index)"),
-        ("inside ? static_cast<Int>(number) : Int(-1)", "static_cast<Int>(number)"),
-        ("outside &= outside - 1", "outside = 0"),
     ),
     ("merge", "ops/merge.cu"): (
         ("is_row(row < to.num_rows)", "is_row(row <= to.num_rows)"),

@@ -82,18 +82,6 @@ def test_a_new_output_is_of_the_allocator(device: torch.device) -> None:
 
 
 @pytest.mark.cuda
-def test_a_table_larger_than_the_translation_reaches() -> None:
-    """1.1 GiB: 10,000 calls of few bytes in the order of the table."""
-    weights = torch.empty(9 << 24, 8, dtype=torch.uint8, pin_memory=True)
-    numbers = weights.view(torch.int64).squeeze(1)
-    torch.arange(9 << 24, out=numbers)
-    indices = torch.randint(0, 9 << 24, (100_000,), device="cuda")
-    indices[::9] = -1
-    found = indexing(weights, indices).view(torch.int64).squeeze(1)
-    assert torch.equal(found, indices.where(indices >= 0, 0))
-
-
-@pytest.mark.cuda
 def test_wrong_memory_of_a_table() -> None:
     table, indices = torch.zeros(5, 4), torch.tensor([1], device="cuda")
     with pytest.raises(ValueError, match=r"^indexing: weights: pageable host memory, expected pin"):
@@ -196,17 +184,13 @@ def test_no_indices_no_rows_no_vocabulary(device: torch.device) -> None:
         indexing(weights, to_index([-1, 0], torch.int64, device), **empty)
 
 
-@pytest.mark.parametrize("count", [65, 70_000])
-def test_ranges_of_a_table_in_host_memory(device: torch.device, count: int) -> None:
+def test_ranges_of_a_table_in_host_memory(device: torch.device) -> None:
     weights = host_buffer((VOCAB, 5), torch.float32, device).view
-    indices = torch.arange(count, device=device) * 7 % 80 - 3
+    indices = torch.arange(100, device=device) * 7 % 80 - 3
     ranges: Any = {"vocab_range": (30, 20), "added_range": (5, 21), "vocab_size": 77}
     expected = ref_indexing(weights, indices.cpu(), (30, 20), (5, 21))
     assert same_bits(indexing(weights, indices, **ranges), expected)
     check(device)
-    with out_of_range(device, f"index 76 at position {count - 9}, expected below 76"):
-        indices.fill_(-1)[count - 9] = 76
-        indexing(weights, indices, **{**ranges, "vocab_size": 76})
 
 
 _RANGE = "expected (start, length) with start >= 0 and 0 <= length <= "
@@ -279,7 +263,6 @@ class Index(Case):
 
 class IndexOfATableInHostMemory(Index):
     on_host = (0,)
-    large = (500,), 70_000, 40  # on CUDA a call that fetches each row once
 
 
 CASES = [Index(), IndexOfATableInHostMemory()]

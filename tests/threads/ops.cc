@@ -107,7 +107,7 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(unpack(), &b.dl, &a.dl, &descriptors.dl, nullptr);
     call(merge_states(), &outs.dl, &lses.dl, &merged.dl, &merged_lse.dl, nullptr);
     call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
-         false, nullptr);
+         nullptr);
   }
 }
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
-from jitkern.ops import dispatch, pairs
+from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.common import (
     INDEX_BYTES,
@@ -27,15 +27,11 @@ if TYPE_CHECKING:
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
 IN_FLIGHT = 4  # vectors per lane; short rows are moved several at a time
 VECS_PER_SPLIT = 2 * 32  # two vectors per lane of a warp
-TABLE_IN_FLIGHT = 8  # vectors per lane for tables in host memory, as in h2d_gather
 
 
 @cache
 def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
-    """Return the device module of one row size, vector width and index type.
-
-    It reads tables in device memory; small calls read tables in host memory with it, too.
-    """
+    """Return the device module of one row size, vector width and index type."""
     splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))
     args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
     name = entry_name("index", row_bytes, vec_bytes, index_bytes)
@@ -43,38 +39,16 @@ def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
     return load_entries("index", "ops/index.cu", [entry], args, RowShape(IN_FLIGHT, splits))
 
 
-@cache
-def table_kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, line_aligned: int, large: int
-) -> DeviceModule:
-    """Return the device module of large calls on a table in host memory."""
-    spec = (row_bytes, vec_bytes, index_bytes, line_aligned, large)
-    args = pairs.pair_copy_args(*spec, TABLE_IN_FLIGHT)
-    name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind="table")
-    gather = (name, f"H2DGather<{args}>", pairs.pair_config(large))
-    list_args = make_cpp_args(*spec[:3], *pairs.LIST_CONFIG[:2])
-    list_name = f"jitkern_index_pairs_i{8 * index_bytes}"
-    list_pairs = (list_name, f"PairsOfIndices<{list_args}>", pairs.LIST_CONFIG)
-    entries = [gather, list_pairs]
-    return load_entries("index", "ops/index.cu", entries, args, RowShape(TABLE_IN_FLIGHT))
-
-
 host.builds("indexing", kernel)
-host.builds("indexing_table", table_kernel)
 
 
 def kernels(row_bytes: int) -> list[DeviceModule]:
-    """Return the kernels for contiguous rows of ``row_bytes``, in device and in host memory."""
+    """Return the kernels for contiguous rows of ``row_bytes``."""
     vec_bytes = widest_vec_bytes(row_bytes)
-    on_device = [kernel(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
-    on_host = [
-        table_kernel(*sizes, large) for *sizes, large in pairs.specialisations(row_bytes) if large
-    ]
-    return on_device + on_host + pairs.list_kernels(host_target=0)
+    return [kernel(row_bytes, vec_bytes, index_bytes) for index_bytes in INDEX_BYTES]
 
 
 _index, _index_now = host.Function("indexing"), host.Function("indexing_now")
-_NOT_CONTIGUOUS = 2  # Outcome of csrc/ops/index.cc
 
 
 def _through_torch(
@@ -92,7 +66,7 @@ def _through_torch(
     # replace the error: there the op raises when the graph runs.
     if not torch.compiler.is_dynamo_compiling():
         wrong = not_a_tensor("indexing", weights=weights, indices=indices)
-        if wrong is not None and output is None:
+        if wrong is not None:
             raise wrong
         _check_ranges(vocab_range, added_range)
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
@@ -124,10 +98,8 @@ def indexing(
     ----------
     weights : Tensor
         ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
-        host memory, larger than the GPU's, with ``indices`` on a GPU: each row asked for crosses
-        the link once, in the table's order if that is faster (see ``h2d_gather``). Keep it
-        allocated and unchanged until the stream has passed the call. Large calls then take scratch
-        memory from PyTorch's caching allocator.
+        host memory, larger than the GPU's, with ``indices`` on a GPU: the rows are read in place.
+        Keep it allocated and unchanged until the stream has passed the call.
     indices : Tensor
         Any shape, int32 or int64, on the device of ``weights``, or on a GPU for a table in host
         memory. A negative index gives zeros. A tensor that is not contiguous is copied.
@@ -163,13 +135,10 @@ def indexing(
             if result is None:
                 result = _new_output(weights, indices)
             more = None if added_range is None and vocab_size is None else (added_range, vocab_size)
-            outcome = call(weights, indices, result, vocab_range, more)
-            if not outcome:
+            if not call(weights, indices, result, vocab_range, more):
                 if written:
                     dispatch.bump_versions(written)
                 return result
-            if outcome == _NOT_CONTIGUOUS and not hasattr(indices, "contiguous"):
-                _index_now(weights, indices, result, vocab_range, more)  # raises
         except TypeError:
             _check_ranges(vocab_range, added_range)
             raise

@@ -30,8 +30,6 @@ def memcpy_2d_async(
     height: int,
     kind: Literal["h2d", "d2h", "d2d", "h2h"],
     stream: torch.cuda.Stream | None = None,
-    *,
-    allow_pageable: bool = False,
 ) -> None:
     """Copy ``height`` rows of ``width`` bytes, ``dpitch`` and ``spitch`` bytes apart.
 
@@ -55,8 +53,6 @@ def memcpy_2d_async(
         two. "h2h" is done by CPU threads before the call returns.
     stream : torch.cuda.Stream, optional
         A stream of the GPU, by default the current one, of ``dst`` if there are two; not for "h2h".
-    allow_pageable : bool
-        Take pageable memory, too. The driver stages it, slowly; the call waits; not in a capture.
 
     Raises
     ------
@@ -83,13 +79,10 @@ def memcpy_2d_async(
             text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
             raise TypeError(f"memcpy_2d_async: stream: {text}") from None
     try:
-        outcome = call(
-            dst, src, dpitch, spitch, width, height, code, handle, ordinal, allow_pageable, None
-        )
+        arguments = (dst, src, dpitch, spitch, width, height, code, handle, ordinal)
+        outcome = call(*arguments, None)
         if outcome == _STORAGE_IS_NEEDED:
-            storages = (*_storage(dst), *_storage(src))
-            rest = (code, handle, ordinal, allow_pageable, storages)
-            outcome = call(dst, src, dpitch, spitch, width, height, *rest)
+            outcome = call(*arguments, (*_storage(dst), *_storage(src)))
     except UNREADABLE as error:
         name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
     if outcome:

@@ -97,7 +97,7 @@ PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels
   scratch.add(list.regions.starts, region_bytes);
   scratch.add(list.places, 4 * list.num_pairs);
   scratch.add(list.copies, call.repeats() ? list_bytes : 0);
-  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device());
   list.regions.last_entry = list.last_entries + 2;
   scope.fill_bytes(memory.data_ptr(), 0xff, ones_bytes);
   launch_sort(scope, kernels, list.num_pairs, list);

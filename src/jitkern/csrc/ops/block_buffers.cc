@@ -5,7 +5,6 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 namespace jitkern {
@@ -19,20 +18,6 @@ constexpr const char* kName = "BlockBuffers";
 u64 new_id() {
   static std::atomic<u64> last{0};
   return ++last;
-}
-
-// A dimension: its size, and its stride in bytes.
-struct Dim {
-  i64 count;
-  i64 stride;
-};
-using Dims = std::array<Dim, 3>;
-
-// Sorts dimensions from the longest stride to the shortest.
-Dims sorted(Dims dims) {
-  std::sort(dims.begin(), dims.end(),
-            [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
-  return dims;
 }
 
 }  // namespace
@@ -115,79 +100,69 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
                                             row_items * tensor.item_bytes());
 }
 
-u64 BlockBuffers::end_of(i64 layer) const {
+// -- overlap -------------------------------------------------------------------------------------
+
+Lattice BlockBuffers::lattice(i64 layer) const {
   const BufferEntry& entry = entries_[layer];
-  const i64 last = (num_blocks_ / num_parts_ - 1) * entry.block_bytes +
-                   (num_parts_ - 1) * entry.part_bytes + (num_rows_ - 1) * row_stride_;
-  return entry.address + static_cast<u64>(last + row_bytes(layer));
+  return Lattice(entry.address, entry.piece_bytes / num_rows_,
+                 {{{num_blocks_ / num_parts_, entry.block_bytes},
+                   {num_parts_, entry.part_bytes},
+                   {num_rows_, row_stride_}}});
 }
 
 bool BlockBuffers::overlaps(u64 begin, u64 end) const {
   if (is_empty()) return false;
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (begin < end_of(i) && entries_[i].address < end) return true;
+    if (begin < lattice(i).end && entries_[i].address < end) return true;
   }
   return false;
 }
 
-// -- overlap -------------------------------------------------------------------------------------
-
-// The rows of a layer are a lattice: row (i, j, k) begins at
-// address + i * block_bytes + j * part_bytes + k * row_stride.
-// Each stride is at least as long as all rows of the shorter strides together.
-bool BlockBuffers::layers_overlap(i64 layer, const BlockBuffers& other, i64 other_layer) const {
-  const BufferEntry& a = entries_[layer];
-  const BufferEntry& b = other.entries_[other_layer];
-  if (a.address >= other.end_of(other_layer) || b.address >= end_of(layer)) return false;
-  const bool same_strides = a.block_bytes == b.block_bytes && a.part_bytes == b.part_bytes &&
-                            row_stride_ == other.row_stride_ && num_parts_ == other.num_parts_ &&
-                            num_rows_ == other.num_rows_;
-  if (!same_strides) return true;  // interleaved lattices count as overlap
-  // With equal strides, two rows overlap iff `distance` minus some multiple of each stride is
-  // shorter than a row. Only two multiples can do that, longest stride first: the quotient rounded
-  // down or up, because the shorter strides together do not reach the next multiple.
-  const i64 blocks = std::max(num_blocks_, other.num_blocks_) / num_parts_;
-  const Dims dims =
-      sorted({{{blocks, a.block_bytes}, {num_parts_, a.part_bytes}, {num_rows_, row_stride_}}});
-  const i64 distance = static_cast<i64>(b.address - a.address);
-  for (int choice = 0; choice < 8; ++choice) {  // bit d: rounded up in dimension d
-    i64 left = distance;
-    for (int d = 0; d < 3; ++d) {
-      const auto& [count, stride] = dims[d];
-      if (count <= 1 || stride == 0) continue;
-      i64 steps = left / stride - (left % stride < 0);  // rounded down
-      steps = std::clamp(steps + (choice >> d & 1), 1 - count, count - 1);
-      left -= steps * stride;
+// Two buffers that overlap, one of each list; none if there are none. With one list, of that list.
+std::optional<std::pair<i64, i64>> BlockBuffers::overlapping(const BlockBuffers* other) const {
+  struct Buffer {
+    Lattice lattice;
+    i64 layer;
+    bool is_other;
+  };
+  std::vector<Buffer> buffers;
+  const auto add = [&buffers](const BlockBuffers& list, bool is_other) {
+    for (size_t i = 0; i < list.entries_.size(); ++i) {
+      buffers.push_back({list.lattice(i), static_cast<i64>(i), is_other});
     }
-    if (-other.row_bytes(other_layer) < left && left < row_bytes(layer)) return true;
+  };
+  add(*this, false);
+  if (other != nullptr) add(*other, true);
+  // In the order of addresses only buffers that have begun and not ended can overlap the next one.
+  std::sort(buffers.begin(), buffers.end(),
+            [](const Buffer& a, const Buffer& b) { return a.lattice.begin < b.lattice.begin; });
+  std::vector<const Buffer*> open;
+  for (const Buffer& next : buffers) {
+    open.erase(
+        std::remove_if(open.begin(), open.end(),
+                       [&](const Buffer* b) { return b->lattice.end <= next.lattice.begin; }),
+        open.end());
+    for (const Buffer* before : open) {
+      if (other != nullptr && before->is_other == next.is_other) continue;
+      if (before->lattice.overlaps(next.lattice)) return {{before->layer, next.layer}};
+    }
+    open.push_back(&next);
   }
-  return false;
+  return std::nullopt;
 }
 
 void BlockBuffers::require_no_overlap(const char* op, const char* arg) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (has_no_overlap_ || is_empty()) return;
-  const auto refuse = [&](i64 layer, i64 other) {
-    const std::string overlap =
-        layer == other ? ", whose blocks overlap" : str(", which overlaps buffer ", other);
-    raise_value_error(op, arg, str("buffer ", layer, overlap),
-                      "memory of its own for each block that is written");
+  const auto refuse = [&](const std::string& actual) {
+    raise_value_error(op, arg, actual, "memory of its own for each block that is written");
   };
-  const auto count = static_cast<i64>(entries_.size());
-  for (i64 i = 0; i < count; ++i) {
-    const BufferEntry& entry = entries_[i];
-    const Dims dims = sorted({{{num_blocks_ / num_parts_, entry.block_bytes},
-                               {num_parts_, entry.part_bytes},
-                               {num_rows_, row_stride_}}});
-    i64 bytes = row_bytes(i);  // from the first byte to the last, in the shorter strides
-    for (int d = 2; d >= 0; --d) {
-      if (dims[d].count <= 1) continue;
-      if (dims[d].stride < bytes) refuse(i, i);
-      bytes += (dims[d].count - 1) * dims[d].stride;
-    }
-    for (i64 other = 0; other < i; ++other) {
-      if (layers_overlap(i, *this, other)) refuse(i, other);
-    }
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (lattice(i).has_overlap()) refuse(str("buffer ", i, ", whose blocks overlap"));
+  }
+  if (const auto pair = overlapping(nullptr)) {
+    const auto [first, second] = std::minmax(pair->first, pair->second);
+    refuse(str("buffer ", second, ", which overlaps buffer ", first));
   }
   has_no_overlap_ = true;
 }
@@ -196,11 +171,7 @@ bool BlockBuffers::overlaps(const BlockBuffers& other) {
   if (is_empty() || other.is_empty()) return false;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (no_overlap_with_ == other.id_) return false;
-  for (size_t i = 0; i < entries_.size(); ++i) {
-    for (size_t j = 0; j < other.entries_.size(); ++j) {
-      if (layers_overlap(i, other, j)) return true;
-    }
-  }
+  if (overlapping(&other)) return true;
   no_overlap_with_ = other.id_;
   return false;
 }
@@ -209,12 +180,12 @@ bool BlockBuffers::overlaps(const BlockBuffers& other) {
 
 // A buffer, first byte to last, as one row.
 Rows BlockBuffers::rows_of(i64 layer, const char* op, const char* arg) const {
-  const i64 bytes = static_cast<i64>(end_of(layer) - entries_[layer].address);
+  const i64 bytes = static_cast<i64>(lattice(layer).end - entries_[layer].address);
   return Rows(Tensor(op, arg, tensors_[layer]), 1, bytes, bytes);
 }
 
 bool BlockBuffers::is_one_registration(i64 layer) const {
-  return on_cuda() || registration_end(entries_[layer].address) >= end_of(layer);
+  return on_cuda() || registration_end(entries_[layer].address) >= lattice(layer).end;
 }
 
 const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op, const char* arg) {

@@ -53,9 +53,8 @@ class BlockBuffers : public tvm::ffi::Object {
 
  private:
   void take(i64 layer, const Tensor& tensor, i64 block_dims);
-  i64 row_bytes(i64 layer) const { return entries_[layer].piece_bytes / num_rows_; }
-  u64 end_of(i64 layer) const;
-  bool layers_overlap(i64 layer, const BlockBuffers& other, i64 other_layer) const;
+  Lattice lattice(i64 layer) const;
+  std::optional<std::pair<i64, i64>> overlapping(const BlockBuffers* other) const;
   Rows rows_of(i64 layer, const char* op, const char* arg) const;
 
   struct Table {

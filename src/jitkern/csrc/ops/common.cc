@@ -60,26 +60,90 @@ int float_type(const Tensor& tensor, bool with_fp8) {
                               : "float32, float16 or bfloat16");
 }
 
-// -- grids ---------------------------------------------------------------------------------------
+// -- overlap -------------------------------------------------------------------------------------
 
 namespace {
 
-// Whether two rows at strides a and b share a byte: |i * a + j * b| < bytes for some |i| < num_a
-// and |j| < num_b, not both zero.
-bool rows_meet(i64 a, i64 num_a, i64 b, i64 num_b, i64 bytes) {
-  if ((num_a > 1 && a < bytes) || (num_b > 1 && b < bytes)) return true;
-  if (num_a <= 1 || num_b <= 1) return false;
-  // Nearly always all rows of one dimension lie between two of the other.
-  if ((num_a - 1) * a + bytes <= b || (num_b - 1) * b + bytes <= a) return false;
-  for (i64 j = 1; j < num_b; ++j) {
-    const i64 below = std::min(j * b / a, num_a - 1);  // this i is the nearest, or the next one
-    if (j * b - below * a < bytes) return true;
-    if (below + 1 < num_a && (below + 1) * a - j * b < bytes) return true;
+// A number of strides between `low` and `high`.
+struct Steps {
+  i64 stride;
+  i64 low;
+  i64 high;
+};
+
+i64 floor_div(i64 a, i64 b) { return a / b - (a % b < 0); }
+
+// Whether a sum of steps, the longest strides first, lies between `begin` and `end`, both excluded.
+bool reaches(const Steps* steps, const Steps* last, i64 begin, i64 end) {
+  if (steps == last) return begin < 0 && 0 < end;
+  i64 rest_low = 0, rest_high = 0;
+  for (const Steps* rest = steps + 1; rest != last; ++rest) {
+    rest_low += rest->low * rest->stride;
+    rest_high += rest->high * rest->stride;
+  }
+  const auto& [stride, low, high] = *steps;
+  const i64 most = std::min(high, floor_div(end - 1 - rest_low, stride));
+  for (i64 n = std::max(low, floor_div(begin - rest_high, stride) + 1); n <= most; ++n) {
+    if (reaches(steps + 1, last, begin - n * stride, end - n * stride)) return true;
   }
   return false;
 }
 
 }  // namespace
+
+Lattice::Lattice(u64 begin, i64 row_bytes, const std::array<Dim, 3>& sizes)
+    : begin(begin), end(begin + static_cast<u64>(row_bytes)), row_bytes(row_bytes), dims(sizes) {
+  std::sort(dims.begin(), dims.end(),
+            [](const Dim& a, const Dim& b) { return a.stride > b.stride; });
+  for (const Dim& dim : dims) end += static_cast<u64>((dim.count - 1) * dim.stride);
+}
+
+bool Lattice::has_overlap() const {
+  // Nearly always each stride is as long as all rows of the shorter strides together.
+  i64 bytes = row_bytes;
+  bool is_nested = true;
+  for (int d = 2; d >= 0; --d) {
+    if (dims[d].count <= 1) continue;
+    if (dims[d].stride == 0) return true;
+    is_nested &= dims[d].stride >= bytes;
+    bytes += (dims[d].count - 1) * dims[d].stride;
+  }
+  // Else two rows differ by one step or more in dimension d, and by any number in the next ones.
+  for (int d = 0; !is_nested && d < 3; ++d) {
+    std::vector<Steps> steps;
+    for (int e = d; e < 3; ++e) {
+      const i64 most = dims[e].count - 1;
+      if (most > 0) steps.push_back({dims[e].stride, e == d ? 1 : -most, most});
+    }
+    if (dims[d].count > 1 &&
+        reaches(steps.data(), steps.data() + steps.size(), -row_bytes, row_bytes)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Lattice::overlaps(const Lattice& other) const {
+  if (begin >= other.end || other.begin >= end) return false;
+  std::vector<Steps> steps;  // from a row of `other` to a row of this
+  const auto add = [&steps](i64 stride, i64 low, i64 high) {
+    if (stride == 0 || low == high) return;
+    for (Steps& known : steps) {
+      if (known.stride != stride) continue;
+      known.low += low;
+      known.high += high;
+      return;
+    }
+    steps.push_back({stride, low, high});
+  };
+  for (const Dim& dim : dims) add(dim.stride, 0, dim.count - 1);
+  for (const Dim& dim : other.dims) add(dim.stride, 1 - dim.count, 0);
+  std::sort(steps.begin(), steps.end(),
+            [](const Steps& a, const Steps& b) { return a.stride > b.stride; });
+  const i64 distance = static_cast<i64>(begin - other.begin);
+  return reaches(steps.data(), steps.data() + steps.size(), -row_bytes - distance,
+                 other.row_bytes - distance);
+}
 
 Grid::Grid(const Tensor& tensor, int outer_dim, int inner_dim, int row_dim)
     : Tensor(tensor),
@@ -113,7 +177,7 @@ bool Grid::is_same_place_as(const Grid& other) const {
 }
 
 void Grid::distinct_rows() const {
-  if (empty() || !rows_meet(outer_stride, outer, inner_stride, inner, row_bytes)) return;
+  if (empty() || !lattice().has_overlap()) return;
   value_error(str("rows of ", row_bytes, " bytes that overlap, ", outer_stride, " and ",
                   inner_stride, " bytes apart (shape ", shape_text(), ")"),
               "rows apart in a tensor that is written; .clone() one that was expanded");
@@ -121,35 +185,15 @@ void Grid::distinct_rows() const {
 
 void Grid::apart_from(const Grid& other, const char* expected) const {
   if (empty() || other.empty() || begin >= other.end || other.begin >= end) return;
-  // Rows may interleave, as K and V of one tensor do.
-  for (const Rows& rows : lines()) {
-    for (const Rows& others : other.lines()) rows.apart_from(others, expected);
-  }
-}
-
-// The grid as lines of equally spaced rows, along the longer dimension.
-std::vector<Rows> Grid::lines() const {
-  const bool by_outer = outer < inner;
-  const i64 count = by_outer ? outer : inner, length = by_outer ? inner : outer;
-  const i64 step = by_outer ? outer_stride : inner_stride;
-  const i64 stride = by_outer ? inner_stride : outer_stride;
-  std::vector<Rows> lines;
-  for (i64 i = 0; i < count; ++i)
-    lines.push_back(rows_at(data + i * step, length, row_bytes, stride));
-  return lines;
+  if (lattice().overlaps(other.lattice())) value_error(str("overlaps ", other.arg), expected);
 }
 
 Rows Grid::whole() const {
   const i64 bytes = static_cast<i64>(end - begin);
-  return rows_at(data, 1, bytes, bytes);
-}
-
-Rows Grid::rows_at(char* first, i64 num_rows, i64 row_bytes, i64 stride_bytes) const {
-  Rows rows(*this, num_rows, row_bytes, stride_bytes);
-  const u64 ahead = address(first) - rows.begin;
-  rows.data = first;
-  rows.begin += ahead;
-  rows.end += ahead;
+  Rows rows(*this, 1, bytes, bytes);
+  rows.data = data;
+  rows.begin = begin;
+  rows.end = end;
   return rows;
 }
 

@@ -1,13 +1,14 @@
-// indexing on the host: checks, CPU implementation, launches, also of tables in host memory.
+// indexing on the host: checks, CPU implementation, launch.
+#include "index.h"
+
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
 #include <limits>
 #include <string>
 
+#include "common.h"
 #include "host/cpu_copy.h"
-#include "index.h"
-#include "pairs_host.h"
 
 namespace jitkern {
 
@@ -148,9 +149,6 @@ struct IndexArgs {
     if (is_none(vocab_range) && is_none(added_range) && is_none(vocab_size)) return;
     choose_rows(params, vocab_range, added_range, vocab_size, weights.num_rows);
   }
-
-  // A table in host memory may be read by a GPU that has the indices.
-  bool is_host_table() const { return !weights.on_cuda() && indices.on_cuda(); }
 };
 
 void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
@@ -165,10 +163,12 @@ void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   });
 }
 
-// Launches the kernel of tables in device memory. Small calls on host tables use it too.
-void launch_index(const LaunchScope& scope, const IndexArgs& args) {
+// Tables in host memory are read in place. ValueError if one is not pinned.
+void index_cuda(IndexArgs& args) {
   static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
-  IndexParams params = args.params;
+  const LaunchScope scope(args.indices);
+  IndexParams& params = args.params;
+  params.weights = address_on_gpu(args.weights);
   const u64 bits = address(params.weights) | address(params.output) |
                    static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
                                     params.output_stride_bytes);
@@ -176,78 +176,20 @@ void launch_index(const LaunchScope& scope, const IndexArgs& args) {
   launch_rows(kernels, scope, spec, params.num_rows, params);
 }
 
-// -- a table in pinned host memory ---------------------------------------------------------------
-
-// Entry point of a module: see table_kernel() in ops/index.py.
-constexpr int kPairsOfIndices = 1;
-
-PairCall fetch_call(const IndexArgs& args) {
-  PairCall call;
-  call.row_bytes = args.weights.row_bytes;
-  call.index_bytes = args.indices.index_bytes;
-  call.device = args.indices.dl->device;
-  call.span_bytes = args.weights.num_rows * args.weights.stride_bytes;
-  const IndexParams& params = args.params;
-  call.set_source(params.weights, params.weights_stride_bytes,
-                  std::max(params.vocab_length, params.added_row + params.added_length));
-  call.set_target(params.output, params.output_stride_bytes, params.num_rows);
-  PairCopyParams& p = call.params;
-  p.num_pairs = params.num_rows;
-  p.src_site = p.dst_site = params.indices_site;  // never reported: all pairs are in range
-  p.fault = params.fault;
-  call.lists.search = true;
-  call.lists.ordered = is_worth_ordering(call.traffic());
-  return call;
-}
-
-bool is_large(const PairCall& call) {
-  // Pairs have the type of the indices. A row of the second range may be too large for int32.
-  const bool fits =
-      call.index_bytes == 8 || call.params.num_src_rows - 1 <= std::numeric_limits<i32>::max();
-  return (call.lists.ordered || !is_small_call(call)) && call.params.num_pairs <= kMaxListedPairs &&
-         fits;
-}
-
-void launch_large(const LaunchScope& scope, PairCall& call, const IndexParams& params) {
-  static KernelTable table = pair_kernels("indexing_table");
-  const i64 num_pairs = call.params.num_pairs;
-  const tvm::ffi::Tensor pairs = allocate_bytes(2 * num_pairs * call.index_bytes, call.device);
-  call.params.pairs = pairs.data_ptr();
-  call.table = &table;
-  const Kernel& make_pairs = find_pair_kernels(scope, call).entries[kPairsOfIndices];
-  scope.launch(make_pairs, ceil_div(num_pairs, make_pairs.num_threads),
-               IndexPairsParams{params, pairs.data_ptr()});
-  launch_pairs(scope, call);
-}
-
-// ValueError if the table is not pinned.
-void index_host_table(IndexArgs& args) {
-  const LaunchScope scope(args.indices);
-  args.params.weights = address_on_gpu(args.weights);
-  if (args.output.empty()) return;
-  args.params.fault = scope.device.fault_device;
-  PairCall call = fetch_call(args);
-  if (is_large(call)) return launch_large(scope, call, args.params);
-  launch_index(scope, args);
-}
-
 void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
   IndexArgs args(weights, indices, output, vocab_range, more);
   if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
-  if (args.is_host_table()) return index_host_table(args);
-  launch_index(LaunchScope(args.indices), args);
+  index_cuda(args);
 }
 
-// The result of a call for Python: see ops/index.py.
-enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kIndicesNotContiguous };
-
-int64_t index_unless_torch(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range,
-                           AnyView more) {
-  if (torch_has_to_see_it()) return kTorchHasToSeeIt;
+// Returns true if PyTorch has to see the call, or to make the indices contiguous.
+bool index_unless_torch(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range,
+                        AnyView more) {
+  if (torch_has_to_see_it()) return true;
   const Tensor checked(kOp, "indices", indices);
-  if (checked.numel() > 0 && !tvm::ffi::IsContiguous(*checked.dl)) return kIndicesNotContiguous;
+  if (checked.numel() > 0 && !tvm::ffi::IsContiguous(*checked.dl)) return true;
   index(weights, indices, output, vocab_range, more);
-  return kDone;
+  return false;
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(indexing, index_unless_torch);

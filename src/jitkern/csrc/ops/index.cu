@@ -1,8 +1,8 @@
 // indexing on the device: output row i is weights row indices[i], or zeros outside the vocabulary.
+#include <jitkern/copy.cuh>
 #include <jitkern/pdl.cuh>
 
 #include "index.h"
-#include "pairs.cuh"
 
 namespace jitkern {
 
@@ -60,45 +60,6 @@ struct IndexKernel {
     for (int r = 0; r < Rows::kRows; ++r) {
       if (index[r] <= p.last_index) continue;
       report_fault(p.fault, p.indices_site, group.first_row + r, index[r], p.last_index + 1);
-    }
-  }
-};
-
-// -- large calls on a table in pinned host memory: the indices become pairs of rows, which are
-// fetched as in h2d_gather, each row once and sorted by address in a large table.
-
-// Pair i is (row of index i in the table, row i of the output). If the index is outside of the
-// table the pair is padding, and this kernel fills the output's row with zeros.
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kThreads, int kMaxOccupancy>
-struct PairsOfIndices {
-  static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
-  using Params = IndexPairsParams;
-  using Int = Index<kIndexBytes>;
-  static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
-
-  static __device__ void run(const Params& p) {
-    const i64 number = thread_number();
-    const bool has_index = number < p.num_rows;
-    const i64 index = has_index ? i64(static_cast<const Int*>(p.indices)[number]) : 0;
-    const i64 row = table_row(p, index);
-    const bool inside = row >= 0;
-    if (has_index) {
-      Int* pair = static_cast<Int*>(p.pairs) + 2 * number;
-      pair[0] = inside ? static_cast<Int>(row) : Int(-1);
-      pair[1] = inside ? static_cast<Int>(number) : Int(-1);
-      if (index > p.last_index) {
-        report_fault(p.fault, p.indices_site, number, index, p.last_index + 1);
-      }
-    }
-    // All lanes of a warp write the zeros of one row together.
-    const i64 lane = threadIdx.x % 32;
-    u32 outside = __ballot_sync(0xffffffffu, has_index && !inside);
-    for (; outside != 0; outside &= outside - 1) {
-      const i64 zero_row = number - lane + (__ffs(static_cast<i32>(outside)) - 1);
-      char* target = p.output + zero_row * p.output_stride_bytes;
-      for (i64 at = lane * kVecBytes; at < kRowBytes; at += 32 * kVecBytes) {
-        store_vec<kVecBytes>(target + at, Vec<kVecBytes>{});
-      }
     }
   }
 };

@@ -33,9 +33,4 @@ JITKERN_HOST_DEVICE inline i64 table_row(const IndexParams& p, i64 index) {
   return row < u64(p.vocab_length) ? i64(row) : other;
 }
 
-// Parameters of the kernel that turns indices into pairs of rows, of a table in host memory.
-struct IndexPairsParams : IndexParams {
-  void* pairs;  // [num_rows, 2]: row of `weights`, row of `output`, or both -1
-};
-
 }  // namespace jitkern

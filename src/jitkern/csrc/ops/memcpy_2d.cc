@@ -16,9 +16,6 @@ namespace {
 
 constexpr const char* kOp = "memcpy_2d_async";
 constexpr const char* kKinds[] = {"h2d", "d2h", "d2d", "h2h"};  // in the order of CopyKind
-constexpr const char* kPinned =
-    "pinned host memory: a tensor of a PinnedPool, torch.empty(..., pin_memory=True) or "
-    ".pin_memory(); or allow_pageable=True for a slow copy that waits";
 
 // The result of a call for Python.
 enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kStorageIsNeeded };
@@ -101,21 +98,9 @@ Device& device_of(const Tensor& on_gpu, const Tensor& other, AnyView stream, Any
                     str("one of ", on_gpu.device_name(), ", as ", on_gpu.arg));
 }
 
-// Whether one copy may cover the host's rows. ValueError if the engine cannot copy them.
-bool check_host_memory(const LaunchScope& scope, const Rows& host, bool allow_pageable) {
-  if (!allow_pageable) return is_one_registration(host, kPinned);
-  const auto is_pinned = [](u64 at) { return registration_end(at) != 0; };
-  if (is_pinned(host.begin) || is_pinned(host.end - 1)) return is_one_registration(host, kPinned);
-  if (is_capturing(scope.stream())) {
-    host.value_error("pageable host memory while a graph is captured",
-                     "pinned host memory, which a replay can read or write by itself");
-  }
-  return true;
-}
-
 int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView spitch_arg,
                   AnyView width_arg, AnyView height_arg, AnyView kind_value, AnyView stream,
-                  AnyView ordinal, AnyView allow_pageable_arg, AnyView storages) {
+                  AnyView ordinal, AnyView storages) {
   const Tensor dst(kOp, "dst", dst_arg);
   const Tensor src(kOp, "src", src_arg);
   const i64 width = size_arg("width", width_arg);
@@ -123,7 +108,6 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
   const i64 dpitch = pitch_arg("dpitch", dpitch_arg, width, height);
   const i64 spitch = pitch_arg("spitch", spitch_arg, width, height);
   const CopyKind kind = kind_arg(kind_value, dst, src);
-  const bool allow_pageable = bool_arg(kOp, "allow_pageable", allow_pageable_arg);
   if (kind == CopyKind::kH2H && !is_none(stream)) {
     raise_value_error(kOp, "stream", str("a stream of cuda:", ordinal.cast<int64_t>()),
                       "None for a copy on the CPU, which is done at once");
@@ -151,8 +135,7 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
                                        ? current_stream(device->ordinal)
                                        : reinterpret_cast<CUstream>(stream.cast<int64_t>()));
   const bool one_registration =
-      kind == CopyKind::kD2D ||
-      check_host_memory(scope, kind == CopyKind::kH2D ? from : to, allow_pageable);
+      kind == CopyKind::kD2D || is_one_registration(kind == CopyKind::kH2D ? from : to, kPinCure);
   queue_copy(scope, kind, {to.data, from.data, dpitch, spitch, width, height}, one_registration);
   return kDone;
 }

@@ -20,11 +20,15 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
 
 PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src_arg,
                    AnyView dst_arg, AnyView pairs_arg, AnyView num_sms_value)
-    : src(op, "src", src_arg), dst(op, "dst", dst_arg), pairs(op, "pairs", pairs_arg) {
-  this->host_side = host_side;
-  num_sms = num_sms_arg(op, num_sms_value);
-  const Rows& host = host_rows();
-  require_host_memory(host, device_rows(), "(src, dst, pairs)");
+    : host_side(host_side),
+      src(op, "src", src_arg),
+      dst(op, "dst", dst_arg),
+      pairs(op, "pairs", pairs_arg),
+      row_bytes(src.row_bytes),
+      span_bytes(host_rows().num_rows * host_rows().stride_bytes),
+      index_bytes(pairs.index_bytes),
+      num_sms(num_sms_arg(op, num_sms_value)) {
+  require_host_memory(host_rows(), device_rows(), "(src, dst, pairs)");
   src.same_dtype(dst);
   // If rows are on a GPU, pairs may be on the CPU too.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
@@ -33,16 +37,16 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   dst.distinct_rows();
   dst.apart_from(src);
   pairs.apart_from(dst);
-  set_target(dst.data, dst.stride_bytes, dst.num_rows);
-  set_source(src.data, src.stride_bytes, src.num_rows);
+  params.dst = dst.data;
+  params.dst_stride_bytes = dst.stride_bytes;
+  params.num_dst_rows = dst.num_rows;
+  params.src = src.data;
+  params.src_stride_bytes = src.stride_bytes;
+  params.num_src_rows = src.num_rows;
   params.pairs = pairs.data;
   params.num_pairs = pairs.count / 2;
   params.src_site = sites.src;
   params.dst_site = sites.dst;
-  row_bytes = src.row_bytes;
-  index_bytes = pairs.index_bytes;
-  device = device_rows().dl->device;
-  span_bytes = host.num_rows * host.stride_bytes;
 }
 
 void PairArgs::take_slot_map(AnyView value) {
@@ -115,9 +119,10 @@ KernelTable pair_kernels(const char* op) {
                      pair_shape);
 }
 
-bool is_small_call(const PairCall& call) {
+bool is_small_call(const PairArgs& call) {
   constexpr i64 kSmallCallBytes = i64(2) << 20;  // the link's bytes in 40 us
-  return !call.num_sms && call.bytes() <= scaled_to_link(call.ordinal(), kSmallCallBytes);
+  const int ordinal = call.device_rows().ordinal();
+  return !call.num_sms && call.bytes() <= scaled_to_link(ordinal, kSmallCallBytes);
 }
 
 bool is_line_aligned(u64 host_bits, i64 row_bytes) {
@@ -126,7 +131,7 @@ bool is_line_aligned(u64 host_bits, i64 row_bytes) {
   return inside || host_bits % kHostLineBytes == 0;
 }
 
-Spec pair_spec(const PairCall& call, bool large, u64 more_bits) {
+Spec pair_spec(const PairArgs& call, bool large, u64 more_bits) {
   const PairCopyParams& p = call.params;
   const u64 src_bits = address(p.src) | static_cast<u64>(p.src_stride_bytes);
   const u64 dst_bits = address(p.dst) | static_cast<u64>(p.dst_stride_bytes);
@@ -153,7 +158,7 @@ i64 num_sms_for(const LoadedKernels& kernels, i64 bytes_in_flight) {
   return std::min(ceil_div(bytes_in_flight, block_bytes), kMaxSms);
 }
 
-void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+void launch_pair_copy(const LaunchScope& scope, const PairArgs& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight) {
   const i64 wanted = std::min(num_sms_for(kernels, bytes_in_flight), call.max_sms);
   const i64 blocks =
@@ -190,7 +195,7 @@ bool write_pairs(const PairArgs& args, i64 begin, i64 count, const PairList& lis
 
 // Copies pairs on the CPU to the GPU and launches the call.
 void upload_and_launch(const LaunchScope& scope, const PairArgs& args) {
-  PairCall call = args;
+  PairArgs call = args;
   call.index_bytes = narrow_index_bytes(args);
   find_pair_kernels(scope, call);  // may compile, which upload() must not
   const i64 num_pairs = args.params.num_pairs;

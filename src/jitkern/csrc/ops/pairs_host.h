@@ -144,36 +144,8 @@ struct Lists {
   bool ordered = false;  // rows are sorted by host address
 };
 
-// A copy by pairs.
-struct PairCall {
-  PairCopyParams params{};
-  HostSide host_side = kHostSource;
-  i64 row_bytes = 0;
-  i64 span_bytes = 0;  // see HostTraffic
-  int index_bytes = 8;
-  DLDevice device{};
-  std::optional<i64> num_sms;  // the caller's choice
-  i64 max_sms = kMaxSms;       // limit without `num_sms`
-  Lists lists{};
-  KernelTable* table = nullptr;
-
-  i64 bytes() const { return row_bytes * params.num_pairs; }
-  int ordinal() const { return device.device_type == kDLCUDA ? device.device_id : -1; }
-  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
-  void set_source(const char* rows, i64 stride_bytes, i64 count) {
-    params.src = rows;
-    params.src_stride_bytes = stride_bytes;
-    params.num_src_rows = count;
-  }
-  void set_target(char* rows, i64 stride_bytes, i64 count) {
-    params.dst = rows;
-    params.dst_stride_bytes = stride_bytes;
-    params.num_dst_rows = count;
-  }
-};
-
-// The checked arguments of an op on pairs.
-struct PairArgs : PairCall {
+// A copy by pairs: the checked arguments of an op.
+struct PairArgs {
   // TypeError or ValueError if an argument is wrong. Does not read the pairs.
   PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src, AnyView dst,
            AnyView pairs, AnyView num_sms);
@@ -186,7 +158,10 @@ struct PairArgs : PairCall {
 
   const Rows& host_rows() const { return host_side == kHostSource ? src : dst; }
   const Rows& device_rows() const { return host_side == kHostSource ? dst : src; }
+  DLDevice device() const { return device_rows().dl->device; }
+  i64 bytes() const { return row_bytes * params.num_pairs; }
   bool empty() const { return bytes() == 0; }
+  HostTraffic traffic() const { return {params.num_pairs, row_bytes, span_bytes}; }
 
   // IndexError for the first pair that is out of range. `pairs` must be on the CPU.
   void check_pairs() const;
@@ -200,23 +175,32 @@ struct PairArgs : PairCall {
   // Replaces the host rows' address by the GPU's. ValueError if they are not pinned.
   void map_host_rows();
 
+  HostSide host_side;
   Rows src;
   Rows dst;
   Indices pairs;
-  std::optional<Indices> slot_map;
+  std::optional<Indices> slot_map{};
+  PairCopyParams params{};
+  i64 row_bytes;
+  i64 span_bytes;  // see HostTraffic
+  int index_bytes;
+  std::optional<i64> num_sms;  // the caller's choice
+  i64 max_sms = kMaxSms;       // limit without `num_sms`
+  Lists lists{};
+  KernelTable* table = nullptr;
 };
 
 // The kernels of `op`; the first entry is a PairCopy.
 KernelTable pair_kernels(const char* op);
 
 // Whether a call is so short (40 us) that it uses the whole GPU. False with num_sms.
-bool is_small_call(const PairCall& call);
+bool is_small_call(const PairArgs& call);
 
 // Whether every host row starts on a line or lies inside one. `host_bits`: address | stride.
 bool is_line_aligned(u64 host_bits, i64 row_bytes);
 
 // The template arguments of the copy. `more_bits`: the addresses of further destinations, or-ed.
-Spec pair_spec(const PairCall& call, bool large, u64 more_bits = 0);
+Spec pair_spec(const PairArgs& call, bool large, u64 more_bits = 0);
 
 // Bytes in flight in an unsorted large call, unless max_sms is lower. One SM has 128 KiB of
 // 656-byte rows in flight. 2 SMs saturate an idle link, but beside a GEMM they move 33 GB/s, and 3
@@ -233,16 +217,16 @@ i64 num_copy_blocks(const LaunchScope& scope, const LoadedKernels& kernels, i64 
 // Launches the copy: a small one on the whole GPU; a large one on num_sms blocks, by default enough
 // for `bytes_in_flight`, at most max_sms. `params`: those of the call, or with another list of
 // pairs.
-void launch_pair_copy(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels,
+void launch_pair_copy(const LaunchScope& scope, const PairArgs& call, const LoadedKernels& kernels,
                       const PairCopyParams& params, i64 bytes_in_flight);
 
 constexpr i64 kMaxListedPairs = std::numeric_limits<i32>::max();
 
 // Loads the kernels of a call. Call it before any launch, as it may compile.
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call);
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairArgs& call);
 
 // Launches a call: one copy, or a sort and the copies of its lists.
-void launch_pairs(const LaunchScope& scope, const PairCall& call);
+void launch_pairs(const LaunchScope& scope, const PairArgs& call);
 
 // Runs a checked call on a GPU; pairs may be on the CPU.
 void run_pairs(const LaunchScope& scope, PairArgs& args);

@@ -27,17 +27,17 @@ constexpr i64 kLargeSpanBytes = i64(8) << 30;
 // SMs, 20.7 on 8.
 constexpr i64 kInFlightSpanBytes = i64(1) << 30;
 
-bool goes_by_lists(const PairCall& call) {
+bool goes_by_lists(const PairArgs& call) {
   return (call.lists.search || call.lists.ordered) && call.params.num_pairs <= kMaxListedPairs;
 }
 
-const LoadedKernels& list_kernels(const Device& device, const PairCall& call) {
+const LoadedKernels& list_kernels(const Device& device, const PairArgs& call) {
   static KernelTable table = sort_kernels("pair_lists", {"index_bytes", "host_target"});
   return table.find(device, Spec(call.index_bytes, call.host_side == kHostTarget));
 }
 
 // Lists the pairs of the call, then copies the rows of the lists.
-void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedKernels& kernels) {
+void copy_by_lists(const LaunchScope& scope, const PairArgs& call, const LoadedKernels& kernels) {
   const Lists& lists = call.lists;
   const PairCopyParams& p = call.params;
   ListParams list{p};
@@ -55,7 +55,7 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   scratch.add(list.ranks, lists.ordered ? 4 * list.num_pairs : 0);
   scratch.add(list.fetches, list_bytes);
   scratch.add(list.copies, lists.search ? list_bytes : 0);
-  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device);
+  const tvm::ffi::Tensor memory = scratch.allocate_on(call.device());
   list.regions.last_entry = list.last_entries;
   scope.fill_bytes(memory.data_ptr(), 0xff, ones_bytes);
   const LoadedKernels& sort = list_kernels(scope.device, call);
@@ -74,12 +74,14 @@ void copy_by_lists(const LaunchScope& scope, const PairCall& call, const LoadedK
   launch_pair_copy(scope, call, kernels, fetch, in_flight);
   if (!lists.search) return;
 
-  PairCall copy = call;
-  copy.set_source(p.dst, p.dst_stride_bytes, p.num_dst_rows);
-  copy.params.pairs = list.copies;
-  copy.params.last_pair = list.last_entries + 1;
-  copy.params.slot_map = nullptr;  // the fetches have set it
-  scope.launch(kernels.entries[0], scope.device.num_sms, copy.params);
+  PairCopyParams copy = p;
+  copy.src = p.dst;
+  copy.src_stride_bytes = p.dst_stride_bytes;
+  copy.num_src_rows = p.num_dst_rows;
+  copy.pairs = list.copies;
+  copy.last_pair = list.last_entries + 1;
+  copy.slot_map = nullptr;  // the fetches have set it
+  scope.launch(kernels.entries[0], scope.device.num_sms, copy);
 }
 
 }  // namespace
@@ -121,14 +123,14 @@ i64 table_size_for(i64 num_pairs) {
   return size;
 }
 
-const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairCall& call) {
+const LoadedKernels& find_pair_kernels(const LaunchScope& scope, const PairArgs& call) {
   const bool listed = goes_by_lists(call);
   const bool large = listed || !is_small_call(call);
   if (listed) list_kernels(scope.device, call);
   return call.table->find(scope.device, pair_spec(call, large));
 }
 
-void launch_pairs(const LaunchScope& scope, const PairCall& call) {
+void launch_pairs(const LaunchScope& scope, const PairArgs& call) {
   const LoadedKernels& kernels = find_pair_kernels(scope, call);
   if (goes_by_lists(call)) return copy_by_lists(scope, call, kernels);
   launch_pair_copy(scope, call, kernels, call.params, kBytesInFlight);
