@@ -109,18 +109,15 @@ def allow(count: int) -> None:
 
 
 def check_a_large_call_has_its_memory_before_it_writes() -> None:
-    count = 3000
-    table, output = pinned(500, 256), cuda(count, 256)
-    call: Any = lambda: jitkern.indexing(table, indices(count), output=output)  # noqa: E731
-    allow(2)
-    call()
+    table, output, pairs = pinned(500, 256), cuda(3000, 256), cuda(3000, 2, dtype=torch.int64)
+    allow(1)
+    jitkern.h2d_gather(table, output, pairs, order="host")
     said = log()
-    assert said.count("allocate") == 2 and said.count("grid") >= 3, said
-    for some in (0, 1):
-        allow(some)
-        error = raised(call)
-        assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
-        assert num_launches() == some  # of pairs, into scratch memory
+    assert said.count("allocate") == 1 and said.count("grid") == 4, said
+    allow(0)
+    error = raised(jitkern.h2d_gather, table, output, pairs, order="host")
+    assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
+    assert num_launches() == 0
 
 
 MERGE_TARGET = "=QQqqqqQ?xxxi"  # the first fields of MergeTarget

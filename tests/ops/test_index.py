@@ -200,13 +200,13 @@ _PART = {"vocab_range": (10, 30)}
 
 
 def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
-    pair, two = "expected (start, length)", "expected two ints"
     wrong: list[tuple[Any, str]] = [
-        *((value, f": {value}, {pair}") for value in (5, (5,), (1, 2, 3))),
-        *((value, f": {value}, {two}") for value in ((None, 5), (None, None), (0, None))),
+        (5, ": int, expected (start, length)"),
+        ((1, 2, 3), ": list, expected (start, length)"),
         *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
-          for one, _, one_text in common.not_ints(name, optional=True)),
+          for one, _, one_text in common.not_ints(name)),
         ((0, 5.0), "[1]: float, expected an int"),
+        ((0, None), "[1]: None, expected an int"),
     ]  # fmt: skip
     return [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
 

@@ -250,7 +250,7 @@ def mistakes() -> list[Mistake]:
          overlap_text("dst", "src")),
         ({"kind": "h2d"}, ValueError, 'kind: "h2d" from cpu to cpu, expected "h2h"'),
         ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
-        *not_words("kind", kinds, "H2H"),
+        *not_words("kind", kinds, "H2H", optional=True),
         *(({"stream": value}, TypeError,
            f"stream: {type(value).__name__}, expected a torch.cuda.Stream or None")
           for value in (0, "default")),

@@ -106,8 +106,8 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
     call(copy_blocks(), &d.dl, &c.dl, &pairs.dl, 0, 0, nullptr, nullptr, nullptr, nullptr);
     call(unpack(), &b.dl, &a.dl, &descriptors.dl, nullptr);
     call(merge_states(), &outs.dl, &lses.dl, &merged.dl, &merged_lse.dl, nullptr);
-    call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, 3, nullptr, nullptr,
-         nullptr);
+    call(memcpy_2d(), &d.dl, &a.dl, kRowBytes, kRowBytes, kRowBytes - 3, kRows, "h2h", nullptr,
+         nullptr, nullptr);
   }
 }
 

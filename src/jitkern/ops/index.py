@@ -60,15 +60,6 @@ def _through_torch(
     added_range: Any = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    import torch
-
-    # Checked here, because the dispatcher's messages differ. While torch.compile traces, it would
-    # replace the error: there the op raises when the graph runs.
-    if not torch.compiler.is_dynamo_compiling():
-        wrong = not_a_tensor("indexing", weights=weights, indices=indices)
-        if wrong is not None:
-            raise wrong
-        _check_ranges(vocab_range, added_range)
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     table: dict[str, Any] = {"weights": weights, "indices": indices}
     if output is None:
@@ -139,9 +130,6 @@ def indexing(
                 if written:
                     dispatch.bump_versions(written)
                 return result
-        except TypeError:
-            _check_ranges(vocab_range, added_range)
-            raise
         except dispatch.UNREADABLE as error:
             # Inside torch.func.grad a new output is a wrapper, even if the arguments are not.
             tensors = {"weights": weights, "indices": indices, "output": result}
@@ -170,19 +158,6 @@ def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
         raise not_a_tensor("indexing", weights=weights, indices=indices) or error from None
 
 
-def _check_ranges(vocab_range: Any, added_range: Any) -> None:
-    """Raise TypeError that quotes a value that is no range: C++ sees only its type."""
-    for name, value in (("vocab_range", vocab_range), ("added_range", added_range)):
-        if value is None:
-            continue
-        try:
-            start, length = value
-        except (TypeError, ValueError):
-            raise TypeError(f"indexing: {name}: {value!r}, expected (start, length)") from None
-        if start is None or length is None:
-            raise TypeError(f"indexing: {name}: {value!r}, expected two ints")
-
-
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
@@ -200,14 +175,7 @@ def _run_out(
     added_range: list[int] | None,
     vocab_size: int | None,
 ) -> None:
-    # The dispatcher passes tuples as lists; error messages quote tuples.
-    vocab, added = (_as_tuple(numbers) for numbers in (vocab_range, added_range))
-    _check_ranges(vocab, added)
-    _index_now(weights, indices.contiguous(), output, vocab, (added, vocab_size))
-
-
-def _as_tuple(numbers: list[int] | None) -> tuple[int, ...] | None:
-    return None if numbers is None else tuple(numbers)
+    _index_now(weights, indices.contiguous(), output, vocab_range, (added_range, vocab_size))
 
 
 def _fake(weights: Tensor, indices: Tensor, *ranges: Any) -> Tensor:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STORAGE_IS_NEEDED = 2  # Outcome of csrc/ops/memcpy_2d.cc
-_KINDS = {"h2d": 0, "d2h": 1, "d2d": 2, "h2h": 3}  # CopyKind of csrc/host/copy_2d.h
 
 _memcpy = host.Function("memcpy_2d")
 
@@ -66,11 +65,6 @@ def memcpy_2d_async(
     call = _memcpy.call
     if not (inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,))):
         dispatch.refuse("memcpy_2d_async", {"dst": dst}, {"src": src})
-    code: Any
-    try:
-        code = _KINDS[kind]  # a string costs 0.13 us on its way to C++
-    except (KeyError, TypeError):
-        code = (kind,)  # C++ raises the error
     handle = ordinal = None
     if stream is not None:
         try:
@@ -79,7 +73,7 @@ def memcpy_2d_async(
             text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
             raise TypeError(f"memcpy_2d_async: stream: {text}") from None
     try:
-        arguments = (dst, src, dpitch, spitch, width, height, code, handle, ordinal)
+        arguments = (dst, src, dpitch, spitch, width, height, kind, handle, ordinal)
         outcome = call(*arguments, None)
         if outcome == _STORAGE_IS_NEEDED:
             outcome = call(*arguments, (*_storage(dst), *_storage(src)))

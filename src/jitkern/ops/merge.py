@@ -23,8 +23,6 @@ LseLayout = Literal["tokens_heads", "heads_tokens"]
 Results = tuple["Tensor", "Tensor | None"]
 
 _NAMES = {"merge_state": ("out_a", "lse_a", "out_b", "lse_b"), "merge_states": ("outs", "lses")}
-_BASE = ("base", "e", "2")
-_LAYOUT = ("lse_layout", "tokens_heads", "heads_tokens")
 
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
@@ -251,14 +249,14 @@ def _merge(
     if scale is not None:
         read = (*read, scale)
     if inference_mode.is_enabled() or dispatch.is_plain(written, read):
-        packed = _options(op, base, lse_layout, scale, prefill)
+        options = _packed(base, lse_layout, scale, prefill)
         out, out_lse = output, None if lse is False else lse
         try:
             if output is None and (like := _first(partials[0])) is not None:
                 out = _new_out(like)
             if lse is None and (like := _first(partials[1])) is not None:
                 out_lse = _new_lse(like)
-            if not call(*partials, out, out_lse, packed):
+            if not call(*partials, out, out_lse, options):
                 if written:
                     dispatch.bump_versions(written)
                 return out, out_lse
@@ -267,27 +265,16 @@ def _merge(
         except dispatch.UNREADABLE as error:
             rest = {"output": out, "lse": out_lse, "scale": scale}
             dispatch.require_wrapper(error, op, **_named(op, partials), **rest)
-    options = {"base": base, "lse_layout": lse_layout, "scale": scale}
-    options |= {"prefill_tokens_with_context": prefill}
-    return _through_torch(op, partials, output=output, lse=lse, **options)
+    how = {"base": base, "lse_layout": lse_layout, "scale": scale}
+    how |= {"prefill_tokens_with_context": prefill}
+    return _through_torch(op, partials, output=output, lse=lse, **how)
 
 
-def _options(op: str, base: Any, lse_layout: Any, scale: Any, prefill: Any) -> Any:
+def _packed(base: Any, lse_layout: Any, scale: Any, prefill: Any) -> Any:
     """Return all options as one argument, since each takes 50 ns on its way; None for defaults."""
-    # "is": two comparisons of strings, after checks of their types, take 0.3 us more.
-    if scale is None and prefill is None and base is _BASE[1] and lse_layout is _LAYOUT[1]:
+    if scale is None and prefill is None and base == "e" and lse_layout == "tokens_heads":
         return None
-    return _is_second(op, _BASE, base), _is_second(op, _LAYOUT, lse_layout), scale, prefill
-
-
-def _is_second(op: str, words: tuple[str, str, str], value: Any) -> bool:
-    """Tell which of two words an argument is. Not in C++: a str on its way there takes 60 ns."""
-    name, first, second = words
-    is_str = isinstance(value, str)
-    if is_str and value in (first, second):
-        return bool(value == second)
-    actual, kind = (f'"{value}"', ValueError) if is_str else (type_text(value), TypeError)
-    raise kind(f'{op}: {name}: {actual}, expected "{first}" or "{second}"')
+    return base, lse_layout, scale, prefill
 
 
 def _first(partials: Any) -> Any:
@@ -362,8 +349,7 @@ def _run_out(
     scale: Tensor | None,
     prefill: int | None,
 ) -> None:
-    op = "merge_states" if prefill is None else "merge_state"
-    options = _options(op, base, lse_layout, scale, prefill)
+    options = _packed(base, lse_layout, scale, prefill)
     if prefill is None:
         _merge_states_now(outs, lses, output, lse, options)
     else:

@@ -59,27 +59,16 @@ struct Range {
   }
 };
 
-struct RangeNames {
-  const char* range;
-  const char* start;
-  const char* length;
-  const char* rows;  // the rows it may have
-};
-constexpr RangeNames kVocabRange = {"vocab_range", "vocab_range[0]", "vocab_range[1]",
-                                    "the rows of weights"};
-constexpr RangeNames kAddedRange = {"added_range", "added_range[0]", "added_range[1]",
-                                    "the rows of weights behind those of vocab_range"};
-
-// Checks a range (start, length) of at most `num_rows` rows.
-Range range_arg(const RangeNames& names, AnyView value, i64 num_rows) {
+// Checks a range (start, length) of at most `num_rows` rows, which are `rows`.
+Range range_arg(const char* arg, AnyView value, i64 num_rows, const char* rows) {
   const auto pair = value.as<Array<Any>>();
-  if (!pair || pair->size() != 2) raise_type_error(kOp, names.range, value, "(start, length)");
-  Range range{names.range, int_arg(kOp, names.start, (*pair)[0]), 0};
-  range.length = int_arg(kOp, names.length, (*pair)[1]);
+  if (!pair || pair->size() != 2) raise_type_error(kOp, arg, value, "(start, length)");
+  Range range{arg, int_arg(kOp, str(arg, "[0]").c_str(), (*pair)[0]), 0};
+  range.length = int_arg(kOp, str(arg, "[1]").c_str(), (*pair)[1]);
   if (range.start < 0 || range.length < 0 || range.length > num_rows) {
     raise_value_error(
-        kOp, names.range, range.text(),
-        str("(start, length) with start >= 0 and 0 <= length <= ", num_rows, ", ", names.rows));
+        kOp, arg, range.text(),
+        str("(start, length) with start >= 0 and 0 <= length <= ", num_rows, ", ", rows));
   }
   return range;
 }
@@ -91,10 +80,11 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
     const char* arg = is_none(added_range) ? "vocab_size" : "added_range";
     raise_value_error(kOp, arg, "given without vocab_range", "both");
   }
-  const Range vocab = range_arg(kVocabRange, vocab_range, num_rows);
-  Range added{kAddedRange.range, 0, 0};
+  const Range vocab = range_arg("vocab_range", vocab_range, num_rows, "the rows of weights");
+  Range added{"added_range", 0, 0};
   if (!is_none(added_range)) {
-    added = range_arg(kAddedRange, added_range, num_rows - vocab.length);
+    added = range_arg("added_range", added_range, num_rows - vocab.length,
+                      "the rows of weights behind those of vocab_range");
     if (added.overlaps(vocab)) {
       raise_value_error(kOp, added.arg, added.text(), "no index of vocab_range " + vocab.text());
     }

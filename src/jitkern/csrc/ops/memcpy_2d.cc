@@ -20,22 +20,16 @@ constexpr const char* kKinds[] = {"h2d", "d2h", "d2d", "h2h"};  // in the order 
 // The result of a call for Python.
 enum Outcome : int64_t { kDone, kTorchHasToSeeIt, kStorageIsNeeded };
 
-// `value` is a CopyKind, or an array of the argument that is none.
 CopyKind kind_arg(AnyView value, const Tensor& dst, const Tensor& src) {
   const int expected = src.on_cuda() ? (dst.on_cuda() ? 2 : 1) : (dst.on_cuda() ? 0 : 3);
-  const auto kind = value.as<int64_t>();
-  if (kind && *kind == expected) return static_cast<CopyKind>(expected);
-  if (kind) {
+  const int kind = choice_arg(kOp, "kind", value, {kKinds[0], kKinds[1], kKinds[2], kKinds[3]});
+  if (kind != expected || is_none(value)) {
     raise_value_error(
         kOp, "kind",
-        str('"', kKinds[*kind], "\" from ", src.device_name(), " to ", dst.device_name()),
+        str('"', kKinds[kind], "\" from ", src.device_name(), " to ", dst.device_name()),
         str('"', kKinds[expected], '"'));
   }
-  constexpr const char* kExpected = "\"h2d\", \"d2h\", \"d2d\" or \"h2h\"";
-  const tvm::ffi::Any argument = value.cast<tvm::ffi::Array<tvm::ffi::Any>>()[0];
-  const auto text = argument.as<tvm::ffi::String>();
-  if (!text) raise_type_error(kOp, "kind", argument, kExpected);
-  raise_value_error(kOp, "kind", str('"', *text, '"'), kExpected);
+  return static_cast<CopyKind>(kind);
 }
 
 i64 size_arg(const char* arg, AnyView value) {

@@ -63,8 +63,8 @@ bool check_written(const Grid& written, const std::vector<Grid>& same,
 MergeCall::MergeCall(const char* op, AnyView options) : op(op) {
   if (is_none(options)) return;
   const auto values = options.cast<Array<Any>>();
-  if (values[0].cast<bool>()) log2_of_base = base_log_of_2 = 1;
-  heads_first = values[1].cast<bool>();
+  if (choice_arg(op, "base", values[0], {"e", "2"}) == 1) log2_of_base = base_log_of_2 = 1;
+  heads_first = choice_arg(op, "lse_layout", values[1], {kLayouts[0], kLayouts[1]}) == 1;
   scale_arg = values[2];
   prefill_arg = values[3];
 }

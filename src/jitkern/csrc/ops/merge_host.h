@@ -30,7 +30,7 @@ struct MergeCall {
   float log2_of_base = 1.44269504f, base_log_of_2 = 0.69314718f;
   bool lse_is_in_place = false;
 
-  // `options` is None or (is_base_2, heads_first, scale, prefill_tokens_with_context).
+  // `options` is None or (base, lse_layout, scale, prefill_tokens_with_context).
   MergeCall(const char* op, AnyView options);
 
   // Checks and appends a partial, or all partials of two lists.
