@@ -25,7 +25,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 using Memory = std::unique_ptr<char[], Free>;
-// Of exactly so many bytes.
+// Memory of exactly so many bytes.
 Memory allocate(size_t align, size_t bytes);
 
 class Random {

@@ -33,13 +33,13 @@ void add(Specialisations<CopyBlocksParams>& list) {
 
 // A buffer per layer, or layers at one distance in one buffer.
 struct Side {
-  i64 num_blocks;  // of all parts
+  i64 num_blocks;  // counts parts
   i64 num_parts;
   i64 num_rows;
   bool rows_first;  // rows of a block are further apart than its parts
   bool is_table;
   i64 stride_bytes;
-  i64 lead = -1;  // of all rows, if they begin at one place of their lines
+  i64 lead = -1;  // if all rows begin at one place of their lines
   std::vector<RowBuffer> buffers;
   std::vector<BufferEntry> entries;
 

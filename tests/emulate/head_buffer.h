@@ -31,7 +31,7 @@ inline HeadLayout any_layout(i64 tokens, i64 heads, i64 row_bytes, i64 align, bo
   return at;
 }
 
-// Of rows that follow each other, of all tokens and heads.
+// Equally spaced rows of all tokens and heads.
 inline HeadLayout plain_layout(i64 tokens, i64 heads, i64 row_bytes, i64 align, bool expands,
                                Random& random) {
   HeadLayout at = any_layout(tokens * heads, 1, row_bytes, align, expands, random);

@@ -10,8 +10,8 @@ namespace emulate {
 
 constexpr FaultSite kIndicesSite{4};
 
-// Which indices the rows of a table belong to: all of them, one range, or two. What the kernels
-// make of an index, table_row(), is proved in tests/ops/test_index.py.
+// The indices of the rows of a table: all, one range, or two. table_row() is proved in
+// tests/ops/test_index.py.
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
 struct Vocabulary : IndexParams {

@@ -14,7 +14,7 @@ struct Kernel {
   using Merge =
       jitkern::Merge<kDim, kElems, kIn, kOut, kCapacity, kPlain, kThreads, 1, true, kRowThreads>;
 
-  // With as many partials' parameters as it is made for, and none behind them.
+  // Gives the kernel the parameters of its capacity, and no bytes behind them.
   static void launch(const MergeParams<kMostStates>& all, unsigned blocks, unsigned threads,
                      Order order) {
     const auto params = std::make_unique<Params>();

@@ -11,7 +11,8 @@ namespace emulate {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Of FloatType. Rounding is floats.h's, which tests/ops/test_merge.py compares with PyTorch's.
+// Types are FloatType. Rounding is floats.h's, which tests/ops/test_merge.py compares with
+// PyTorch's.
 inline double value_of_bits(int type, u32 bits) {
   switch (type) {
     case kFloat32:
@@ -75,7 +76,7 @@ inline void expect_number(const char* what, const char* from, int type, double r
 // What the partials of a row weigh.
 class Weights {
  public:
-  // Of each partial its lse, or -inf if it does not count; +inf says the same.
+  // `logs`: the partials' lse; -inf or +inf: it does not count.
   Weights(std::vector<double> logs, double log2_of_base) {
     std::replace(logs.begin(), logs.end(), kInfinity, -kInfinity);
     double largest = -kInfinity;
@@ -86,14 +87,13 @@ class Weights {
                                      : std::exp2((log - largest) * log2_of_base));
       sum += of.back();
       num += of.back() != 0;
-      all_equal &= of.back() == 0 || of.back() == 1;
     }
-    // Of one alone it is that one, zero's sign included.
+    // A single partial keeps its lse, even the sign of a zero.
     log = sum == 0 ? -kInfinity : num == 1 ? largest : largest + std::log2(sum) / log2_of_base;
     if (std::isnan(sum)) log = sum;
   }
 
-  // Of two partials the second one alone, whatever its lse.
+  // The second partial alone, whatever its lse.
   static Weights of_copy(double log) {
     Weights weights({-kInfinity, 0}, 1);
     weights.log = log;
@@ -103,8 +103,7 @@ class Weights {
   std::vector<double> of;
   double sum = 0;
   double log = 0;
-  int num = 0;            // that count
-  bool all_equal = true;  // those
+  int num = 0;  // weights that are not 0
 };
 
 // An exponential of float is of a number that is rounded: by so much of a weight.
@@ -124,18 +123,6 @@ inline Mean mean_of(const Weights& weights, const std::vector<double>& values) {
     if (std::isfinite(values[i])) size += std::fabs(weights.of[i] * values[i]);
   }
   return {sum / weights.sum, weights.num == 1 ? 0 : kSlack * size / weights.sum};
-}
-
-// The mean of partials with equal weights, bit by bit: the kernel adds shares of 1 in the order of
-// the partials, so every rounding is known.
-inline float equal_mean_of(const Weights& weights, const std::vector<double>& values, float scale) {
-  if (weights.num == 0) return 0;
-  const float share = 1 / static_cast<float>(weights.sum);
-  float sum = -0.0f;
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (weights.of[i] != 0) sum = std::fma(share, static_cast<float>(values[i]), sum);
-  }
-  return sum * (1 / scale);
 }
 
 }  // namespace emulate

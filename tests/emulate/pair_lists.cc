@@ -49,7 +49,7 @@ void check_lists(const Call& call, const IntBuffer& pairs, const IntBuffer& fetc
   for (i64 i = 0; i < call.num_pairs; ++i) {
     if (call.valid(pairs, i)) asked.insert({pairs.at(2 * i + 1), pairs.at(2 * i)});
   }
-  std::map<i64, i64> source_at;  // by row of dst, after the fetches
+  std::map<i64, i64> source_at;  // key: row of dst, after the fetches
   std::set<i64> fetched;
   for (i64 i = 0; i < num_fetches; ++i) {
     const i64 source = fetches.at(2 * i);

@@ -11,7 +11,7 @@
 namespace emulate {
 
 constexpr int kRuns = 300;
-constexpr i64 kRows = 64;  // of every table, and pairs of them
+constexpr i64 kRows = 64;  // rows of every table, and pairs
 constexpr i64 kRowBytes = 24;
 constexpr int kVecBytes = 8;
 constexpr i64 kStrideBytes = kRowBytes + 16;
@@ -57,7 +57,8 @@ struct Table : RowBuffer {
   }
 };
 
-// Of `grid_y` tables, on as many threads as the host would start for rows shared out in `shape`.
+// Launches `grid_y` tables on as many threads as the host would start for rows shared out in
+// `shape`.
 template <class Kernel>
 void run(const GroupShape& shape, typename Kernel::Params params, Random& random,
          unsigned grid_y = 1) {

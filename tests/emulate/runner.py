@@ -54,8 +54,8 @@ _ROW_SIZES = sorted(
 _LARGE_ROW_SIZES = [1024, 2048, 7168, 8192, 65536]
 
 
-# Which kernels the drivers of the merge and of the peers' sums run, as their C++ names them.
-F32, F16, BF16, E4M3 = range(4)  # as in _TYPES of jitkern.ops.merge
+# The kernels that the drivers of the merge and of the peers' sums run, as their C++ names them.
+F32, F16, BF16, E4M3 = range(4)  # _TYPES of jitkern.ops.merge
 ONE_SHOT, TWO_SHOT = 0, 1  # as in WAYS of jitkern.comm.peer_reduce
 
 # dim, elements of a vector, types of the partials and the result, partials, plain.
@@ -84,7 +84,7 @@ def _merge(*numbers: int) -> str:
 
 
 def _reductions(ranks: int, *accesses: tuple[int, int, int]) -> list[str]:
-    """Of all ways; an access is a dtype, bytes, vectors in flight."""
+    """Return kernels of all ways; an access is a dtype, bytes, vectors in flight."""
     return [
         f"Kernel<{dtype},{ranks},{access},{way},{in_flight}>"
         for way in range(len(WAYS))
@@ -104,7 +104,7 @@ _REDUCTIONS = [
     *_reductions(8, (F16, 2, 1), (F16, 16, 1), (F32, 4, 1)),
 ]
 
-# By driver, what it is compiled with.
+# Defines that a driver is compiled with.
 _INSTANCES = {
     "merge": (
         f"FEW_KERNELS={','.join(_merge(*one) for one in _FEW_MERGES)}",

@@ -33,7 +33,7 @@ EMULATE_COLLECT(StoreParams, kernels)
 void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
-  // Of K, which comes first, and of V; or there is one cache alone.
+  // K, which comes first, and V; or one cache alone.
   const i64 k_bytes = kernel.variant;
   const unsigned num_copies = k_bytes == row_bytes && random.below(4) == 0 ? 1 : 2;
   const bool two_sizes = k_bytes != row_bytes;

@@ -22,11 +22,11 @@ class Case:
     argument: str  # its indices
     rows: tuple[int, ...]  # numbers of rows
     tables: tuple[int | None, ...]  # in order: which number of rows each has, or one for each index
-    columns: tuple[int, ...]  # of the indices: the number of rows that each is below
+    columns: tuple[int, ...]  # for each column of the indices: which number of rows it is below
     distinct_columns: tuple[int, ...] = ()
     on_host: tuple[int, ...] = ()  # tables in host memory, pinned for a GPU
     indices_on_host = False  # whatever the device of the tables
-    count = 23  # of indices
+    count = 23  # number of indices
     ways: tuple[dict[str, Any], ...] = ({},)  # keyword arguments, each of which changes no result
     takes_num_sms = False
     line_gap = 0  # bytes between host rows, where their places in lines matter

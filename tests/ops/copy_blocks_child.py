@@ -27,7 +27,7 @@ SIDE = "Q8xQqqqqqqI4x"
 SIDE_NAMES = (
     "table base block_bytes part_bytes piece_bytes layer_bytes row_stride num_blocks num_parts"
 )
-PARAMS = f"={SIDE}{SIDE}QQQqqqqqiIIIQQQII"  # of CopyBlocksParams
+PARAMS = f"={SIDE}{SIDE}QQQqqqqqiIIIQQQII"  # CopyBlocksParams
 NAMES = [
     *(f"{side}_{name}" for side in ("dst", "src") for name in SIDE_NAMES.split()),
     *["pairs", "dst_blocks", "count", "num_pairs", "num_layers", "num_rows", "row_bytes"],
@@ -115,7 +115,7 @@ def check_nothing_is_queued_where_a_pair_is_wrong() -> None:
         refused(ValueError, text, copy_blocks, pageable, gpu, pairs, method=method)
     refused(ValueError, text, copy_blocks, pageable, gpu, on_gpu(pairs))
     assert log() == ""
-    copy_blocks(pageable, gpu, pairs[:0])  # of nothing all memory is good
+    copy_blocks(pageable, gpu, pairs[:0])  # an empty call takes any memory
 
 
 def check_the_engine_takes_long_rows_together() -> None:
@@ -167,7 +167,7 @@ def check_capture() -> None:
 
 
 def check_pairs_of_the_host_go_with_the_launch() -> None:
-    """As int32, up to 448 of them without padding, and no more than count; more are uploaded."""
+    """Up to 448 int32 pairs without padding, no more than count; more are uploaded."""
     gpu, pool = on_gpu(view(DEVICE, 3, 9, 4096)), foreign(view(PINNED, 3, 20, 4096))
     pairs = torch.tensor([[7, 0], [-9, 4], [2, -(2**60)], [19, 8], [99, 99]])
     copy_blocks(pool, gpu, foreign(pairs), method="sm", count=foreign(torch.tensor(4)))
@@ -205,7 +205,7 @@ def check_the_launch() -> None:
     for how, blocks, pace_ns in (
         ({}, 2, 64 * 4096 * 1000 // 32_000),
         ({"method": "sm"}, 4, 0),
-        ({"num_sms": 3}, 3, 0),  # as fast as these SMs can
+        ({"num_sms": 3}, 3, 0),  # not paced
     ):
         line = launched(gpu, pool, pairs, **how)
         assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
@@ -219,7 +219,9 @@ def check_the_launch() -> None:
     assert told(line, f"{names} count_bytes pace_ns flags") == [0, 16, 16, 16, 8, 4096, 8, 0, 0, 0]
     count = on_gpu(torch.tensor([3], dtype=torch.int32))
     line = launched(pool, gpu, pairs, count=count, num_sms=10_000)
-    assert "grid 4,1,1" in line and told(line, "count_bytes") == [4], line  # for all 128 warps
+    assert "grid 4,1,1" in line and told(line, "count_bytes") == [4], (
+        line
+    )  # one batch for each of 128 warps
     near = on_gpu(view(DEVICE, 8, 8, 4096)), on_gpu(view(DEVICE, 8, 8, 4096, at=HALF))
     assert "v16_i64_write of" in (line := launched(*near, pairs)) and "grid 4,1,1" in line, line
 

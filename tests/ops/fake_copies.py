@@ -22,7 +22,7 @@ def from_a_line(num_bytes: int) -> torch.Tensor:
 
 PINNED, DEVICE = from_a_line(SIZE), from_a_line(SIZE)
 PAGEABLE = torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)
-HALF = SIZE // 2  # of PINNED, where the second of its registrations begins
+HALF = SIZE // 2  # where the second registration of PINNED begins
 for begin in (0, HALF):
     driver.fake_memory(ctypes.c_uint64(PINNED.data_ptr() + begin), ctypes.c_uint64(HALF), 1, 0)
 

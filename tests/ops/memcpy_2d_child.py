@@ -35,7 +35,7 @@ def check_what_is_one_piece_is_no_strided_copy() -> None:
     whole = on_gpu(DEVICE)
     memcpy_2d_async(whole, PINNED, 16, 16, 16, 4, "h2d")
     assert log() == "h2d 64 on 0\n"
-    memcpy_2d_async(PINNED, whole, 5, 0, 16, 1, "d2h")  # of one row pitches mean nothing
+    memcpy_2d_async(PINNED, whole, 5, 0, 16, 1, "d2h")  # one row has no pitch
     assert log() == "d2h 16 on 0\n"
     memcpy_2d_async(whole, on_gpu(DEVICE[1024:]), 16, 16, 16, 4, "d2d")
     assert log() == "copy 64 on 0\n"

@@ -39,7 +39,7 @@ def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
 
 
 def layouts_text(argument: str, came: list[int], like: str, *, heads_first: bool = False) -> str:
-    """Of an lse that does not fit tensors of SHAPE."""
+    """Return the error of an lse that does not fit tensors of SHAPE."""
     fits, other, fits_other = (
         ("[2, 4] of (heads, tokens)", "tokens_heads", "[4, 2] of (tokens, heads)")
         if heads_first
@@ -66,7 +66,7 @@ def of_dtypes(name: str, good: Tensor, dtypes: list[torch.dtype], expected: str)
 
 
 def mistakes_of_partials(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
-    """Of one partial that is not the first."""
+    """Mistakes in a partial that is not the first."""
     given, wrong = {"outs": outs, "lses": lses}, dict[str, list[Wrong]]()
     for name, good in (("outs", outs[1]), ("lses", lses[1])):
         one = f"{name}[1]"
@@ -93,7 +93,7 @@ def mistakes_of_partials(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake
 
 
 def mistakes_of_overlaps(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
-    """Of results, and what else is given, in memory of a partial or of each other."""
+    """Results and `scale` in memory of a partial or of each other."""
     memory, logs = torch.zeros(80), torch.zeros(20)
     values, numbers = memory[:64].view(SHAPE), logs[:8].view(LSE_SHAPE)
     of_out = {"outs": [outs[0], values, outs[2]]}
@@ -122,7 +122,7 @@ def mistakes_of_overlaps(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake
 
 
 def mistakes_of_results() -> list[Mistake]:
-    """Of `output`, `lse` and `scale`, apart from overlaps."""
+    """Mistakes in `output`, `lse` and `scale`, apart from overlaps."""
     table: list[Mistake] = []
     odd = [torch.float64, torch.int32, torch.float8_e5m2, torch.bool]
     for name, good, other, expected in (
@@ -160,7 +160,7 @@ def mistakes_of_results() -> list[Mistake]:
 
 
 def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
-    """Of lists and stacked tensors as such."""
+    """Mistakes in lists and stacked tensors as such."""
     stack, logs = torch.stack(outs), torch.stack(lses)
     table: list[Mistake] = []
     for name in ("outs", "lses"):
@@ -206,17 +206,9 @@ def mistakes_of_two() -> list[Mistake]:
         ({"lse_b": zeros(*LSE_SHAPE).half()}, TypeError, "lse_b: dtype float16, expected float32"),
         ({"out_b": zeros(4, 2, 9)}, ValueError,
          "out_b: shape [4, 2, 9], expected shape [4, 2, 8] as in out_a"),
-        ({"out_b": zeros(4, 2, 16)[..., ::2]}, ValueError,
-         common.stride_text("out_b", 2, 2, [4, 2, 8], 1)),
         ({"lse_b": zeros(4, 3)}, ValueError, layouts_text("lse_b", [4, 3], "out_a")),
         ({"out_a": zeros(0, 2, 2**28)}, ValueError,
          "out_a: dim 268435456, expected 1 to 268435455"),
-        ({"out_a": zeros(4, 2, 0)}, ValueError, "out_a: dim 0, expected 1 to 268435455"),
-        ({"out_a": zeros(4, 16)}, ValueError,
-         "out_a: shape [4, 16], expected [tokens, heads, dim]"),
-        ({"lse_a": zeros(2, 4)}, ValueError, layouts_text("lse_a", [2, 4], "out_a")),
-        ({"lse_layout": "heads_tokens"}, ValueError,
-         layouts_text("lse_a", [4, 2], "out_a", heads_first=True)),
     ]  # fmt: skip
     for name in ("out_a", "lse_a", "out_b", "lse_b"):
         table += not_partials(name, zeros(*(SHAPE if "out" in name else LSE_SHAPE)))

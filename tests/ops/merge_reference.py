@@ -19,8 +19,8 @@ TYPES = [F32, F16, BF16]
 OUT_TYPES = [*TYPES, FP8]
 INF, NAN = math.inf, math.nan
 
-# Of results in fp32, in parts of the largest value that went into a row: 3 roundings of 2^-24 for
-# weight, product and quotient, and some of the sum.
+# The error of fp32 results, in parts of the largest value that went into a row: 3 roundings of
+# 2^-24 for weight, product and quotient, and some of the sum.
 TOLERANCE = 1e-6
 # On a GPU more partials are merged in groups: twice the roundings, and the LSE of a group is fp32.
 STATES_OF_LAUNCH = 8
@@ -40,7 +40,7 @@ def ref_merge(
     logs = torch.stack([lse.cpu().double() for lse in lses])
     if lse_layout == "heads_tokens":
         logs = logs.mT
-    given = logs
+    input_logs = logs
     logs = torch.where(logs == INF, -INF, logs)
     largest = logs.amax(0)  # NaN where one is
     center = torch.where(largest == -INF, 0.0, largest)
@@ -53,7 +53,7 @@ def ref_merge(
     if prefill_tokens_with_context is not None:
         is_copy = torch.arange(values.shape[1]).view(-1, 1) >= prefill_tokens_with_context
         merged = torch.where(is_copy[..., None], values[1], merged)
-        merged_lse = torch.where(is_copy, given[1], merged_lse)
+        merged_lse = torch.where(is_copy, input_logs[1], merged_lse)
     if scale is not None:
         merged = (merged / scale.cpu().double()).clamp(-448, 448)
     return merged, merged_lse.mT if lse_layout == "heads_tokens" else merged_lse
@@ -71,7 +71,7 @@ def steps_apart(a: Tensor, b: Tensor) -> Tensor:
 
 
 def assert_close(result: Tensor, wanted: Tensor, error: Tensor | float) -> None:
-    """Of fp32 within `error`; of a smaller type the nearest number, or the one beside it."""
+    """fp32 is within `error`; a smaller type has the nearest number or its neighbour."""
     assert result.shape == wanted.shape
     result = result.cpu()
     is_nan = wanted.isnan()

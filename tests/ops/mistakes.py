@@ -26,7 +26,7 @@ def stride_text(argument: str, stride: int, dim: int, shape: list[int], expected
 
 
 def apart_text(argument: str, stride_bytes: int, shape: list[int]) -> str:
-    """Of rows of 32 bytes in a tensor that is written."""
+    """Return the error of rows of 32 bytes in a tensor that is written."""
     return (
         f"{argument}: rows of 32 bytes, {stride_bytes} bytes apart (shape {shape}), expected 32 or "
         "more in a tensor that is written; .clone() one that was expanded"

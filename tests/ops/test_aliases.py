@@ -112,7 +112,7 @@ class Backwards:
 
 
 def test_rows_that_go_backwards() -> None:
-    """Of a framework that has such strides: they are refused."""
+    """Other frameworks have negative strides: they are refused."""
     kv = torch.zeros(4, 2, 8, dtype=torch.int8)
     backwards = tvm_ffi.from_dlpack(Backwards(kv[:, 0]))
     wrong = "stride -16 in dimension 0 of shape [4, 8], expected 0 or more"

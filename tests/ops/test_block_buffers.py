@@ -33,7 +33,7 @@ def make_list(device: torch.device, item: int, blocks: int = BLOCKS, pinned: boo
 
 
 def make_k_and_v(device: torch.device, item: int, blocks: int, pinned: bool) -> Any:
-    """Of one allocation, K and V of a block side by side."""
+    """One allocation has K and V of a block side by side."""
     both = [memory(device, blocks, 2, item, pinned=pinned) for _ in range(LAYERS)]
     lists = [one[:, 0] for one in both], [one[:, 1] for one in both]
     return BlockBuffers(*lists), [one[:, part] for one in both for part in (0, 1)]
@@ -158,19 +158,10 @@ def test_pairs_as_two_vectors(device: torch.device, dtype: torch.dtype) -> None:
             pairs = make_pairs(HOST_BLOCKS, BLOCKS, dtype).to(on)
             given = tuple(pairs.unbind(1)[i].contiguous() for i in (0, 1))
             run(device, case, pairs, given, method=method)
-    # Of tensors as well.
+    # The same with tensors.
     src, dst = torch.arange(12.0).view(1, 6, 2), torch.zeros(1, 6, 2)
     copy_blocks(src, dst, (torch.tensor([4]), torch.tensor([1])))
     assert dst[0, 1].tolist() == [8, 9]
-
-
-def test_many_pairs_are_uploaded(device: torch.device) -> None:
-    """More than fit into the parameters of a launch."""
-    far = [memory(CPU, 1000, 64, pinned=device.type == "cuda") for _ in range(2)]
-    near = [memory(device, 900, 64) for _ in range(2)]
-    case = case_of("h2d", (BlockBuffers(far), far, 1000), (BlockBuffers(near), near, 900))
-    for on in {CPU, device}:
-        run(device, case, make_pairs(1000, 900).to(on), method="sm")
 
 
 def test_count_and_range(device: torch.device) -> None:

@@ -30,7 +30,7 @@ def ref_compare(x: Sequence[int], y: Sequence[int], start: int = 0, page_size: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_length_and_every_place_of_the_first_difference(dtype: torch.dtype) -> None:
-    """By any bit of an item."""
+    """The difference is any bit of an item."""
     longest, bits = 300, 8 * dtype.itemsize
     base = torch.randint(0, 150_000, (longest,), dtype=dtype)
     rows = base.repeat(longest, 1)  # a row of 300 items begins at a new alignment

@@ -66,7 +66,7 @@ def test_kernels_compile(op: str, arch: str) -> None:
 
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_profiler_tells_kernels_apart(op: str) -> None:
-    """By op, index type and what else a call may use, and row size if that is compiled in."""
+    """Names have the op, index type and options, and the row size if it is compiled in."""
     kernels = {kernel for row_bytes in ROW_BYTES for kernel in own_kernels(op, row_bytes)}
     names = {kernel.exports[0] for kernel in kernels}
     assert len(names) == len(kernels)

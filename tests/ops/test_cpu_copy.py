@@ -58,7 +58,7 @@ FORKED = """
 import os, sys, torch
 torch.set_num_threads(3)
 rows = torch.zeros(4096, 4096, dtype=torch.uint8)
-threes = rows + 3  # by a team of OpenMP, with which GNU's runtime would hang in the child
+threes = rows + 3  # starts a team of OpenMP, with which GNU's runtime would hang in the child
 slots = torch.randperm(4096)
 if sys.argv[1] == "True":  # loads first
     from jitkern import store_cache
@@ -107,7 +107,7 @@ else:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in /proc")
 @pytest.mark.parametrize("in_main_thread", [True, False])
 def test_threads_are_those_of_torch(in_main_thread: bool) -> None:
-    """As many as torch.get_num_threads() says at the time of the call, and torch uses the same."""
+    """Their number is torch.get_num_threads() at the call, and torch uses the same threads."""
     command = [sys.executable, "-c", SHARED_THREADS, str(in_main_thread)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "0"]

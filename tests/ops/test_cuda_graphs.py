@@ -29,7 +29,7 @@ def pinned_bytes(rows: int, seed: int = 0) -> Tensor:
 
 
 def test_a_large_gather_in_a_graph() -> None:
-    """With its scratch memory from the graph's pool, and other repeats in each replay."""
+    """Its scratch memory is of the graph's pool; each replay has other repeats."""
     count, num_src = 40_000, 5_000
     src = pinned_bytes(num_src)
     source = src.cuda()

@@ -32,7 +32,7 @@ class Fuzzer:
         """Return something else than `value`, often close to it."""
         if torch.is_tensor(value) and self.rng.random() < 0.7:
             return self.wrong_tensor(value)
-        if isinstance(value, list) and value and self.rng.random() < 0.7:  # of tensors
+        if isinstance(value, list) and value and self.rng.random() < 0.7:  # a list of tensors
             i = self.rng.randrange(len(value))
             return [self.wrong(one) if j == i else one for j, one in enumerate(value)]
         return self.rng.choice(

@@ -21,7 +21,7 @@ from jitkern import h2d_gather
 SRC_ROWS = 43
 DST_ROWS = 29
 METHODS = ("auto", "sm")
-# With a method the pairs are on the CPU.
+# If a method is set, the pairs are on the CPU.
 WAYS = ({}, {"order": "host"}, *({"method": method} for method in METHODS))
 
 
@@ -50,7 +50,7 @@ def test_a_source_that_is_not_pinned_or_only_partly_is_refused() -> None:
 def test_slot_map(
     device: torch.device, count: int, map_dtype: torch.dtype, how: dict[str, Any]
 ) -> None:
-    """Of distinct rows, so that there is one answer; entries of the others keep their value.
+    """Rows are distinct, so that there is one answer; entries of the others keep their value.
 
     700,000 pairs of int64 are uploaded in several blocks.
     """

@@ -13,7 +13,6 @@ from mistakes import Mistake, not_ints, not_tensors, not_words, overlap_text, re
 from torch import Tensor
 
 from jitkern import memcpy_2d_async
-from jitkern.offload import PinnedPool
 
 CPU = torch.device("cpu")
 Sides = tuple[str, torch.device, torch.device]  # a direction, and where dst and src lie
@@ -71,7 +70,7 @@ def test_widths_pitches_and_offsets(
     [(1 << 20, 9, 64), (3_000_001, 3, 1), (20_000_003, 1, 0), (4096, 4000, 0), (100, 70_000, 28)],
 )
 def test_megabytes(device: torch.device, width: int, height: int, gap: int) -> None:
-    """By several threads on the CPU: rows that are shared out, and rows that are cut."""
+    """Several threads on the CPU share rows, and cut long ones."""
     for sides in all_sides(device):
         run_and_compare(sides, width, width + gap, width, height, (0, 8))
 
@@ -142,7 +141,7 @@ def test_a_tracer_is_refused() -> None:
 
 @pytest.mark.cuda
 def test_streams() -> None:
-    """Of the current one by default, of the one that is given, of no other device's."""
+    """The current stream by default, or an argument; no other device's."""
     pool = torch.randint(0, 256, (64, 1 << 16), dtype=torch.uint8).pin_memory()
     got = torch.zeros(64, 1 << 12, dtype=torch.uint8, device="cuda")
     copy = (1 << 12, 1 << 16, 1 << 12, 64, "h2d")

@@ -112,7 +112,7 @@ def test_a_single_one_comes_out_bit_for_bit(
             outs[i] = 0.5
             outs[i, ..., : len(odd)] = torch.tensor(odd, device=device)
             assert_same(merge_states(outs, lses), (outs[i], lses[i]))
-            outs[i, 1] = NAN  # of which only the kind is kept
+            outs[i, 1] = NAN  # payloads of NaN are not kept
             assert merge_states(outs, lses)[0][1].isnan().all()
 
 
@@ -172,7 +172,7 @@ def test_any_number_of_tokens_gives_the_same_bits(
 
 
 def test_new_results(device: torch.device) -> None:
-    """Of the partials' type and an fp32 lse, of the allocator: record_stream() knows them."""
+    """Results have the partials' dtype, come from torch's allocator: record_stream() knows them."""
     for dtype in TYPES:
         outs, lses = partials(device, 2, 5, 3, 8, dtype)
         two = merge_state(outs[0], lses[0], outs[1], lses[1])
@@ -198,7 +198,7 @@ def test_without_an_lse(device: torch.device) -> None:
 @pytest.mark.parametrize("spread", [0, 1e-3, 0.1, 1, 5, 20, 87, 88.5, 100])
 @pytest.mark.parametrize("base", ["e", "2"])
 def test_accuracy(device: torch.device, base: str, spread: float) -> None:
-    """Of weights that are equal, far apart and so small that they are no normal numbers."""
+    """Weights are equal, far apart, and so small that they are subnormal."""
     generator = torch.Generator().manual_seed(int(spread))
     for n in (1, 2, 3, 7, 8, 9, 32, 33, 64):
         outs = torch.randn(n, 40, 2, 64, generator=generator)
@@ -257,7 +257,7 @@ def test_rounding(device: torch.device, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, *EXPANDED])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_layouts(device: torch.device, dtype: torch.dtype, layout: str, out_layout: str) -> None:
-    """Of all partials, which makes vectors narrow, and of one alone."""
+    """Layouts of all partials, which makes vectors narrow, and of one alone."""
     outs, lses = partials(device, 3, 9, 4, 64, dtype, seed=3)
     for layouts in ([layout], ["contiguous", layout, "contiguous"]):
         lse_layouts = layouts[::-1]
@@ -309,7 +309,7 @@ MIXED_DEVICES = [(name, "cuda:0 as in output") for name in ("lse", "scale")]
 
 
 def test_the_operators(device: torch.device) -> None:
-    """As a graph that was exported calls them."""
+    """Operators as an exported graph calls them."""
     outs, lses = partials(device, 2, 5, 2, 8)
     wanted = merge_states(outs, lses)
     operator = torch.ops.jitkern.merge_states
@@ -362,7 +362,7 @@ def arguments_of_two() -> dict[str, Any]:
 
 
 def test_mistakes_of_merge_state() -> None:
-    """With results, and without: there they are made in Python, before C++ can check."""
+    """With results, and without: then Python makes them before C++ can check."""
     for change, kind, text in mistakes_of_two():
         for without in ({}, dict.fromkeys(RESULTS)):
             good = {**arguments_of_two(), **without}

@@ -112,7 +112,7 @@ def memory() -> torch.Tensor:
 @pytest.mark.parametrize("by", ["tokens", "heads"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by: str) -> None:
-    """Of each tensor, also of lses and results: rows of 5 or 3 tokens or heads, 1.2 GB apart."""
+    """Rows of each tensor, also of lses and results, are 1.2 GB apart."""
     outs, lses = partials(CPU, 3, 5, 5, 64, dtype)
     far, near = 2**30 + 2**27, 2048
 

@@ -24,7 +24,7 @@ SLOTS = 37
 ROWS = 19
 
 
-# Of slots of two heads of 320: a layer among others, of which only the first part of each head is
+# Slots have two heads of 320: a layer among others, of which only the first part of each head is
 # used; and one head with K of 192 and V of 128 side by side.
 SIDES = {"layers": lambda at: (at[:, 0, :24], at[:, 1, :24]),
          "K and V": lambda at: (at[:, 1, :192], at[:, 1, 192:])}  # fmt: skip
@@ -85,7 +85,7 @@ def test_one_kernel_serves_both_caches_and_one() -> None:
     store = jitkern.ops.store
     assert store.kernels(656) == [store.kernel(656, 16, index_bytes) for index_bytes in (4, 8)]
     for spec in ((656, 16, 4), (656, 16, 8)):
-        requested = store.kernel(*spec, first_row_bytes=656)  # by C++
+        requested = store.kernel(*spec, first_row_bytes=656)  # C++ requests it
         assert requested.key(SM_90) == store.kernel(*spec).key(SM_90)
         assert requested.key(SM_90) != store.kernel(*spec, first_row_bytes=128).key(SM_90)
 
@@ -183,7 +183,7 @@ def mistakes() -> list[Mistake]:
          "v_cache: 49 rows (shape [49, 8]), expected 50 rows as in k_cache"),
         ({"k_cache": zeros(3, 8), "v_cache": zeros(3, 8), "indices": zeros(50, 8),
           "k": zeros(50, 8), "v": torch.arange(3)}, TypeError,
-         f"indices: dtype float32, expected int32 or int64{ORDER}"),  # as in sglang
+         f"indices: dtype float32, expected int32 or int64{ORDER}"),  # sglang's order
         ({"k_cache": zeros(5, 10, 2, 4), "v_cache": zeros(5, 10, 2, 4)}, ValueError,
          "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
          "(shape [3, 8]); of pages of 10 slots give k_cache.view(-1, 2, 4)"),

@@ -21,8 +21,8 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("element_size", "bytes of a row", "BYTES", (1 << 30) - 1),  # as pairs.cuh asserts
-    Size("head_dim", "elements of a head", "DIM", (1 << 28) - 1),  # as many bytes in fp32
+    Size("element_size", "bytes of a row", "BYTES", (1 << 30) - 1),  # the limit in pairs.cuh
+    Size("head_dim", "elements of a head", "DIM", (1 << 28) - 1),  # 2^30 bytes in fp32
 )
 
 

@@ -32,14 +32,14 @@ CAPACITIES = (2, 4, 8)  # partials of a kernel; csrc/ops/merge.cc merges more in
 SMALL_THREADS = 128
 MOST_TIMES = 4
 MOST_THREADS = 512
-THREADS_OF_SM = 1024  # of 64 registers each
+THREADS_OF_SM = 1024  # each has 64 registers
 
 
 class BlockShape(NamedTuple):
     """How the threads of a block share rows."""
 
     row_threads: int
-    rows: int  # of a small block
+    rows: int  # rows of a small block
     times: int  # small blocks in a large one
 
     @classmethod
@@ -66,7 +66,7 @@ class MergeShape(NamedTuple):
     """The ints that the launch in csrc/ops/merge.cc takes from here."""
 
     times: int  # small blocks in a large one
-    rows: int  # of a small block
+    rows: int  # rows of a small block
 
 
 @cache

@@ -24,12 +24,12 @@ class BlockBuffers : public tvm::ffi::Object {
     return const_cast<BlockBuffers*>(value.as<BlockBuffers>());
   }
 
-  const std::vector<BufferEntry>& entries() const { return entries_; }  // with host addresses
+  const std::vector<BufferEntry>& entries() const { return entries_; }  // addresses are the host's
   DLDevice device() const { return device_; }
   bool on_cuda() const { return device_.device_type == kDLCUDA; }
   bool has_dtype() const { return !tensors_.empty(); }
   const tvm::ffi::Tensor& tensor(i64 layer) const { return tensors_[layer]; }
-  i64 num_blocks() const { return num_blocks_; }  // with parts counted as blocks
+  i64 num_blocks() const { return num_blocks_; }  // counts parts as blocks
   i64 num_parts() const { return num_parts_; }
   i64 num_rows() const { return num_rows_; }  // per block
   i64 row_stride() const { return row_stride_; }
@@ -73,7 +73,7 @@ class BlockBuffers : public tvm::ffi::Object {
   u64 bits_ = 0;
   std::mutex mutex_;
   Table tables_[kMaxDevices];
-  bool has_no_overlap_ = false;  // as checked by require_no_overlap()
+  bool has_no_overlap_ = false;  // set by require_no_overlap()
   const u64 id_;
   u64 no_overlap_with_ = 0;  // the id of the last list checked by overlaps()
 };

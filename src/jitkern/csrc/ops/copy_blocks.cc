@@ -78,8 +78,8 @@ void run_on_cpu(const BlockCall& call) {
 // In flight over the link with method "sm". Pieces of 4 KiB by 2 / 3 / 4 / 8 SMs: 36.8 / 48.5
 // / 49.4 / 49.5 GB/s to the GPU, 32.7 / 48.1 / 50.4 / 50.8 to the host. One contiguous copy: 55.4.
 constexpr i64 kBytesInFlight = 512 << 10;
-// By default half of it, on 2 SMs: each SM that copies to the GPU makes a concurrent decode step 2
-// to 4 % longer.
+// The default is half of it, on 2 SMs: each SM that copies to the GPU makes a concurrent decode
+// step 2 to 4 % longer.
 constexpr i64 kBytesBesideCompute = 256 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
 // The pace in MB/s of SMs that write to the host by default; they could write 52,000. A concurrent

@@ -88,7 +88,7 @@ struct CopyBlocks {
     while (num_told < signals.num_flags && next >= (num_told + 1) * each) {
       if (threadIdx.x % kWarpLanes == 0 &&
           atomicAdd(signals.num_past + num_told, 1u) == num_warps - 1) {
-        signals.num_past[num_told] = 0;  // for the next call
+        signals.num_past[num_told] = 0;  // ready for the next call
         __threadfence_system();          // orders all warps' stores before the flag
         *static_cast<volatile u32*>(signals.flags + num_told) = signals.value;
       }
@@ -141,7 +141,7 @@ struct CopyBlocks {
     const u64 source = address_of(p.src, layer, src_block, row, row_bytes);
     const u64 target = address_of(p.dst, layer, dst_block, row, row_bytes);
     const i64 lead = static_cast<i64>((kLinesOf == kHostTarget ? target : source) % kHostLineBytes);
-    const i64 at = i64(segment) * kSegmentBytes - lead;  // of the segment in the row
+    const i64 at = i64(segment) * kSegmentBytes - lead;  // the segment's place in the row
     const i64 left = row_bytes - at;
     if (left <= 0) return {};
     return {source + static_cast<u64>(at), target + static_cast<u64>(at),

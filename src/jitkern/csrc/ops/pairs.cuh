@@ -173,8 +173,8 @@ struct PairCopy {
   }
 };
 
-// With the lists of ListParams, one launch fetches each source row once, and a second one copies
-// the repeats within device memory, 20 times as fast (57 MB in 0.055 ms).
+// If a call has the lists of ListParams, one launch fetches each source row once, and another
+// copies the repeats within device memory, 20 times as fast (57 MB in 0.055 ms).
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, int kVecBytes, int kIndexBytes,
           bool kLineAligned, bool kLarge, int kInFlight>
 using H2DGather = PairCopy<kRowBytes, kThreads, kMaxOccupancy, kVecBytes, kIndexBytes, kLineAligned,

@@ -166,7 +166,7 @@ struct PairArgs {
   // IndexError for the first pair that is out of range. `pairs` must be on the CPU.
   void check_pairs() const;
 
-  // For CPU tensors. run_on_cpu() raises IndexError before anything is written. copy_on_cpu()
+  // CPU tensors only. run_on_cpu() raises IndexError before anything is written. copy_on_cpu()
   // copies pairs [begin, end). update_slot_map() does nothing without a slot map.
   void run_on_cpu() const;
   void copy_on_cpu(i64 begin, i64 end) const;

@@ -1,5 +1,5 @@
-// For kernels that move rows: vectors of 1 to 16 bytes, a thread's share of the rows, and faults.
-// Users may include it.
+// Parts of kernels that move rows: vectors of 1 to 16 bytes, a thread's share of the rows, and
+// faults. Users may include it.
 #pragma once
 
 #include <jitkern/types.h>

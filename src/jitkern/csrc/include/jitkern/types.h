@@ -24,7 +24,7 @@ enum class FaultSite : u32 {};
 struct FaultRecord {
   u32 state;
   FaultSite site;
-  i64 position;  // of the index in its argument, flattened
+  i64 position;  // the index's place in its argument, flattened
   i64 value;
   i64 bound;  // the first value that is too large
 };

@@ -1,5 +1,5 @@
-// For the translation units of jit/device.py: a kernel class's launch bounds, and checks that the
-// members of its Params have the types that jitkern assumes.
+// Used by the translation units of jit/device.py: a kernel class's launch bounds, and checks that
+// the members of its Params have the types that jitkern assumes.
 #pragma once
 
 namespace jitkern {
