@@ -13,6 +13,7 @@ from mistakes import Mistake, not_ints, not_tensors, not_words, overlap_text, re
 from torch import Tensor
 
 from jitkern import memcpy_2d_async
+from jitkern.offload import PinnedPool
 
 CPU = torch.device("cpu")
 Sides = tuple[str, torch.device, torch.device]  # a direction, and where dst and src lie
