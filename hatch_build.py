@@ -39,11 +39,15 @@ class HostModuleHook(BuildHookInterface[Any]):
             return
         # The package builds itself; that takes tvm-ffi's headers, a C++ compiler and ninja.
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from jitkern.host.library import build_host_module
+        from jitkern.cache.store import Cache
+        from jitkern.compilers.sources import CSRC
+        from jitkern.host.library import HostModule
 
         self._scratch = tempfile.TemporaryDirectory(prefix="jitkern-wheel-")
         out_dir = Path(self._scratch.name)
-        build_host_module(out_dir)
+        # Stripped. Links the user's libstdc++, as torch does; a static one needs glibc 2.36.
+        entry = HostModule(CSRC).compile(ldflags=("-s",))
+        Cache(out_dir, shared=True).publish(entry)
         files = sorted(path for path in out_dir.rglob("*") if path.is_file())
         for path in files:
             inside = Path("jitkern") / "_prebuilt" / path.relative_to(out_dir)
@@ -60,7 +64,7 @@ class HostModuleHook(BuildHookInterface[Any]):
 def platform_tag(libraries: list[Path]) -> str:
     """The manylinux tag that the libraries' own symbol versions allow, the oldest that is true."""
     if not libraries:
-        raise RuntimeError("jitkern: build_host_module wrote no shared library")
+        raise RuntimeError("jitkern: the host module is no shared library")
     minor = 17  # manylinux2014: nothing older is worth a name
     for library in libraries:
         for name, version in needed_versions(library):

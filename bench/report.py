@@ -16,7 +16,7 @@ import torch
 
 import jitkern
 from bench.case import Row
-from jitkern.fs import kernel_driver, processor
+from jitkern.fs import text_of
 
 Payload = dict[str, Any]
 
@@ -98,3 +98,16 @@ def _versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def kernel_driver() -> str:
+    """Return the version of NVIDIA's kernel module, such as 580.95.05; empty if unknown."""
+    text = text_of(Path("/proc/driver/nvidia/version"))
+    match = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
+def processor() -> str:
+    """Return the processor's model; its architecture if Linux does not say."""
+    match = re.search(r"^model name\s*: *(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else os.uname().machine

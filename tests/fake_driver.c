@@ -209,7 +209,11 @@ static CUresult copy(const char* what, void* to, const void* from, size_t bytes,
   say("%s %zu on %llu\n", what, bytes, (unsigned long long)(uintptr_t)stream);
   return memcpy(to, from, bytes), 0;
 }
+// What a test looks at, or changes, before each copy to the device.
+static void (*before_h2d)(const void* host, size_t bytes);
+void fake_before_h2d(void (*hook)(const void*, size_t)) { before_h2d = hook; }
 CUresult cuMemcpyHtoDAsync_v2(uint64_t device, const void* host, size_t bytes, void* stream) {
+  if (before_h2d != NULL) before_h2d(host, bytes);
   return copy("h2d", (void*)(uintptr_t)device, host, bytes, stream);
 }
 CUresult cuMemcpyDtoHAsync_v2(void* host, uint64_t device, size_t bytes, void* stream) {

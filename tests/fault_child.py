@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -118,6 +119,59 @@ def check_a_large_call_has_its_memory_before_it_writes() -> None:
     error = raised(jitkern.h2d_gather, table, output, pairs, order="host")
     assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
     assert num_launches() == 0
+
+
+BEFORE_COPY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+driver.fake_now.argtypes = [ctypes.c_double]
+driver.fake_work.argtypes = [ctypes.c_void_p, ctypes.c_double]
+
+
+def gather(pairs: torch.Tensor, before_copy: Callable[[int, int], None]) -> None:
+    """Gather by pairs on the host; `before_copy` sees the memory that they are uploaded from."""
+    count = len(pairs)
+    allow(10)
+    driver.fake_before_h2d(hook := BEFORE_COPY(before_copy))
+    jitkern.h2d_gather(pinned(count, 1), cuda(count, 1), tvm_ffi.from_dlpack(pairs))
+    driver.fake_before_h2d(None)
+    del hook
+
+
+def check_an_upload_waits_until_the_gpu_has_read_its_memory() -> None:
+    """The first uploads of this process: the ring is empty."""
+    pairs = torch.full((500_000, 2), -1)
+    addresses: list[int] = []
+
+    def upload() -> None:
+        gather(pairs, lambda host, num_bytes: addresses.append(host))
+
+    driver.fake_work(None, 1.0)
+    driver.fake_now(0.0)  # the GPU has not begun
+    for _ in range(4):  # of 4 MB: they fit into the ring
+        upload()
+    fifth = threading.Thread(target=upload)
+    fifth.start()
+    fifth.join(0.2)
+    waits = fifth.is_alive()
+    driver.fake_now(1e30)
+    fifth.join()
+    assert waits and addresses[4] == addresses[0] and len(set(addresses)) == 4
+
+
+def check_pairs_are_checked_when_they_are_uploaded() -> None:
+    """Another thread writes pairs of the second block after all were checked."""
+    count = 1_200_000  # a block has 1,048,576 pairs
+    pairs = torch.arange(count).repeat(2, 1).T.contiguous()
+    wanted = pairs.int()
+    wanted[1_100_000:] = -1
+    uploaded: list[torch.Tensor] = []
+
+    def before_copy(host: int, num_bytes: int) -> None:
+        block = (ctypes.c_int32 * (num_bytes // 4)).from_address(host)
+        uploaded.append(torch.frombuffer(block, dtype=torch.int32).clone())
+        pairs[1_100_000:] = count + 5
+
+    gather(pairs, before_copy)
+    assert len(uploaded) == 2 and torch.equal(torch.cat(uploaded).view(-1, 2), wanted)
 
 
 MERGE_TARGET = "=QQqqqqQ?xxxi"  # the first fields of MergeTarget

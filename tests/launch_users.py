@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import os
 import struct
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,21 +23,11 @@ from launch_fake import (
     user,
 )
 
-from jitkern.comm.args import namespace
 from jitkern.errors import UnsupportedError
-from jitkern.host import library as host
 from jitkern.jit import device as launch
 from jitkern.jit.device import CpuForm, DeviceModule
 
 ONE = {"grid": 1, "block": 1}
-
-
-def pointer(value: int) -> Any:
-    return SimpleNamespace(data_ptr=lambda: value)
-
-
-def interface(value: int) -> Any:
-    return SimpleNamespace(__cuda_array_interface__={"data": (value, False)})
 
 
 def launched(module: DeviceModule, name: str, *args: Any) -> bytes:
@@ -176,9 +163,6 @@ def check_declared_arguments_are_refused_by_name() -> None:
     launched(module, "scale", *good)
     strided = tvm_ffi.from_dlpack(OnCuda(torch.zeros(8, dtype=torch.float16)[::2]))
     launched(module, "scale", *good[:-1], strided)
-    one = declared("one", "float* x")
-    text = r"one: x: memory that no GPU can read, expected memory of cuda:\d"
-    refused(ValueError, text, one.launch, "one", pointer(0x777), **ONE)
 
 
 def check_tensors_on_the_cpu_go_to_the_form_for_it() -> None:
@@ -201,52 +185,6 @@ def check_tensors_on_the_cpu_go_to_the_form_for_it() -> None:
     text = "scale: y: device {}, expected {}, as the others"
     refused(ValueError, text.format("cpu", "cuda:0"), both.launch, "scale", cuda(4), x, **ONE)
     refused(ValueError, text.format("cuda:0", "cpu"), both.launch, "scale", x, cuda(4), **ONE)
-
-
-def check_every_pointer_is_on_the_device() -> None:
-    module = user("pointers", 16)
-
-    def bad(text: str, *args: Any) -> None:
-        refused(ValueError, f"launch: args{text}", module.launch, "pointers", *args, **ONE)
-
-    here, there, pinned = 0x10000000, 0x20000000, 0x30000000
-    for begin, kind, number in ((here, 2, 0), (there, 2, 1), (pinned, 1, 0)):
-        driver.fake_memory(ctypes.c_uint64(begin), ctypes.c_uint64(4096), kind, number)
-    x = cuda(4)
-    for make in (pointer, interface):
-        for at in (here + 8, pinned, 0):
-            assert launched(module, "pointers", x, make(at))[8:] == struct.pack("<Q", at)
-        bad(r"\[1\]: memory of cuda:1, expected memory of cuda:0", x, make(there))
-        bad(r"\[1\]: memory that no GPU can read, expected memory of cuda:0", x, make(0x777))
-    launched(module, "pointers", x, ctypes.c_void_p(there))  # a ctypes value is what it says
-    for other in (cuda(4, number=1), OnCuda(torch.zeros(4), 1)):
-        bad(r"\[1\]: device cuda:1, expected cuda:0, as the others", x, other)
-    text = r"\[0\]: device cpu, expected a CUDA device; for tensors on the CPU .*"
-    bad(text, torch.zeros(4), 1)
-
-
-def check_memory_of_another_gpu_that_is_mapped_here() -> None:
-    """As that of a PeerMemory: what counts is who may use it, not where it lies."""
-    module, x, piece = user("mapped", 16), cuda(4), 2 << 20
-    # Memory of GPUs 0 and 1 that GPU 0 addresses, and memory that GPU 1 alone addresses.
-    make = host.module()["make_peer_range"]
-    both, alone = (namespace(make(2, piece, ordinal)) for ordinal in (0, 1))
-    os.close(both.create(0))
-    fd = alone.create(0)
-    both.map(1, fd)
-    os.close(fd)
-    for begin in (both.base(), both.base() + piece):
-        for at in (begin, begin + 4095):
-            assert launched(module, "mapped", x, pointer(at))[8:] == struct.pack("<Q", at)
-    there = pointer(alone.base())
-    text = r"launch: args\[1\]: memory of cuda:1, expected memory of cuda:0"
-    refused(ValueError, text, module.launch, "mapped", x, there, **ONE)
-    launched(module, "mapped", cuda(4, number=1), there)
-    del both, alone
-    gc.collect()
-    log()
-    text = r"launch: args\[1\]: memory that no GPU can read, expected memory of cuda:0"
-    refused(ValueError, text, module.launch, "mapped", x, there, **ONE)
 
 
 def check_one_image_for_all_exports_of_a_module() -> None:

@@ -71,8 +71,6 @@ def become(user: int) -> None:
     import shutil  # noqa: F401
     import tempfile  # noqa: F401
 
-    import filelock  # noqa: F401
-
     import jitkern.compilers.nvrtc  # noqa: F401
     from jitkern.compilers.find import find_nvrtc
     from jitkern.env import settings

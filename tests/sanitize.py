@@ -49,7 +49,7 @@ def tests_of(names: Iterable[str]) -> list[str]:
     return [str(path) for name in names for path in sorted((HERE / "ops").glob(f"test_{name}*.py"))]
 
 
-HOST_TESTS = tests_of((*(op.stem for op in OPS), "contract", "cpu_copy", "errors_table"))
+HOST_TESTS = tests_of((*(op.stem for op in OPS), "contract", "errors_table"))
 CUDA_TESTS = [
     *tests_of((*(op.stem for op in OPS if op.has_kernels), "contract")),
     str(HERE / "ops" / "test_pairs_on_host.py") + "::test_many_pairs_of_every_region",

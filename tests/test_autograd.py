@@ -70,12 +70,6 @@ def test_what_has_no_gradient_says_what_to_use(
         run(*look_up.values())
 
 
-def test_vmap_in_inference_mode(look_up: dict[str, Tensor]) -> None:
-    run, text = TRANSFORMS["vmap"]
-    with torch.inference_mode(), pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
-        run(*look_up.values())
-
-
 def test_merge_state_names_its_own_argument() -> None:
     outs, lses = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2)
     text = gradient_text("merge_state", "lse_b")

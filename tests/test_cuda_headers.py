@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from needs import has, needs_nvrtc
 from paths import TESTS, python_path
 from tiny import SM_90
 
-from jitkern.cache import get
 from jitkern.compilers import find, nvrtc
 from jitkern.compilers.find import CudaHeaders, Tool, find_headers, header_hint
-from jitkern.errors import ToolchainError
 from jitkern.fs import digest
 from jitkern.jit import device
 
@@ -42,11 +39,7 @@ def in_blocks(uses: list[tuple[str, str]]) -> str:
     return "; ".join(f"{{ {kind}* out = nullptr; {use} }}" for kind, use in uses)
 
 
-def no_nvrtc() -> Tool:
-    raise ToolchainError(f"NVRTC (libnvrtc.so) was not found; {find.NVRTC_HINT}")
-
-
-HAS_BUNDLE = has(find.find_nvrtc) and find_headers(["mma.h"], [], find.find_nvrtc()).bundled
+HAS_BUNDLE = has(find.find_nvrtc) and find_headers(["mma.h"], find.find_nvrtc()).bundled
 needs_bundle = pytest.mark.skipif(not HAS_BUNDLE, reason="needs NVRTC 13.3 or newer")
 
 
@@ -78,25 +71,22 @@ def test_a_plain_kernel_searches_nothing(
 
 def test_where_headers_are(bare_machine: Callable[..., Path]) -> None:
     root = bare_machine()
-    given = toolkit(root / "given")
-    assert find_headers(["cuda_fp16.h"], [given], NEW) == CudaHeaders((given,), bundled=True)
-    assert find_headers(["cuda_fp16.h"], [], OLD) == CudaHeaders(are_missing=True)
-    assert find_headers(["cuda_fp16.h"], [given], OLD) == CudaHeaders((given,))
+    assert find_headers(["cuda_fp16.h"], OLD) == CudaHeaders(are_missing=True)
     wheels = toolkit(root / "site/nvidia/cuda_runtime/include")
-    headers = find_headers(["cuda_fp16.h"], [], OLD)
-    assert headers == CudaHeaders((), (wheels,)) and headers.id.startswith("cuda-")
+    headers = find_headers(["cuda_fp16.h"], OLD)
+    assert headers == CudaHeaders((wheels,)) and headers.id == "cuda"
     home = toolkit(root / "home/targets/x86_64-linux/include")
     (home / "cccl").mkdir()
     bare_machine(CUDA_HOME=root / "home")
-    assert find_headers(["cuda_fp16.h"], [], OLD).installed == (home, home / "cccl")
-    assert find_headers(["cuda_fp16.h"], [], NEW) == CudaHeaders(bundled=True)
-    assert find_headers(["vector"], [], OLD) == CudaHeaders()
+    assert find_headers(["cuda_fp16.h"], OLD).installed == (home, home / "cccl")
+    assert find_headers(["cuda_fp16.h"], NEW) == CudaHeaders(bundled=True)
+    assert find_headers(["vector"], OLD) == CudaHeaders()
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("curand_kernel.h", ': pip install "nvidia-cuda-nvrtc>=13.3", set CUDA_HOME for an older'),
+        ("curand_kernel.h", ': pip install "nvidia-cuda-nvrtc>=13.3", or set CUDA_HOME for'),
         ("vector", "what CUDA has of it is in <cuda/std/...>"),
         ("mine.h", ""),
     ],
@@ -105,76 +95,29 @@ def test_hints(name: str, hint: str) -> None:
     assert hint in header_hint(name) and bool(hint) == bool(header_hint(name))
 
 
-CHANGES: list[Callable[[Path], object]] = [
-    lambda include: put(include / "cuda_fp16.h", "#define VALUE 22\n"),
-    lambda include: os.utime(include / "deep/part.h", (1, 1)),
-    lambda include: (include / "deep/part.h").unlink(),
-]
-
-
 @needs_nvrtc
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_header_is_compiled_anew(
-    change: Callable[[Path], object],
-    bare_machine: Callable[..., Path],
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_headers_of_another_toolkit_are_compiled_anew(
+    bare_machine: Callable[..., Path], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
     include = toolkit(bare_machine(CUDA_HOME=bare_machine() / "home") / "home/include")
-    put(include / "cuda_fp16.h", "#define VALUE 1\n")
-    put(include / "deep/part.h")
 
-    def source() -> str:
+    def source(version: int) -> str:
+        put(include / "cuda_runtime_api.h", f"#define CUDART_VERSION  {version}\n")
+        put(include / "cuda_fp16.h", f"#define VALUE {version}\n")
         module = load(include.parents[1], '"cuda_fp16.h"', body="*p.out = VALUE")
-        return str(module.lookup(SM_90).source)
+        lookup = module.lookup(SM_90)
+        assert lookup.entry.variant == f"{find.find_nvrtc().id}+cuda-{version}"
+        return str(lookup.source)
 
-    assert [source(), source()] == ["compiled", "cached"]
-    change(include)
-    assert [source(), source()] == ["compiled", "cached"]
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("state", ["other toolkit", "no NVRTC"])
-def test_given_headers_are_the_same_for_any_entry(
-    state: str,
-    bare_machine: Callable[..., Path],
-    empty_cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The user's own, in a directory with CUDA's: an entry of other content was loaded."""
-    monkeypatch.setattr(find, "FIRST_BUNDLED", (99, 0))
-    root = bare_machine(CUDA_HOME=bare_machine() / "home")
-    include = toolkit(root / "home/include", "cuda_fp16.h")
-    given = put(root / "cccl/cub/version.cuh").parents[1]
-    factor = put(given / "my/factor.cuh", "#define VALUE 3\n")
-
-    def module() -> Any:
-        headers = ("<my/factor.cuh>", "<cuda_fp16.h>")
-        return load(root, *headers, body="*p.out = VALUE", extra_include_paths=[given])
-
-    image = module().image(SM_90)
-    if state == "other toolkit":
-        get.freeze()
-        CHANGES[0](include)
-    if state == "no NVRTC":
-        monkeypatch.setattr(device.toolchain, "find_nvrtc", no_nvrtc)
-    found = module().find(SM_90)
-    assert (found.source, found.loaded) == ("cached", image)
-    factor.write_text("#define VALUE 15\n")
-    assert module().find(SM_90) is None
+    assert [source(12080), source(12080), source(13000)] == ["compiled", "cached", "compiled"]
 
 
-@needs_bundle
-def test_given_headers_go_before_those_of_nvrtc(
-    bare_machine: Callable[..., Path], empty_cache: Path
-) -> None:
-    root = bare_machine()
-    given = put(root / "given/cub/version.cuh").parents[1]
-    put(given / "mma.h", "#define FROM_GIVEN 1\n")
-    body = "*p.out = __float2half(FROM_GIVEN)"
-    options = {"body": body, "type": "__half", "extra_include_paths": [given]}
-    assert load(root, "<mma.h>", "<cuda_fp16.h>", **options).image(SM_90)
+def test_cuda_headers_among_the_users_are_refused(bare_machine: Callable[..., Path]) -> None:
+    folder = put(bare_machine() / "cccl/cub/version.cuh").parents[1]
+    text = f"^load_jit: extra_include_paths: {folder} holds CUDA's own headers, expected your own "
+    with pytest.raises(ValueError, match=text):
+        load(bare_machine(), "<cub/version.cuh>", extra_include_paths=[folder])
 
 
 @needs_bundle

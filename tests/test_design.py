@@ -175,7 +175,7 @@ def test_a_call_passes_few_files(forked_python: Fresh) -> None:
     first = passed_by_a_call(forked_python, 9973)  # a row size of no other test
     again = passed_by_a_call(forked_python, 9973)
     includes = included(CSRC / "ops" / "store.cc") | included(CSRC / "ops" / "store.cu")
-    native = {path.name for path in includes if path.name != "cpu_copy.h"}  # that is of the CPU
+    native = {path.name for path in includes if path.name != "cpu_copy.h"}
     native |= {path.name for path in (CSRC / "host").glob("*.cc") if f"{path.stem}.h" in native}
     warm = again["warm"] | native
     cold = warm.union(*first.values(), *again.values())

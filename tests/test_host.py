@@ -86,7 +86,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "CFLAGS", CFLAGS)
         csrc = write_csrc(folder / "src/jitkern/csrc")
-        entry = host.build_host_module(folder / "_prebuilt", csrc)
+        entry = host.HostModule(csrc).compile(ldflags=("-s",))
+        Cache(folder / "_prebuilt", shared=True).publish(entry)
     assert entry.artefact_name == "jitkern_host.so"
     return folder / "_prebuilt"
 

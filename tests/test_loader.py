@@ -177,15 +177,15 @@ def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
 def test_a_name_means_one_file(folder: Path) -> None:
     """The user's own file was not taken where the package has one of that name."""
     how = {"device_wrappers": [("tiny", "Tiny<4>")]}
-    own = CSRC / "perf" / "copy.cu"
-    assert load_jit("x", device_files=["jitkern:perf/copy.cu"], **how).files == (own,)
-    (folder / "perf").mkdir()
-    mine = folder / "perf" / "copy.cu"
+    own = CSRC / "ops" / "index.cu"
+    assert load_jit("x", device_files=["jitkern:ops/index.cu"], **how).files == (own,)
+    (folder / "ops").mkdir()
+    mine = folder / "ops" / "index.cu"
     mine.write_text("")
-    for name in ("perf/copy.cu", "./perf/copy.cu", Path("perf/copy.cu"), mine):
+    for name in ("ops/index.cu", "./ops/index.cu", Path("ops/index.cu"), mine):
         assert load_jit("x", device_files=[name], **how).files == (mine,)
-    with pytest.raises(FileNotFoundError, match=r"'jitkern:perf/mine\.cu' does not exist, tried /"):
-        load_jit("x", device_files=["jitkern:perf/mine.cu"], **how)
+    with pytest.raises(FileNotFoundError, match=r"'jitkern:ops/mine\.cu' does not exist, tried /"):
+        load_jit("x", device_files=["jitkern:ops/mine.cu"], **how)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,6 @@ def key(file: str = "own.cc", arch: Arch | None = None, **options: Any) -> str:
         ("CPLUS_INCLUDE_PATH", {"c++", "linked", "cuda"}),
         ("LIBRARY_PATH", {"linked"}),
         ("NVCC_APPEND_FLAGS", {"cuda"}),
-        ("PTXAS_FLAGS", {"cuda"}),
         ("SOURCE_DATE_EPOCH", set()),
     ],
 )

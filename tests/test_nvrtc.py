@@ -107,24 +107,9 @@ def test_mistakes_are_named(how: dict[str, object], error: type[Exception], says
         compile_kernel(**how)
 
 
-@pytest.mark.parametrize(
-    ("given", "passed"),
-    [
-        (["-O3", "-g", "--extended-lambda", "-Xcompiler", "-fPIC", "-Xcompiler=-Wall"], []),
-        (["-Xptxas", "-v"], ["-Xptxas=-v"]),
-        (["-std", "c++20"], ["-std=c++20"]),
-        (["--expt-relaxed-constexpr"], ["-default-device"]),
-        (["--use_fast_math", "-lineinfo", "-DX=1"], ["--use_fast_math", "-lineinfo", "-DX=1"]),
-        (["-DNAME='\"a b\"'"], ['-DNAME="a b"']),
-    ],
-)
-def test_options_of_nvcc(given: list[str], passed: list[str]) -> None:
-    assert nvrtc.nvrtc_options(given) == passed
-
-
 def test_options_compile(tmp_path: Path, empty_cache: Path) -> None:
-    flags = ["-O3 --use_fast_math", "-Xptxas", "-v", "--expt-relaxed-constexpr", "-lineinfo"]
-    flags += ["-std=c++20", "-maxrregcount=32"]
+    flags = ["-lineinfo --use_fast_math", "--ptxas-options=-v", "-default-device", "-std=c++20"]
+    flags += ["-maxrregcount=32", "-DNAME='\"a b\"'"]
     body = 'static_assert(__cplusplus >= 202002L, ""); auto f = [] { return 1; }; *p.out = f()'
     module = load(tmp_path, body=body, extra_cuda_cflags=flags)
     assert "Used" in module.lookup(SM_90).entry.meta["log"]

@@ -152,7 +152,7 @@ def kernel(before: str, **more: Any) -> Any:
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("before", "flags"),
-    [("", ["-lineinfo -std", "c++11"]), ("#pragma pack(1)", []), ("#define SIZE 4", [])],
+    [("", ["-lineinfo -std=c++11"]), ("#pragma pack(1)", []), ("#define SIZE 4", [])],
 )
 def test_what_is_read_is_no_obstacle(folder: Path, before: str, flags: list[str]) -> None:
     """A kernel that compiled before its Params were read failed in jitkern's own checks."""

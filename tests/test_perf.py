@@ -30,7 +30,7 @@ WRONG: list[tuple[Any, str, int, int]] = [
 
 @pytest.mark.parametrize(("call", "name", "count", "least"), WRONG)
 def test_a_count_that_is_too_low_is_refused(call: Any, name: str, count: int, least: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}: {count}, expected {least} or more"):
+    with pytest.raises(ValueError, match=f"{name}: {count}, expected at least {least}"):
         call(**{name: count})
 
 

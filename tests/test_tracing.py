@@ -413,20 +413,6 @@ def test_a_subclass_takes_itself_apart(device: torch.device) -> None:
     assert same_bits(both.a[where], rows) and same_bits(both.b[where], rows)
 
 
-@pytest.mark.parametrize("name", ["k_cache", "k"])
-def test_vmap_over_what_writes_is_an_error(device: torch.device, name: str) -> None:
-    k_cache, v_cache, where, k, _ = inputs(device)
-    given = {"k_cache": k_cache, "v_cache": v_cache, "indices": where, "k": k, "v": k}
-    batch = torch.stack([given[name]] * 3)
-
-    def store(one: Tensor) -> None:
-        jitkern.store_cache(**{**given, name: one})
-
-    text = f"store_cache: {name}: batched by torch.vmap, expected a plain tensor: call the op in"
-    with pytest.raises(RuntimeError, match=re.escape(text)):
-        torch.vmap(store)(batch)
-
-
 def test_a_gradient_of_what_writes_is_an_error_in_a_graph_too(device: torch.device) -> None:
     k_cache, v_cache, where, k, _ = inputs(device)
     wants = k.clone().requires_grad_()
@@ -435,10 +421,7 @@ def test_a_gradient_of_what_writes_is_an_error_in_a_graph_too(device: torch.devi
         jitkern.store_cache(k_cache, v_cache, where, new, k)
 
     text = re.escape("store_cache: k: requires a gradient, expected none")
-    for step in (store, torch.compile(store, backend="eager"), torch.func.grad(store)):
-        with pytest.raises(RuntimeError, match=text):
-            step(wants)
     with pytest.raises(RuntimeError, match=text):
-        torch.ops.jitkern.store_cache(k_cache, v_cache, where, wants, k)
+        torch.compile(store, backend="eager")(wants)
     with pytest.raises(RuntimeError):
         torch.compile(store, backend="eager", fullgraph=True)(wants)

@@ -126,7 +126,6 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
         ({"files": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
         ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
-        ({"threads": 0}, ValueError, "warm: threads: 0, expected 1 or more"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
         ({"check": True, "out": "x"}, ValueError, "warm: out: given along with check, which write"),
         ({"element_sizes": [656]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not s"),

@@ -58,7 +58,6 @@ def thawed() -> Iterator[None]:
     yield
     settings.cache_clear()
     get._frozen = ""
-    get._warned_of.clear()
 
 
 @pytest.fixture

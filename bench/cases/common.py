@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tens
 def copy_module() -> DeviceModule:
     return jitkern.load_jit(
         "copy",
-        device_files=["jitkern:perf/copy.cu"],
+        device_files=[Path(__file__).parents[1] / "copy.cu"],
         device_wrappers=[("copy", f"jitkern::CopyKernel<{COPY_THREADS}>")],
     )
 

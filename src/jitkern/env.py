@@ -24,12 +24,9 @@ VARIABLES = (
 )
 """The variables of jitkern; ``settings`` warns of any other ``JITKERN_*``, likely a typo."""
 
-# Variables that add flags, headers and programs to a compiler's command.
+# Variables that add headers and flags to a compiler's command.
 CXX_HEADERS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
-NVCC_FLAGS = (
-    *("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "INCLUDES", "SYSTEM_INCLUDES"),
-    *("CUDAFE_FLAGS", "NVVM_FLAGS", "PTXAS_FLAGS"),
-)
+NVCC_FLAGS = ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 T = TypeVar("T")
 
@@ -119,9 +116,7 @@ def compiler_environment(*, cuda: bool = False, links: bool = False) -> dict[str
 
     With `cuda`, nvcc takes part. With `links`, libraries are named, which ``LIBRARY_PATH`` finds.
     """
-    names = [*CXX_HEADERS, "COMPILER_PATH", "GCC_EXEC_PREFIX"]
-    names += ["LD_RUN_PATH", "CCC_OVERRIDE_OPTIONS"]  # ld's; clang's
-    names += [*NVCC_FLAGS, "NVCC_CCBIN"] * cuda + ["LIBRARY_PATH"] * links
+    names = (*CXX_HEADERS, *(NVCC_FLAGS if cuda else ()), *(("LIBRARY_PATH",) if links else ()))
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 

@@ -71,7 +71,7 @@ def open_regular(file: Path | str, *, follow: bool = False, append: bool = False
     """Open a regular file for reading; return its descriptor.
 
     Anything else is an OSError: a FIFO would block, a device has no end. `follow` allows a link.
-    `append` makes the file if need be; a file of two names or of another user is an OSError then.
+    `append` makes the file if need be, and opens it for writing too.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
     flags |= os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
@@ -82,17 +82,10 @@ def open_regular(file: Path | str, *, follow: bool = False, append: bool = False
             reason = "a symbolic link, which is not followed here"
             raise OSError(errno.ELOOP, reason, str(file)) from error
         raise
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
-        reason = "not a regular file"
-    elif append and status.st_nlink > 1:
-        reason = f"a file of {status.st_nlink} names, expected one"
-    elif append and status.st_uid not in (os.geteuid(), 0):
-        reason = f"belongs to uid {status.st_uid}"
-    else:
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, reason, str(file))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(file))
+    return descriptor
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -272,19 +265,6 @@ _CGROUP_FILES = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-
-
-def kernel_driver() -> str:
-    """Return the version of NVIDIA's kernel module, such as 580.95.05; empty if unknown."""
-    text = text_of(Path("/proc/driver/nvidia/version"))
-    match = re.search(r"^NVRM version:.*?\s(\d+\.[\d.]+)\s", text, re.MULTILINE)
-    return match[1] if match else ""
-
-
-def processor() -> str:
-    """Return the processor's model; its architecture if Linux does not say."""
-    match = re.search(r"^model name\s*: *(.+)$", text_of(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match[1].strip() if match else os.uname().machine
 
 
 def free_bytes() -> int | None:

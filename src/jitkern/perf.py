@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from jitkern.args import int_arg
 from jitkern.errors import UnsupportedError
 
 Call = Callable[[], object]
@@ -42,9 +43,9 @@ def perf_cuda(
     UnsupportedError
         There is no CUDA device.
     """
-    _check_count("perf_cuda", "repetitions", repetitions, 1)
+    int_arg("perf_cuda", "repetitions", repetitions, 1)
     graph_calls = cuda_graph_repetitions or 0
-    _check_count("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
+    int_arg("perf_cuda", "cuda_graph_repetitions", graph_calls, 0)
     torch = _torch_with_cuda()
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
@@ -91,7 +92,7 @@ def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> f
     ``f`` is called once for warm-up. Each of ``repetitions`` samples repeats it until it is about
     ``min_sample_ms`` long.
     """
-    _check_count("perf_cpu", "repetitions", repetitions, 1)
+    int_arg("perf_cpu", "repetitions", repetitions, 1)
     f()
     calls = max(1, math.ceil(min_sample_ms / max(_host_ms(f, 1), 1e-5)))
     _host_ms(f, calls)  # warm-up
@@ -132,7 +133,7 @@ def compare_memory_kernel_perf(
     (float, float)
         GB/s, of 1e9 bytes, of the baseline and of ours.
     """
-    _check_count("compare_memory_kernel_perf", "memory_footprint", memory_footprint, 1)
+    int_arg("compare_memory_kernel_perf", "memory_footprint", memory_footprint, 1)
     bandwidths: list[float] = []
     parts: list[str] = []
     for label, f in (("Baseline", baseline), ("Our Impl", our_impl)):
@@ -142,8 +143,3 @@ def compare_memory_kernel_perf(
         parts.append(f"{label}: {latency}{bandwidths[-1]:8.3f} GB/s")
     logger.info("%s%s", description, " | ".join(parts))
     return bandwidths[0], bandwidths[1]
-
-
-def _check_count(who: str, name: str, count: int, least: int) -> None:
-    if count < least:
-        raise ValueError(f"{who}: {name}: {count}, expected {least} or more")

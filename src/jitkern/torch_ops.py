@@ -15,9 +15,9 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
+from jitkern.args import not_a_tensor
 from jitkern.errors import name_unreadable
 from jitkern.ops._ops import OPS, TorchOverload
-from jitkern.ops.common import not_a_tensor
 
 _unpack_dual: Any = forward_ad.unpack_dual
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,11 @@ from typing import Any
 from jitkern.arch import Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
-from jitkern.compilers.find import NVRTC_HINT
 from jitkern.errors import (
     CacheError,
     CompileError,
     FrozenError,
     JitkernError,
-    ToolchainError,
     WarmError,
 )
 from jitkern.fs import free_bytes, require_writable
@@ -39,15 +37,6 @@ _COMPILE_BYTES = 400 << 20
 
 # Failures of one job; the others go on.
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
-
-
-class WarmArgumentError(ValueError):
-    """A wrong argument of ``warm``; the command line names its option instead."""
-
-    def __init__(self, argument: str, problem: str) -> None:
-        self.argument = argument
-        self.problem = problem
-        super().__init__(f"warm: {argument}: {problem}")
 
 
 @dataclass
@@ -113,7 +102,6 @@ def warm(
     head_dims: Sequence[int] = (),
     check: bool = False,
     out: str | PathLike[str] | None = None,
-    threads: int | None = None,
     progress: Callable[[Outcome, int, int], object] = lambda *_: None,
 ) -> list[Outcome]:
     """Have kernels and libraries in the cache before they are needed, with or without a GPU.
@@ -139,8 +127,6 @@ def warm(
         counts as present, as in a call.
     out
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
-    threads
-        Kernels compiled at a time. Default: the cores, as far as memory allows.
     progress
         Called with each outcome of a build, how many are done, and of how many.
 
@@ -159,19 +145,11 @@ def warm(
         An argument is invalid, or a file is not a record.
     OSError
         A file cannot be read.
-
-    Examples
-    --------
-    >>> import jitkern
-    >>> for outcome in jitkern.warm(element_sizes=[656], archs=["9.0"]):  # doctest: +SKIP
-    ...     print(outcome.name, outcome.parameters, outcome.arch, outcome.source)
     """
     wanted_archs = _archs(archs)
-    wanted_ops = _sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise WarmArgumentError("threads", f"{threads!r}, expected 1 or more")
+    wanted_ops = sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
     if check and out is not None:
-        raise WarmArgumentError("out", "given along with check, which writes nothing")
+        raise ValueError("warm: out: given along with check, which writes nothing")
     if out is not None and not isinstance(out, (str, PathLike)):
         raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     user_cache().check()
@@ -180,25 +158,23 @@ def warm(
     try:
         recorded = [used for file in _listed("files", files) for used in replay(file)]
     except ValueError as error:
-        raise WarmArgumentError("files", str(error)) from error
+        raise ValueError(f"warm: files: {error}") from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
-            raise WarmArgumentError(
-                "archs",
-                "none is given, JITKERN_ARCH is not set, and there is no GPU to ask; expected one "
-                "of them, such as archs=['9.0']",
+            raise ValueError(
+                "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
+                "expected one of them, such as archs=['9.0']"
             )
         outcomes += op_jobs(wanted_ops, for_archs)
-    threads = threads or default_threads()
     outcomes += recorded_jobs(recorded, wanted_archs)
     for outcome in outcomes:
         if outcome.error is None:
             outcome.run(outcome.find)
     missing = [outcome for outcome in outcomes if outcome.source == "missing"]
     if missing and not check:  # else the cache need not be writable
-        _build(missing, threads, progress)
+        _build(missing, progress)
     for outcome in outcomes:
         if outcome.lookup is not None and outcome.lookup.path is None:
             # The process has it in memory; the image or the next server would not.
@@ -213,35 +189,6 @@ def warm(
     return outcomes
 
 
-def build_kernels(
-    out_dir: str | PathLike[str],
-    wanted: Iterable[Mapping[str, Any]],
-    archs: Sequence[Arch | str],
-    *,
-    threads: int | None = None,
-) -> int:
-    """Compile kernels into a cache at `out_dir`, for the wheel of kernels; return how many.
-
-    Each of `wanted` has some of ``ops``, ``element_sizes``, ``head_dims``, as ``warm``. All are
-    compiled by this environment's NVRTC. Needs neither a GPU nor a C++ compiler nor torch.
-    """
-    cache = Cache(Path(out_dir), shared=True)
-    sized: list[tuple[str, int]] = []
-    for arguments in wanted:
-        sizes = {size.name: arguments.get(f"{size.name}s", ()) for size in SIZES}
-        sized += _sized_ops(arguments.get("ops"), sizes)
-    jobs = itertools.product(_kernels(sized), _archs(archs))
-    with ThreadPoolExecutor(threads or default_threads()) as pool:
-        entries = list(pool.map(lambda job: job[0].build_into(cache, job[1]), jobs))
-    for entry in entries:
-        if not entry.artefact_name.endswith(".cubin"):
-            raise ToolchainError(
-                f"build_kernels: archs: {entry.key.arch}: {entry.variant} makes PTX of it, which "
-                f"is for newer drivers only; {NVRTC_HINT}"
-            )
-    return len(entries)
-
-
 # -- arguments -------------------------------------------------------------------------------------
 
 
@@ -251,26 +198,26 @@ def _listed(argument: str, value: Any) -> list[Any]:
     raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
 
 
-def _sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
+def sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
     stems, size_of = op_names(), op_sizes()
     sizes = {size: _listed(f"{size.name}s", given[size.name]) for size in SIZES}
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            raise WarmArgumentError("ops", f"{op!r}, expected one of {', '.join(stems)}")
+            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(stems)}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
             expected = f"expected along with {size.name}s, {size.meaning}"
-            raise WarmArgumentError("ops", f"{op!r}, {expected}")
+            raise ValueError(f"warm: ops: {op!r}, {expected}")
     for size, values in sizes.items():
         for value in values:
             if type(value) is not int or not 1 <= value <= size.largest:
                 expected = f"{size.meaning}, 1 to {size.largest}"
-                raise WarmArgumentError(f"{size.name}s", f"{value!r}, expected {expected}")
+                raise ValueError(f"warm: {size.name}s: {value!r}, expected {expected}")
         if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise WarmArgumentError(f"{size.name}s", f"{values}, expected an op of {expected}")
+            raise ValueError(f"warm: {size.name}s: {values}, expected an op of {expected}")
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 
@@ -279,7 +226,7 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     try:
         parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in listed]
     except ValueError as error:
-        raise WarmArgumentError("archs", str(error).removeprefix("arch: ")) from error
+        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from error
     return list(dict.fromkeys(parsed))
 
 
@@ -287,11 +234,12 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
 
 
 def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Outcome]:
-    """Return what ops and their sizes need: each kernel for each arch, shared kernels once."""
-    return [_of_kernel(kernel, arch) for kernel in _kernels(wanted) for arch in archs]
+    """Return what ops and their sizes need: each kernel for each arch."""
+    return [_of_kernel(kernel, arch) for kernel in kernels_of(wanted) for arch in archs]
 
 
-def _kernels(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
+def kernels_of(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
+    """Return the kernels of ops and sizes, those that ops share once."""
     kernels: dict[DeviceModule, None] = {}
     for op, size in wanted:
         kernels |= dict.fromkeys(device_ops()[op].kernels(size))
@@ -343,9 +291,7 @@ def default_threads() -> int:
     return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
 
 
-def _build(
-    missing: Sequence[Outcome], threads: int, progress: Callable[[Outcome, int, int], object]
-) -> None:
+def _build(missing: Sequence[Outcome], progress: Callable[[Outcome, int, int], object]) -> None:
     if by := forbidden_by():
         raise FrozenError(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
@@ -357,7 +303,7 @@ def _build(
     for outcome in missing:
         if outcome.is_library:  # one after the other: ninja keeps all cores busy with each
             progress(outcome.run(outcome.build), next(count), len(missing))
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="jitkern-warm")
+    pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="jitkern-warm")
     kernels = [outcome for outcome in missing if not outcome.is_library]
     futures = [pool.submit(kernel.run, kernel.build) for kernel in kernels]
     try:

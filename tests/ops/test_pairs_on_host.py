@@ -1,6 +1,6 @@
 """Pairs on the CPU whose rows are on a GPU, and rows that move in the order of host memory.
 
-Uploads of pairs to a GPU made of threads: tests/threads/uploads.cc.
+Uploads of pairs without a GPU: tests/launch_child.py.
 """
 
 from __future__ import annotations

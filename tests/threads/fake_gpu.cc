@@ -19,11 +19,11 @@
 
 namespace {
 
+constexpr CUresult kNoKernels = 801;  // "operation not supported"
+
 using fake::i64;
 using fake::Point;
 using namespace jitkern;
-
-constexpr CUresult kFailed = 719;  // "unspecified launch failure"
 
 // Kept for good, as its threads are.
 template <class T>
@@ -32,11 +32,6 @@ T& global() {
   return *one;
 }
 
-std::atomic<i64> random_us{0};
-std::atomic<i64> num_calls_of[fake::kNumKinds];
-std::atomic<i64> failing_call[fake::kNumKinds];
-thread_local fake::Kind before_kind;
-thread_local std::function<void()> before_run;
 std::atomic<bool> has_capture{false};
 std::atomic<i64> living_events{0};
 
@@ -45,7 +40,6 @@ struct Range {
   u32 type;
   int ordinal;
 };
-// Readers do not order each other, for ThreadSanitizer: streams only read.
 struct Memories {
   std::shared_mutex mutex;
   std::map<u64, Range> ranges;
@@ -83,12 +77,6 @@ struct CUevent_st {
   std::mutex mutex;
   std::shared_ptr<Point> point;  // of the last record; none yet
 };
-// What the kernel was compiled for.
-struct KernelSpec {
-  int row_bytes, vec_bytes, index_bytes, line_aligned, large;
-};
-struct CUmod_st : KernelSpec {};
-struct CUfunc_st : KernelSpec {};
 
 // What is queued is a list, of which the thread holds on to the last node that it did.
 struct CUstream_st {
@@ -114,15 +102,10 @@ struct CUstream_st {
     sem_post(&num_waiting);
   }
   void loop() {
-    u32 state = static_cast<u32>(reinterpret_cast<u64>(this) >> 4) | 1;
     while (true) {
       while (sem_wait(&num_waiting) != 0) {
       }
       Node* node = done->next.load(std::memory_order_acquire);
-      state = state * 1664525u + 1013904223u;
-      const i64 most = random_us.load(std::memory_order_relaxed);
-      const i64 late = most == 0 ? 0 : (state >> 8) % (most + 1);
-      if (late > 0) usleep(static_cast<useconds_t>(late));
       node->work();
       node->work = nullptr;
       delete done;
@@ -147,63 +130,13 @@ CUstream add_stream(int device) {
   return stream;
 }
 
-// Queues what a call of the driver asks for, unless that is to fail.
-CUresult queue(fake::Kind kind, CUstream stream, std::function<void()> work) {
+// Queues the work of a call of the driver.
+CUresult queue(CUstream stream, std::function<void()> work) {
   if (current == nullptr || current->device != stream->device) {
     fake::fail_program("has another device's context current");
   }
-  if (fake::fails(kind)) return kFailed;
   stream->put(std::move(work));
   return kCudaSuccess;
-}
-
-// -- the one kernel: what csrc/ops/pairs.cuh does
-
-std::atomic<i64> faults{0};
-
-i64 item(const void* items, int item_bytes, i64 i) {
-  return item_bytes == 4 ? static_cast<const int32_t*>(items)[i]
-                         : static_cast<const int64_t*>(items)[i];
-}
-
-void copy_pairs(const KernelSpec& f, const PairCopyParams& p) {
-  const i64 count = p.last_pair == nullptr ? p.num_pairs : i64(*p.last_pair + 1u);
-  fake::require_memory(p.pairs, 2 * count * f.index_bytes, "pairs");
-  for (i64 i = 0; i < count; ++i) {
-    const i64 src_row = item(p.pairs, f.index_bytes, 2 * i);
-    const i64 dst_row = item(p.pairs, f.index_bytes, 2 * i + 1);
-    if (src_row < 0 || dst_row < 0) continue;
-    if (src_row >= p.num_src_rows || dst_row >= p.num_dst_rows) {
-      ++faults;
-      continue;
-    }
-    const char* const src = p.src + src_row * p.src_stride_bytes;
-    char* const dst = p.dst + dst_row * p.dst_stride_bytes;
-    fake::require_memory(src, f.row_bytes, "source rows");
-    fake::require_memory(dst, f.row_bytes, "destination rows");
-    std::memcpy(dst, src, static_cast<size_t>(f.row_bytes));
-  }
-}
-
-void require_launch(const KernelSpec& f, const LaunchConfig& config, const PairCopyParams& p) {
-  const auto bits = [](const void* at, i64 stride) {
-    return reinterpret_cast<u64>(at) | static_cast<u64>(stride);
-  };
-  const u64 src_bits = bits(p.src, p.src_stride_bytes);
-  const u64 dst_bits = bits(p.dst, p.dst_stride_bytes);
-  const u64 vec_bytes = static_cast<u64>(f.vec_bytes);
-  if ((src_bits | dst_bits | static_cast<u64>(f.row_bytes)) % vec_bytes != 0) {
-    fake::fail_program("is asked for unaligned vectors");
-  }
-  const bool in_line = kHostLineBytes % f.row_bytes == 0 && src_bits % u64(f.row_bytes) == 0;
-  if (f.line_aligned != 0 && !in_line && src_bits % kHostLineBytes != 0) {
-    fake::fail_program("is asked for rows that do not begin where lines do");
-  }
-  if (f.large != 0) return;  // its blocks go on until all is done
-  const i64 window = window_bytes(f.row_bytes, f.vec_bytes, f.line_aligned != 0);
-  const i64 wanted = group_shape(window, f.vec_bytes, 1).num_threads(p.num_pairs);
-  if (i64(config.grid[0]) * config.block[0] < wanted)
-    fake::fail_program("is given too few threads");
 }
 
 }  // namespace
@@ -255,22 +188,6 @@ void synchronize_all() {
   }
   for (const CUstream stream : streams) synchronize(stream);
 }
-void delay_at_random(i64 us) { random_us = us; }
-
-i64 num_faults() { return faults; }
-i64 num_calls(Kind kind) { return num_calls_of[kind]; }
-void fail(Kind kind, i64 number) {
-  failing_call[kind] = number == 0 ? 0 : num_calls_of[kind] + number;
-}
-void before_next(Kind kind, std::function<void()> run) {
-  before_kind = kind;
-  before_run = std::move(run);
-}
-bool fails(Kind kind) {
-  if (before_run != nullptr && kind == before_kind) std::exchange(before_run, nullptr)();
-  const i64 number = num_calls_of[kind].fetch_add(1, std::memory_order_relaxed) + 1;
-  return number == failing_call[kind].load(std::memory_order_relaxed);
-}
 void set_capturing(bool capturing) { has_capture = capturing; }
 
 void know(const char* memory, i64 bytes, u32 type, int device) {
@@ -305,38 +222,19 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
 CUresult cuCtxSynchronize() { return 0; }
 CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, 0; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
-CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) {
-  auto* made = new CUmod_st{};
-  *module = made;
-  return std::sscanf(static_cast<const char*>(image), "%d %d %d %d %d", &made->row_bytes,
-                     &made->vec_bytes, &made->index_bytes, &made->line_aligned, &made->large) != 5;
-}
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
-  return *function = new CUfunc_st{*module}, 0;
-}
-CUresult cuModuleGetGlobal_v2(CUdeviceptr*, size_t*, CUmodule, const char*) { return 1; }
-CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
-  return *value = attribute == kFunctionMaxThreadsPerBlock ? 1024 : 0, 0;
-}
-CUresult cuFuncSetAttribute(CUfunction, int, int) { return 0; }
-CUresult cuFuncGetParamInfo(CUfunction, size_t number, size_t* offset, size_t* bytes) {
-  return *offset = 0, *bytes = sizeof(PairCopyParams), number != 0;
-}
-
-CUresult cuLaunchKernelEx(const LaunchConfig* config, CUfunction function, void** parameters,
-                          void**) {
-  const PairCopyParams params = *static_cast<const PairCopyParams*>(parameters[0]);
-  require_launch(*function, *config, params);
-  return queue(fake::kLaunch, config->stream, [=] { copy_pairs(*function, params); });
-}
+CUresult cuModuleLoadDataEx(CUmodule*, const void*, unsigned, int*, void**) { return kNoKernels; }
+CUresult cuModuleGetFunction(CUfunction*, CUmodule, const char*) { return kNoKernels; }
+CUresult cuModuleGetGlobal_v2(CUdeviceptr*, size_t*, CUmodule, const char*) { return kNoKernels; }
+CUresult cuFuncGetAttribute(int*, int, CUfunction) { return kNoKernels; }
+CUresult cuFuncSetAttribute(CUfunction, int, int) { return kNoKernels; }
+CUresult cuLaunchKernelEx(const LaunchConfig*, CUfunction, void**, void**) { return kNoKernels; }
 CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream stream) {
-  return queue(fake::kCopy, stream,
-               [=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
+  return queue(stream, [=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
 }
 static CUresult copy(void* to, const void* from, size_t bytes, CUstream stream) {
   fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy");
   fake::require_memory(from, static_cast<i64>(bytes), "the source of a copy");
-  return queue(fake::kCopy, stream, [=] {
+  return queue(stream, [=] {
     fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy, freed since");
     std::memcpy(to, from, bytes);
   });
@@ -350,7 +248,7 @@ CUresult cuMemcpyDtoHAsync_v2(void* host, CUdeviceptr device, size_t bytes, CUst
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
   return copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, stream);
 }
-CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kFailed; }
+CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kNoKernels; }
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
   return *stream = add_stream(current->device), 0;
@@ -363,7 +261,7 @@ CUresult cuEventCreate(CUevent* event, unsigned) {
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   const auto point = std::make_shared<Point>();
-  const CUresult result = queue(fake::kRecord, stream, [point] { point->set(); });
+  const CUresult result = queue(stream, [point] { point->set(); });
   if (result != kCudaSuccess) return result;
   const std::lock_guard<std::mutex> lock(event->mutex);
   event->point = point;
@@ -375,12 +273,11 @@ static std::shared_ptr<Point> point_of(CUevent event) {
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   const auto point = point_of(event);
-  return queue(fake::kWait, stream, [point] {
+  return queue(stream, [point] {
     if (point != nullptr) point->wait();
   });
 }
 CUresult cuEventQuery(CUevent event) {
-  if (fake::fails(fake::kQuery)) return kFailed;
   const auto point = point_of(event);
   return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
 }

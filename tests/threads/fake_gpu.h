@@ -1,8 +1,5 @@
-// A libcuda.so.1 without a GPU: each stream is a thread that does what is queued on it, in order
-// and as late as a test wants; device memory is the host's, the one kernel is the copy of pairs.
-//
-// ThreadSanitizer sees the order that CUDA promises and no other: from a call of the driver to what
-// it queued, along a stream, and from an event to whoever waited for it or found it done.
+// A libcuda.so.1 without a GPU, for ../comm/fake_nccl.cc: each stream is a thread that does what is
+// queued on it, in order; device memory is the host's, and there are no kernels.
 #pragma once
 
 #include <jitkern/launch.h>
@@ -12,17 +9,12 @@
 #include <memory>
 #include <string>
 
-#include "ops/pairs.h"
-
 namespace fake {
 
 using jitkern::CUstream;
 using jitkern::i64;
 
 constexpr int kNumDevices = 8;
-
-// Calls of the driver that tests count, and have refused.
-enum Kind : int { kCopy, kLaunch, kRecord, kWait, kQuery, kAllocation, kNumKinds };
 
 // Something that becomes true once.
 class Point {
@@ -37,7 +29,7 @@ class Point {
 
 CUstream make_stream(int device);
 int device_of(CUstream stream);
-// What ../comm/fake_nccl.cc asks: the device of this thread's context, a capture, events that live.
+// The device of this thread's context.
 int current_device();
 bool is_capturing();
 i64 num_events();
@@ -47,19 +39,8 @@ void run_on(CUstream stream, std::function<void()> work);
 std::shared_ptr<Point> hold(CUstream stream);
 void synchronize(CUstream stream);
 void synchronize_all();
-// All work of streams begins up to `us` later than it could.
-void delay_at_random(i64 us);
 
-i64 num_calls(Kind kind);
-// The `number`-th call of the kind from now on fails, 1 being the next; 0: none.
-void fail(Kind kind, i64 number);
-// What another thread may do right in front of the next call of the kind.
-void before_next(Kind kind, std::function<void()> run);
-// Whether one of these is to fail now, which is then forgotten.
-bool fails(Kind kind);
 void set_capturing(bool capturing);
-// Pairs that a kernel found out of range.
-i64 num_faults();
 
 [[noreturn]] void fail_program(const std::string& what);
 

@@ -1,5 +1,7 @@
-// Every op on the CPU, from two threads at once, each copying on a team of three, while another
-// thread rewrites the indices that both of them read. ThreadSanitizer looks on.
+// Under ThreadSanitizer: every op on the CPU, from two threads at once, while a third one rewrites
+// the indices that both read; then a fault that several threads see at once, and one raises.
+#include <jitkern/launch.h>
+#include <sched.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -9,6 +11,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -30,7 +33,7 @@ OP(memcpy_2d)
 namespace {
 
 constexpr int64_t kRows = 256;
-constexpr int64_t kRowBytes = 8192;  // a call is worth several threads, and rows are streamed
+constexpr int64_t kRowBytes = 8192;
 constexpr int64_t kFar = int64_t(1) << 40;
 constexpr int kRounds = 40;
 
@@ -111,6 +114,45 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
   }
 }
 
+// A fault that several threads see at once is raised by one of them.
+bool one_fault() {
+  constexpr int kNumThreads = 8;
+  constexpr int64_t kNumFaults = 200;
+  jitkern::FaultRecord record{};
+  jitkern::Device device{};
+  device.fault = &record;
+  std::atomic<int64_t> arrived{0}, raised{0}, wrong{0};
+  // Waits for all threads; the last one to arrive calls `first` before they go on.
+  const auto barrier = [&](int64_t number, const std::function<void()>& first) {
+    if (arrived.fetch_add(1) == (number + 1) * (kNumThreads + 1) - 2) {
+      first();
+      ++arrived;
+    }
+    while (arrived < (number + 1) * (kNumThreads + 1)) sched_yield();
+  };
+  std::vector<std::thread> threads;
+  for (int number = 0; number < kNumThreads; ++number) {
+    threads.emplace_back([&] {
+      for (int64_t fault = 0; fault < kNumFaults; ++fault) {
+        barrier(2 * fault, [&] {
+          if (raised != fault || record.state != 0) ++wrong;
+          record = {2, jitkern::FaultSite{}, fault, 900, 900};
+        });
+        try {
+          jitkern::check_pending_fault(device);
+        } catch (const tvm::ffi::Error& error) {
+          ++raised;
+          const std::string at = "index 900 at position " + std::to_string(fault) + ",";
+          if (error.message().find(at) == std::string::npos) ++wrong;
+        }
+        barrier(2 * fault + 1, [] {});
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return raised == kNumFaults && wrong == 0;
+}
+
 }  // namespace
 
 int main() {
@@ -132,5 +174,5 @@ int main() {
   writer.join();
   std::printf("%lld calls passed, %lld were refused\n", static_cast<long long>(passed.load()),
               static_cast<long long>(refused.load()));
-  return passed > 0 && refused > 0 ? 0 : 1;
+  return passed > 0 && refused > 0 && one_fault() ? 0 : 1;
 }

@@ -59,14 +59,6 @@ class Entry(NamedTuple):
         return sum(file["bytes"] for file in self.meta["files"].values())
 
     @property
-    def last_used(self) -> float:
-        """Seconds since 1970, to the minute; 0 for one that is gone or in memory only."""
-        try:
-            return 0.0 if self.path is None else (self.path / META_NAME).stat().st_mtime
-        except OSError:
-            return 0.0
-
-    @property
     def artefact_name(self) -> str:
         return str(self.meta["artefact"])
 
@@ -120,11 +112,18 @@ def read_meta(path: Path) -> dict[str, Any]:
     damaged.
     """
     file = path / META_NAME
-    meta = parse_meta(_read(file), str(file))
-    name = str(Entry(path, {}, meta))
-    if name != f"{path.parent.name}/{path.name}":
-        raise CacheError(f"{file}: its meta is that of {name}")
-    return meta
+    try:
+        meta = parse_json(_read(file))
+    except ValueError as error:
+        raise CacheError(f"{file}: not JSON: {error}") from error
+    if not isinstance(meta, dict) or meta.pop("checksum", None) != sha256(canonical_json(meta)):
+        raise CacheError(f"{file}: checksum does not match")
+    with suppress(LookupError, TypeError, AttributeError):
+        if _is_sound(meta):
+            if (name := str(Entry(path, {}, meta))) != f"{path.parent.name}/{path.name}":
+                raise CacheError(f"{file}: its meta is that of {name}")
+            return meta
+    raise CacheError(f"{file}: not a meta of schema {SCHEMA}")
 
 
 def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
@@ -141,20 +140,6 @@ def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
 def _read(file: Path) -> bytes:
     with open(open_regular(file), "rb", buffering=0) as stream:
         return stream.read()
-
-
-def parse_meta(raw: bytes, where: str) -> dict[str, Any]:
-    """Parse and verify the text of a ``meta.json``; CacheError, which begins with `where`."""
-    try:
-        meta = parse_json(raw)
-    except ValueError as error:
-        raise CacheError(f"{where}: not JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.pop("checksum", None) != sha256(canonical_json(meta)):
-        raise CacheError(f"{where}: checksum does not match")
-    with suppress(LookupError, TypeError, AttributeError):
-        if _is_sound(meta):
-            return meta
-    raise CacheError(f"{where}: not a meta of schema {SCHEMA}")
 
 
 def _is_sound(meta: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
-from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, SHIPPED_WILL_DO, Cache
+from jitkern.cache.store import EXACT, SHIPPED_WILL_DO, USABLE, Cache
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
@@ -36,7 +36,6 @@ _NOWHERE = Path(os.devnull, "no-home")
 
 # The last call of freeze() or unfreeze(); empty before the first: JITKERN_FREEZE decides.
 _frozen: FreezeMode | Literal["off", ""] = ""
-_warned_of: set[str] = set()
 
 
 def freeze(mode: FreezeMode = "raise") -> None:
@@ -50,12 +49,7 @@ def freeze(mode: FreezeMode = "raise") -> None:
     ----------
     mode : {"raise", "warn"}
         Raise FrozenError for a missing kernel, or compile it after a RuntimeWarning with the same
-        text, once per kernel. Another mode is a ValueError.
-
-    Examples
-    --------
-    >>> import jitkern
-    >>> jitkern.freeze()  # doctest: +SKIP
+        text. Another mode is a ValueError.
     """
     global _frozen
     if mode not in ("raise", "warn"):
@@ -64,13 +58,7 @@ def freeze(mode: FreezeMode = "raise") -> None:
 
 
 def unfreeze() -> None:
-    """Compile missing kernels again, regardless of ``freeze`` and ``JITKERN_FREEZE``.
-
-    Examples
-    --------
-    >>> import jitkern
-    >>> jitkern.unfreeze()  # doctest: +SKIP
-    """
+    """Compile missing kernels again, regardless of ``freeze`` and ``JITKERN_FREEZE``."""
     global _frozen
     _frozen = "off"
 
@@ -166,8 +154,8 @@ class Buildable(ABC, Generic[T]):
         yield self.key
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """Rank an entry by its meta: EXACT, LOADS, ... of ``cache.store``."""
-        return EXACT if self.variant in ("", meta["toolchain"]) else LOADS
+        """Rank an entry by its meta: EXACT, USABLE, ... of ``cache.store``."""
+        return EXACT if self.variant in ("", meta["toolchain"]) else USABLE
 
     @abstractmethod
     def load(self, entry: Entry) -> T:
@@ -175,7 +163,7 @@ class Buildable(ABC, Generic[T]):
 
     @abstractmethod
     def build(self) -> Entry:
-        """Build it. Ranks that wait for the same key raise the same CompileError."""
+        """Build it; CompileError if it does not compile."""
 
     def hint(self) -> str:
         """Return how to build it before a process is frozen."""
@@ -200,17 +188,16 @@ def find(wanted: Buildable[T]) -> Lookup[T] | None:
 def get_or_build(wanted: Buildable[T]) -> Lookup[T]:
     """Look something up in the caches; build it if it is missing.
 
-    Raises CompileError if it does not compile or load, here or in the process that built it;
-    FrozenError or ToolchainError if it is missing and may not or cannot be compiled.
+    Raises CompileError if it does not compile or load; FrozenError or ToolchainError if it is
+    missing and may not or cannot be compiled.
     """
     start = time.perf_counter()
-    began_unix_s = time.time()
     try:
         lookup = _find(wanted, start)
         if lookup is None:
             stats.count("misses")
             _obey_freeze(wanted)
-            lookup = _find_or_build_alone(wanted, start, began_unix_s)
+            lookup = _find_or_build_alone(wanted, start)
     except CompileError:
         stats.count("failures")
         raise
@@ -225,11 +212,11 @@ def _counted(lookup: Lookup[T]) -> Lookup[T]:
 def _find(wanted: Buildable[T], start: float) -> Lookup[T] | None:
     """Look in each cache for an entry that is as good as a build here.
 
-    Without a compiler or frozen: for one that this driver loads, then for any.
+    Without a compiler or frozen any usable entry will do.
     """
     ranks = [EXACT] if wanted.has_compiler else []
     if not wanted.has_compiler or _freeze_mode():
-        ranks += [LOADS, MAY_LOAD]
+        ranks.append(USABLE)
     for rank in ranks:
         for key in wanted.usable_keys():
             for source, entry in _entries(wanted, key, rank):
@@ -258,7 +245,7 @@ def _entries(wanted: Buildable[T], key: Key, least: int) -> Iterator[tuple[Sourc
             yield source, entry
 
 
-def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float) -> Lookup[T]:
+def _find_or_build_alone(wanted: Buildable[T], start: float) -> Lookup[T]:
     """Build under the key's lock, so that one process of this machine builds for all."""
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
@@ -266,27 +253,20 @@ def _find_or_build_alone(wanted: Buildable[T], start: float, began_unix_s: float
         # Again, under the lock: another rank may have published meanwhile.
         if lookup := _find(wanted, start):
             return lookup
-        failure = cache.failure(wanted.key)
-        if known := failure.recent(wanted.variant, began_unix_s):
-            raise known
+        entry = build(wanted)
         try:
-            entry = build(wanted)
-            try:
-                entry = cache.publish(entry)
-            except CacheError as error:
-                _warn_of_unwritable(error)
-                _unpublished[str(wanted.key)] = entry
-            loaded = wanted.load(entry)
-        except CompileError as error:
-            failure.write(error, wanted.variant)
-            raise
+            entry = cache.publish(entry)
+        except CacheError as error:
+            _warn_of_unwritable(error)
+            _unpublished[str(wanted.key)] = entry
+        loaded = wanted.load(entry)
     return Lookup("compiled", (time.perf_counter() - start) * 1e3, entry, loaded)
 
 
 def _obey_freeze(wanted: Buildable[T]) -> None:
-    """If the process is frozen, raise FrozenError, or warn once per key."""
+    """If the process is frozen, raise FrozenError, or warn."""
     mode = _freeze_mode()
-    if mode is None or (mode == "warn" and str(wanted.key) in _warned_of):
+    if mode is None:
         return
     frozen = "jitkern is frozen"
     if mode == "warn":
@@ -296,5 +276,4 @@ def _obey_freeze(wanted: Buildable[T]) -> None:
     message = f"{name}: not found in {searched}, and {frozen}; {wanted.hint()}".removesuffix("; ")
     if mode == "raise":
         raise FrozenError(message)
-    _warned_of.add(str(wanted.key))
     warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)

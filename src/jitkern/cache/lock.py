@@ -1,27 +1,34 @@
-"""One build per key and node: a file lock with a bounded wait that names its holder.
-
-A process that waited for a build that failed is given that failure instead of failing once more.
-"""
+"""One build per key and node: a file lock with a bounded wait that names its holder."""
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
+import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from jitkern.cache import stats
 from jitkern.env import settings
-from jitkern.errors import CompileError
-from jitkern.fs import open_regular, parse_json, scratch_folder, write_whole
+from jitkern.fs import open_regular, scratch_folder
 
 _POLL_S = 0.01
-_FRESH_S = 10.0  # ranks of one job start within seconds; a person who tries again is slower
-_MAX_FAILURE_BYTES = 16 << 20  # nvcc's log of a failed template may have some MB
+
+# Descriptors of the locks that this process holds. A forked child has copies of them, which would
+# keep a lock after its holder has ended.
+_held: set[int] = set()
+
+
+def _forget_locks() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextmanager
@@ -34,39 +41,61 @@ def build_lock(
     warning that names the holder, at once on a read-only or full disk, and when `done` ends the
     wait: there is nothing left to build.
     """
-    # Imported here: it costs 37 ms, and a warm load never comes this far.
-    from filelock import FileLock, Timeout
-
-    # A soft lock would outlive a killed holder; without it, no file locks means OSError.
-    lock = FileLock(path, fallback_to_soft=False, mode=mode)
-    holder_file = Path(f"{path}.holder")
-    held, start = False, time.monotonic()
+    start = time.monotonic()
+    descriptor = None
     try:
-        lock.acquire(timeout_s, _POLL_S, cancel_check=done)
-        held = True
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
-        write_whole(holder_file, holder.encode())
-    except Timeout:
-        if not done():
-            holder = read_holder(path) or "an unknown process"
-            warnings.warn(
-                f"jitkern: the build lock {path} was still held by {holder} after {timeout_s:g} s "
-                "(JITKERN_LOCK_TIMEOUT_S); compiling privately",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        while (descriptor := _try_lock(path, mode)) is None and not done():
+            if time.monotonic() - start >= timeout_s:
+                holder = read_holder(path) or "an unknown process"
+                warnings.warn(
+                    f"jitkern: the build lock {path} was still held by {holder} after "
+                    f"{timeout_s:g} s (JITKERN_LOCK_TIMEOUT_S); compiling privately",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                break
+            time.sleep(_POLL_S)
     except OSError:
         pass  # the caller builds without the lock; publishing will warn if nothing can be kept
     if time.monotonic() - start > 1e-3:
         stats.count("waits")
     try:
-        yield held
+        yield descriptor is not None
     finally:
-        if held:
+        if descriptor in _held:  # a forked child holds none
             with suppress(OSError):  # a disk that has become read-only meanwhile
-                holder_file.unlink(missing_ok=True)
-            lock.release()
+                path.unlink(missing_ok=True)
+            _held.remove(descriptor)
+            os.close(descriptor)
+
+
+def _try_lock(path: Path, mode: int) -> int | None:
+    """Return a descriptor that holds the lock file, which names the holder; None if another does.
+
+    flock, because the lock of a killed process ends with it. Threads exclude each other too.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, mode)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(descriptor)
+        if status.st_nlink == 0:  # deleted by its holder since it was opened
+            os.close(descriptor)
+            return _try_lock(path, mode)
+        if stat.S_IMODE(status.st_mode) != mode:  # less the umask
+            os.fchmod(descriptor, mode)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"pid {os.getpid()} on {os.uname().nodename} since {since}"
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, holder.encode())
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except OSError:
+        os.close(descriptor)
+        raise
+    _held.add(descriptor)
+    return descriptor
 
 
 @contextmanager
@@ -86,40 +115,8 @@ def build_folder(folder: Path | str | None) -> Iterator[Path]:
 def read_holder(path: Path) -> str:
     """Return the note of the process that holds the lock file `path`; empty if none does."""
     try:
-        text = _read(Path(f"{path}.holder"), 400).decode()
+        with open(open_regular(path), "rb") as stream:
+            text = stream.read(400).decode()
     except (OSError, ValueError):
         return ""
     return text if text.isprintable() else ""
-
-
-def _read(file: Path, max_bytes: int) -> bytes:
-    with open(open_regular(file), "rb") as stream:
-        return stream.read(max_bytes)
-
-
-class FailureNote(NamedTuple):
-    """The file that keeps one key's last failure, so that many ranks report one."""
-
-    path: Path
-
-    def write(self, error: CompileError, variant: str) -> None:
-        """Note `error` for a build with `variant`. Best effort: without it others build too."""
-        note = {"at_unix_s": time.time(), "variant": variant, "error": vars(error)}
-        with suppress(OSError):
-            write_whole(self.path, json.dumps(note).encode())
-
-    def recent(self, variant: str, since_unix_s: float) -> CompileError | None:
-        """Return the failure of a build with the same `variant`, since 10 s before that time."""
-        try:
-            note = parse_json(_read(self.path, _MAX_FAILURE_BYTES))
-            # A time in the future comes from a wrong clock.
-            is_fresh = since_unix_s - _FRESH_S <= note["at_unix_s"] <= time.time() + _FRESH_S
-            is_same = note["variant"] == variant
-            return CompileError(**note["error"]) if is_fresh and is_same else None
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-
-    def forget(self) -> None:
-        """Remove the note: the key has been built."""
-        with suppress(OSError):  # it grows stale by itself
-            self.path.unlink()

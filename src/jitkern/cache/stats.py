@@ -28,7 +28,7 @@ class Stats:
     misses
         Lookups that found nothing.
     compiles, failures
-        Compilations that succeeded; those that failed here or in the rank that was waited for.
+        Compilations that succeeded, and those that failed.
     waits
         Waits for another thread or process that was compiling the same kernel.
     """
@@ -53,14 +53,7 @@ def count(name: str) -> None:
 
 
 def stats() -> Stats:
-    """Return the counts of this process so far.
-
-    Examples
-    --------
-    >>> import jitkern
-    >>> jitkern.stats().compiles
-    0
-    """
+    """Return the counts of this process so far."""
     with _guard.value:
         return Stats(**_counts)
 

@@ -4,8 +4,7 @@ Layout below the root, ``v1/``::
 
     <name>-<digest>/<variant>/{artefact, meta.json}    entries
     .staging/    entries being written or thrown away
-    .locks/      one lock file per key, its holder beside it
-    .failed/     the last failed build per key
+    .locks/      one lock file per key that is being built
 
 An entry appears by one atomic rename and is never written to again, so a reader sees all of it or
 none. Every byte is checked on every read; what does not match counts as absent and gets replaced.
@@ -26,17 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from jitkern.cache.entry import META_NAME, Entry, Key, meta_bytes, read_entry, read_meta
-from jitkern.cache.lock import FailureNote, build_lock
+from jitkern.cache.lock import build_lock
 from jitkern.cache.trust import UntrustedError, check_folders
 from jitkern.errors import CacheError
 from jitkern.fs import flush_directory, is_abandoned, make_folders, private_name, write_new
 
 # Results of rank(meta).
 NO_USE = 0
-MAY_LOAD = 1  # used only if nothing can be built
-LOADS = 2  # likewise, and this machine's driver loads it
-SHIPPED_WILL_DO = 3  # in a wheel it is as good as a build here
-EXACT = 4  # what a build would make now
+USABLE = 1  # used only if nothing can be built
+SHIPPED_WILL_DO = 2  # in a wheel it is as good as a build here
+EXACT = 3  # what a build would make now
 
 Rank = Callable[[Mapping[str, Any]], int]
 
@@ -87,7 +85,7 @@ class Cache:
             self._has_warned = True
             warnings.warn(f"jitkern: {message}", RuntimeWarning, stacklevel=2)
 
-    def lookup(self, key: Key, rank: Rank = lambda _: EXACT, least: int = MAY_LOAD) -> Entry | None:
+    def lookup(self, key: Key, rank: Rank = lambda _: EXACT, least: int = USABLE) -> Entry | None:
         """Return the verified entry of `key` that ranks highest, the newest of equals; or None.
 
         An entry has to rank `least` or higher. Raises UntrustedError if others could have written
@@ -145,19 +143,12 @@ class Cache:
         self, key: Key, *, timeout_s: float, done: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[bool]:
         """Hold the build lock of `key`; see ``cache.lock.build_lock``."""
-        path = self._beside(".locks") / f"{key}.lock"
-        return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
-
-    def failure(self, key: Key) -> FailureNote:
-        """Return the note of the last failed build of `key`."""
-        return FailureNote(self._beside(".failed") / f"{key}.json")
-
-    def _beside(self, name: str) -> Path:
-        """Make a folder beside the entries; if that fails, return one that holds no files."""
         try:
-            return self._make(name)
+            folder = self._make(".locks")
         except (OSError, UntrustedError):
-            return Path(os.devnull)
+            folder = Path(os.devnull)  # holds no files: no lock
+        path = folder / f"{key}.lock"
+        return build_lock(path, timeout_s=timeout_s, done=done, mode=self._file_mode)
 
     def _make(self, name: str) -> Path:
         """Make folder `name` below the base, and its parents, if they are missing."""
@@ -189,7 +180,6 @@ class Cache:
         except OSError as error:
             path = error.filename or self.root
             raise CacheError(f"{path}: cannot publish an entry: {error.strerror}") from error
-        self.failure(entry.key).forget()
         if self.max_bytes is not None:
             self._evict(self.max_bytes, target)
         return entry._replace(path=target)
@@ -224,25 +214,10 @@ class Cache:
             os.rename(path, doomed)
             _delete(doomed)
 
-    def _remove(self, path: Path) -> bool:
-        """Delete a sound entry, and its key's folder if that is empty then; return whether it did.
-
-        A damaged entry stays, and one with a file that its meta does not name.
-        """
-        try:
-            known = {META_NAME, *read_meta(path)["files"]}
-            if not known.issuperset(os.listdir(path)):
-                return False
-        except (OSError, CacheError):
-            return False
-        self._discard(path)
-        _remove_if_empty(path.parent)
-        return True
-
     def _evict(self, max_bytes: int, keep: Path) -> None:
         """Evict the least recently used entries, a few at a time, if the cache is too large.
 
-        Of many keys it measures a random sample and estimates the size by it.
+        If there are many keys, it estimates the size by a random sample.
         """
         import random
 
@@ -267,24 +242,26 @@ class Cache:
             if total_bytes <= max_bytes * 9 // 10 or evicted == _MAX_EVICTED:
                 break
             with suppress(OSError):  # another process was faster
-                if path != keep and self._remove(path):
+                if path != keep:
+                    self._discard(path)
+                    _remove_if_empty(path.parent)
                     total_bytes -= size
                     evicted += 1
 
-    def clear(self, select: Callable[[Entry], bool] = lambda _: True) -> int:
-        """Delete each sound entry that `select` accepts, and empty keys; return how many.
+    def clear(self) -> int:
+        """Delete all entries, sound or not; return how many. Nothing else in the folder is touched.
 
         CacheError if others could have written the cache, or if it cannot be written.
         """
         if not self.check():
             return 0
+        count = len(self.paths())
         try:
-            removed = sum(self._remove(e.path) for e in filter(select, self.entries()) if e.path)
+            for key in self._keys():
+                self._discard(self.base / key)
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
-        for key in self._keys():
-            _remove_if_empty(self.base / key)
-        return removed
+        return count
 
 
 def _names(folder: Path) -> list[str]:

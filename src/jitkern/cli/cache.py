@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "clear":
         cache = user_cache()
         count = cache.clear()
-        ui.say(f"{count} entries removed from {cache.root}; {len(cache.paths())} left")
+        ui.say(f"{count} entries removed from {cache.root}")
         return 0
     for searched in caches():
         ui.say(f"{searched.origin:18} {describe(searched.cache)}")

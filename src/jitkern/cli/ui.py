@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from jitkern.arch import Arch
 from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
 from jitkern.ops._ops import Size
@@ -57,14 +56,6 @@ def sizes(size: Size) -> Callable[[str], list[int]]:
         return values
 
     return parse
-
-
-def archs(text: str) -> list[Arch]:
-    """Parse ``9.0,10.0``, as argparse's ``type``."""
-    try:
-        return [Arch.parse(name) for name in names(text)]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def names(text: str) -> list[str]:

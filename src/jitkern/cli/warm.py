@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
     text = "such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present; with --replay the "
     text += "recorded ones"
-    add("--arch", type=ui.archs, action="extend", metavar="A[,A]", help=text)
+    add("--arch", type=ui.names, action="extend", metavar="A[,A]", help=text)
     text = "build what a run under JITKERN_RECORD=FILE used; a record brings sources and flags to "
     text += "compile: replay only what you would run; may be repeated"
     add("--replay", type=Path, action="append", metavar="FILE", help=text)

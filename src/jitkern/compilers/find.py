@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jitkern.env import Settings, settings
 from jitkern.errors import ToolchainError
-from jitkern.fs import digest
+from jitkern.fs import text_of
 
 NVRTC_HINT = 'pip install "jitkern[cuda]"'
 _CXX_HINT = "install g++ (apt install g++), or set CXX to a C++ compiler"
@@ -234,8 +234,7 @@ def _toolkit(root: Path) -> CudaHome | None:
 #
 # cuda_fp16.h, cooperative_groups.h, cuda/std/..., CUB: 2400 files, some with computed includes.
 # Reading them takes as long as a compile, so the include closure leaves them out. The variant of an
-# entry names them: by NVRTC's version if NVRTC brings them, else by a digest over the names, sizes
-# and times of the files.
+# entry names their version: NVRTC's own if NVRTC brings them, else the toolkit's.
 
 FIRST_BUNDLED = (13, 3)  # the NVRTC that brings headers, and knows --use-bundled-headers
 
@@ -250,20 +249,18 @@ _STANDINS = ("stdint.h", "stddef.h", "cuda_runtime.h", "device_launch_parameters
 
 
 class CudaHeaders(NamedTuple):
-    """CUDA's own headers for one compile: the directories are searched before NVRTC's."""
+    """CUDA's own headers for one compile."""
 
-    given: tuple[Path, ...] = ()  # directories that the caller named
     installed: tuple[Path, ...] = ()  # directories of CUDA_HOME or of NVIDIA's wheels
-    bundled: bool = False  # whether NVRTC's own are used
-    are_missing: bool = False  # whether headers are wanted and there are none
+    bundled: bool = False  # NVRTC's own are used
+    are_missing: bool = False  # headers are wanted and there are none
 
     @property
     def id(self) -> str:
-        """Name of those that are installed, for a variant, such as ``cuda-1a2b3c4d5e6f``.
-
-        It takes a stat of every file (20 ms for the 2459 of CUDA 13.5).
-        """
-        return f"cuda-{_state(self.installed)}" if self.installed else ""
+        """Name of the installed headers for a variant, such as ``cuda-12080``; else empty."""
+        texts = (text_of(directory / "cuda_runtime_api.h") for directory in self.installed)
+        versions = re.findall(r"^#define CUDART_VERSION +(\d+)", "".join(texts), re.MULTILINE)
+        return "-".join(["cuda", *versions[:1]]) if self.installed else ""
 
 
 def is_cuda_headers(directory: Path) -> bool:
@@ -271,22 +268,17 @@ def is_cuda_headers(directory: Path) -> bool:
     return any(os.path.isfile(directory / mark) for mark in _MARKS)
 
 
-def find_headers(missing: Iterable[str], given: Sequence[Path], library: Tool) -> CudaHeaders:
+def find_headers(missing: Iterable[str], library: Tool) -> CudaHeaders:
     """Find CUDA's own headers for names that the include closure did not resolve.
 
-    `given` are the caller's directories with CUDA's own headers. `library` is the NVRTC: 13.3 and
-    newer bring theirs. Older ones get those of CUDA_HOME, else of NVIDIA's wheels.
+    NVRTC 13.3 and newer bring theirs. Older ones get those of CUDA_HOME, else of NVIDIA's wheels.
     """
-    if not _is_wanted(missing):
+    if all(name in _STANDINS or _STD.fullmatch(name) for name in missing):
         return CudaHeaders()
-    bundled = tuple(map(int, library.version.split("."))) >= FIRST_BUNDLED
-    installed = () if bundled else _installed_headers(settings(), site_directories())
-    return CudaHeaders(tuple(given), installed, bundled, not (given or bundled or installed))
-
-
-def given_id(missing: Iterable[str], given: Sequence[Path]) -> str:
-    """Return a digest of the directories that the caller named, for a key."""
-    return _state(given) if _is_wanted(missing) else ""
+    if tuple(map(int, library.version.split("."))) >= FIRST_BUNDLED:
+        return CudaHeaders(bundled=True)
+    installed = _installed_headers(settings(), site_directories())
+    return CudaHeaders(installed, are_missing=not installed)
 
 
 def header_hint(name: str) -> str:
@@ -294,16 +286,11 @@ def header_hint(name: str) -> str:
     if name.startswith(_OWN):
         return (
             f"{name} is CUDA's own; NVRTC 13.3 and newer bring most: pip install "
-            '"nvidia-cuda-nvrtc>=13.3", set CUDA_HOME for an older one, or name the directory in '
-            "extra_include_paths"
+            '"nvidia-cuda-nvrtc>=13.3", or set CUDA_HOME for an older one'
         )
     if _STD.fullmatch(name):
         return "NVRTC has no C++ standard library; what CUDA has of it is in <cuda/std/...>"
     return ""
-
-
-def _is_wanted(missing: Iterable[str]) -> bool:
-    return any(name not in _STANDINS and not _STD.fullmatch(name) for name in missing)
 
 
 def _installed_headers(now: Settings, site: Sequence[str]) -> tuple[Path, ...]:
@@ -318,14 +305,3 @@ def _installed_headers(now: Settings, site: Sequence[str]) -> tuple[Path, ...]:
 
 def _has(directories: Iterable[Path], name: str) -> bool:
     return any(os.path.isfile(directory / name) for directory in directories)
-
-
-def _state(directories: Sequence[Path]) -> str:
-    """Return a digest over names, sizes and times (whole seconds) of all files below."""
-    files = []
-    for top in map(str, directories):
-        for folder, _, names in os.walk(top, followlinks=True):
-            for file in filter(os.path.isfile, (f"{folder}/{name}" for name in names)):
-                status = os.stat(file)
-                files.append((file[len(top) :], status.st_size, int(status.st_mtime)))
-    return digest(sorted(files))[:12]

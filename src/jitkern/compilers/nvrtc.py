@@ -57,15 +57,15 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     """Compile device code; threads may do so at the same time.
 
     `headers` are include name -> text, see `sources.include_closure`; no other file is read, except
-    `cuda_headers`. `options` are NVRTC's own or nvcc's, see `nvrtc_options`. `minimal` leaves out
-    the declarations of textures, surfaces and the device side of the CUDA runtime: 3.5 of 40 ms.
+    `cuda_headers`. `options` are NVRTC's. `minimal` leaves out the declarations of textures,
+    surfaces and the device side of the CUDA runtime: 3.5 of 40 ms.
 
     Raises CompileError (with options, log and source), ToolchainError if NVRTC does not load,
     ValueError for an option that names a file.
     """
-    check_options(words(options))
+    options = words(options)
+    check_options(options)
     library = library or find_nvrtc()
-    options = nvrtc_options(options)
     _compiling.append(name)
     try:
         api = load_nvrtc(library.path)
@@ -155,28 +155,10 @@ def _unpacked(library: Path, pid: int) -> Path:
 
 
 def _include_options(cuda_headers: CudaHeaders, library: Tool) -> list[str]:
-    options = [f"-I{path}" for path in (*cuda_headers.given, *cuda_headers.installed)]
+    options = [f"-I{path}" for path in cuda_headers.installed]
     if cuda_headers.bundled:  # NVRTC searches these last
         options.append(f"--use-bundled-headers={_unpacked(library.path, os.getpid())}")
     return options
-
-
-_WITH_VALUE = {"-Xptxas", "--ptxas-options", "-std", "--std", "-Xcompiler", "-ccbin"}
-# Flags that mean nothing for device code, which is always optimised.
-_NO_MEANING = re.compile(r"-O[0-3]|-g|--?(expt-)?extended-lambda|-(Xcompiler|ccbin)=.*")
-
-
-def nvrtc_options(options: Sequence[str]) -> list[str]:
-    """Translate nvcc's options to NVRTC's; one that is unknown here stays as it is."""
-    translated: list[str] = []
-    pending = iter(words(options))
-    for word in pending:
-        option = f"{word}={next(pending, '')}" if word in _WITH_VALUE else word
-        if option == "--expt-relaxed-constexpr":
-            translated.append("-default-device")  # its name in NVRTC
-        elif not _NO_MEANING.fullmatch(option):
-            translated.append(option)
-    return translated
 
 
 # A child that is forked during a compile inherits NVRTC's locks, and its own first compile hangs

@@ -241,16 +241,6 @@ class HostModule(Buildable["Module"]):
         return why, f"pip install apache-tvm-ffi=={shipped}"
 
 
-def build_host_module(out_dir: Path, csrc: Path = CSRC) -> Entry:
-    """Build the host module as an entry below `out_dir`, for the wheel.
-
-    Needs a C++ compiler, ninja and the tvm-ffi package; neither torch nor CUDA.
-    """
-    # Stripped. Links the user's libstdc++, which torch needs too; a static one needs glibc 2.36.
-    entry = HostModule(csrc).compile(ldflags=("-s",))
-    return Cache(Path(out_dir), shared=True).publish(entry)
-
-
 def _source_digests(csrc: str) -> dict[str, str]:
     """Return the digest of each C++ source and header below `csrc`, by its path there."""
     # With Path.rglob and relative_to a warm load would take 4 ms instead of 2.

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 from jitkern.arch import Arch
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, new_entry
-from jitkern.cache.get import Buildable, Lookup, build, find, get_or_build
-from jitkern.cache.store import EXACT, LOADS, MAY_LOAD, NO_USE, SHIPPED_WILL_DO, Cache
+from jitkern.cache.get import Buildable, Lookup, find, get_or_build
+from jitkern.cache.store import EXACT, NO_USE, SHIPPED_WILL_DO, USABLE
 from jitkern.compilers import find as toolchain
 from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closure
 from jitkern.env import settings
-from jitkern.errors import JitkernError, ToolchainError, UnsupportedError, name_unreadable
+from jitkern.errors import ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
 from jitkern.host import library as host
 from jitkern.jit.params import Param, checks
@@ -89,11 +89,9 @@ class DeviceModule:
         self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
-        self._cuda_dirs = list(filter(toolchain.is_cuda_headers, include_dirs))  # not read here
-        searched = [folder for folder in include_dirs if folder not in self._cuda_dirs]
         includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
         unit = render(includes, self.wrappers, params)
-        self.closure: Closure = include_closure(unit, include_dirs=[*searched, *INCLUDE_DIRS])
+        self.closure: Closure = include_closure(unit, include_dirs=[*include_dirs, *INCLUDE_DIRS])
         self.launch_config: tuple[int, ...] = ()
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._params, self._cpu = params, cpu
@@ -134,8 +132,8 @@ class DeviceModule:
             ``load_jit``), a number is converted to its member's type, and a tensor must
             be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
             bool ``bool``, and a driver for CUDA 12.4 or newer checks the bytes of all. A ctypes
-            value keeps its type. An object with ``__dlpack__``, ``data_ptr()`` or
-            ``__cuda_array_interface__`` is passed as its pointer.
+            value keeps its type; ``ctypes.c_void_p`` is any pointer, unchecked. An object with
+            ``__dlpack__`` is a tensor.
         grid, block
             Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
             ``kNumThreads`` has that many threads, also by default; any other requires `block`.
@@ -160,10 +158,6 @@ class DeviceModule:
             There is no GPU.
         CompileError, ToolchainError
             The first call on a device, or on the CPU, has to compile, and cannot.
-
-        Examples
-        --------
-        >>> module.launch("copy", dst, src, 1024, grid=4)  # doctest: +SKIP
         """
         if export not in self.exports:
             known = ", ".join(self.exports)
@@ -224,10 +218,6 @@ class DeviceModule:
                 record(self._used._replace(arch=str(arch)))
         return lookup
 
-    def build_into(self, cache: Cache, arch: Arch) -> Entry:
-        """Compile for `arch` and publish that in `cache`, even if other caches have it."""
-        return cache.publish(build(DeviceImage(self, arch)))
-
     def launched_with(self, *configs: KernelConfig, shape: tuple[int, int]) -> DeviceModule:
         """Tell C++ how to launch these kernels of jitkern's own; return the module.
 
@@ -240,8 +230,7 @@ class DeviceModule:
 
     def cuda_headers(self) -> toolchain.CudaHeaders:
         """Return CUDA's own headers that the sources may include."""
-        library = toolchain.find_nvrtc()
-        return toolchain.find_headers(self.closure.missing, self._cuda_dirs, library)
+        return toolchain.find_headers(self.closure.missing, toolchain.find_nvrtc())
 
     def key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
@@ -254,8 +243,6 @@ class DeviceModule:
             "options": self.options,
             "arch": str(arch),
         }
-        if self.closure.missing and self._cuda_dirs:
-            content["given"] = toolchain.given_id(self.closure.missing, self._cuda_dirs)
         describe = {
             "op": self.op,
             "args": list(self.args),
@@ -310,7 +297,7 @@ _ON_CPU = -2  # C++ returns this, after all checks, if all tensors are on the CP
 
 
 def _readable(arg: Any) -> Any:
-    """Return an argument as C++ reads it: a tensor, a number, bytes or a pointer."""
+    """Return an argument as C++ reads it: a tensor, a number or bytes."""
     if type(arg) in _PLAIN:
         return arg
     import torch
@@ -324,10 +311,6 @@ def _readable(arg: Any) -> Any:
         return bytes([ctypes.alignment(arg)]) + bytes(arg)
     if hasattr(arg, "__dlpack__"):
         return tvm_ffi.from_dlpack(arg)
-    if hasattr(arg, "data_ptr"):
-        return ctypes.c_void_p(arg.data_ptr())
-    if hasattr(arg, "__cuda_array_interface__"):
-        return ctypes.c_void_p(arg.__cuda_array_interface__["data"][0])
     return arg  # C++ names it in a TypeError
 
 
@@ -371,25 +354,17 @@ class DeviceImage(Buildable[bytes]):
         yield from map(self._module.key, self._arch.lower_minors)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
-        """Rank first the entry of our compiler, then entries that surely load here.
+        """Rank first the entry of our compiler, then cubins of its CUDA's major version or older.
 
-        A driver loads cubins of its CUDA's major version and of older ones, and PTX of no newer
-        compiler. A shipped cubin of an NVRTC of the same CUDA, or of an older one, is as good.
+        Our compiler suits the driver, which loads such cubins too. PTX may be too new for it.
         """
-        made_with = str(meta["toolchain"])
-        is_ptx = meta.get("kind") == "ptx"
         is_own_arch = meta["family"] == self.key.digest
-        if made_with == self.variant and is_own_arch:
+        if meta["toolchain"] == self.variant and is_own_arch:
             return EXACT
-        if is_ptx and not is_own_arch:
-            return NO_USE
-        # Our compiler is chosen to suit the driver; without one, the driver is asked.
-        ours = _cuda_version(self.variant) if self.variant else _driver_version()
-        made_by = _cuda_version(made_with)
-        if not (made_by <= ours if is_ptx else made_by[0] <= ours[0]):
-            return MAY_LOAD
-        is_known = made_by > (0, 0) and self.variant != ""
-        return SHIPPED_WILL_DO if is_known and not is_ptx else LOADS
+        if meta.get("kind") == "ptx":
+            return USABLE if is_own_arch else NO_USE
+        made_by, ours = _cuda_major(meta["toolchain"]), _cuda_major(self.variant)
+        return SHIPPED_WILL_DO if 0 < made_by <= ours else USABLE
 
     def load(self, entry: Entry) -> bytes:
         return entry.data
@@ -418,20 +393,10 @@ class DeviceImage(Buildable[bytes]):
         return new_entry(self.key, variant, files, {"kind": image.kind, "log": image.log})
 
 
-def _cuda_version(variant: str) -> tuple[int, int]:
-    """Return (13, 5) for nvrtc-13.5+...; (0, 0) for anything else."""
-    match = re.match(r"nvrtc-([1-9][0-9]{0,3})\.([0-9]{1,4})(?![0-9])", variant)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _driver_version() -> tuple[int, int]:
-    """Return the newest CUDA that the driver knows; (0, 0) if there is none to be asked."""
-    try:
-        lookup = host.find_built()
-        version = int(lookup.loaded["driver_version"]()) if lookup else 0
-    except (ImportError, RuntimeError, JitkernError):
-        return 0, 0  # a launch says why
-    return version // 1000, version % 1000 // 10
+def _cuda_major(variant: str) -> int:
+    """Return 13 for nvrtc-13.5+...; 0 for anything else."""
+    match = re.match(r"nvrtc-([1-9][0-9]{0,3})\.", variant)
+    return int(match[1]) if match else 0
 
 
 def compiler_id() -> str:

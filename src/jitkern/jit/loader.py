@@ -16,6 +16,7 @@ from typing import Any
 
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
+from jitkern.compilers.find import is_cuda_headers
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
 from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
@@ -124,10 +125,6 @@ def load_aot(
 
     Each file is a translation unit of its own. Arguments, result and exceptions are those of
     ``load_jit``; further `args` only make the name longer.
-
-    Examples
-    --------
-    >>> module = load_aot("radix", cpp_files=["radix.cc"])  # doctest: +SKIP
     """
     return load_library(checked("load_aot", args, locals())).loaded
 
@@ -230,6 +227,11 @@ def _checked(argument: str, name: str, value: Any) -> Any:
 def _check_device(options: Mapping[str, Any]) -> None:
     """Check what comes along with ``device_files``."""
     check_options(words(options.get("extra_cuda_cflags", ())), "load_jit: extra_cuda_cflags")
+    for folder in options.get("extra_include_paths", ()):
+        if is_cuda_headers(Path(folder)):
+            reason = "holds CUDA's own headers, expected your own only: NVRTC 13.3 and newer bring "
+            reason += "CUDA's; set CUDA_HOME for an older one"
+            raise ValueError(f"load_jit: extra_include_paths: {folder} {reason}")
     for name in filter(options.get, ("cuda_files", "cuda_wrappers", "build_directory")):
         raise ValueError(f"load_jit: {name}: given along with device_files")
     kernels = [name for name, *_ in options.get("device_wrappers", ())]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from jitkern.args import type_text
 from jitkern.jit.device import DeviceModule, load_own
 from jitkern.jit.template import CppArgs, KernelConfig
 
@@ -61,14 +60,3 @@ def load_entries(
     module.hint = hint or module.hint
     configs = [config for *_, config in entries]
     return module.launched_with(*configs, shape=shape)
-
-
-def not_a_tensor(op: str, **arguments: object) -> TypeError | None:
-    """Return an error that names the first argument that is no tensor of PyTorch; else None."""
-    import torch
-
-    for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            expected = "a torch.Tensor" if hasattr(value, "__dlpack__") else "a tensor"
-            return TypeError(f"{op}: {name}: {type_text(value)}, expected {expected}")
-    return None

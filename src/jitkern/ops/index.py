@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
+from jitkern.args import not_a_tensor
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
@@ -15,7 +16,6 @@ from jitkern.ops.common import (
     RowShape,
     entry_name,
     load_entries,
-    not_a_tensor,
     widest_vec_bytes,
 )
 from jitkern.ops.dispatch import inference_mode

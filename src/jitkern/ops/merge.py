@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jitkern.args import type_text
+from jitkern.args import not_a_tensor, type_text
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, record_hint, warm_hint
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
-from jitkern.ops.common import Hint, load_entries, not_a_tensor, widest_vec_bytes
+from jitkern.ops.common import Hint, load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:

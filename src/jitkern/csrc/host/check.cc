@@ -7,15 +7,15 @@ namespace jitkern {
 
 namespace {
 
-// Stands for an int of more than 64 bits under apache-tvm-ffi before 0.1.15, whose Python side
-// raises OverflowError for it without a word on which argument it is (host/library.py).
+// Stands for an int of more than 64 bits under apache-tvm-ffi before 0.1.15, which raises an
+// OverflowError that names no argument (host/library.py).
 struct BigInt : tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.BigInt", BigInt, tvm::ffi::Object);
 };
 
-[[noreturn]] void raise(const char* kind, const char* op, const char* arg, const std::string& came,
-                        const std::string& expected) {
-  raise_error(kind, str(op, ": ", arg, ": ", came, ", expected ", expected));
+[[noreturn]] void raise(const char* kind, const char* op, const char* arg,
+                        const std::string& actual, const std::string& expected) {
+  raise_error(kind, str(op, ": ", arg, ": ", actual, ", expected ", expected));
 }
 
 // Python's name for the type of an argument.
@@ -38,7 +38,7 @@ std::string stride_text(const Tensor& t, int dim) {
 }
 
 // Whether the bytes [begin, end) overlap one of `num_rows` rows, the first of which begins at 0.
-bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
+bool overlaps_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes) {
   if (end <= 0 || begin >= (num_rows - 1) * stride_bytes + row_bytes) return false;
   // The first row that ends after `begin` has to begin before `end`.
   const i64 ahead = begin - row_bytes;
@@ -47,7 +47,7 @@ bool meets_row(i64 begin, i64 end, i64 num_rows, i64 row_bytes, i64 stride_bytes
 }
 
 // Whether rows of two tensors overlap. Neither is empty.
-bool rows_meet(const Rows& a, const Rows& b) {
+bool rows_overlap(const Rows& a, const Rows& b) {
   const Rows& few = a.num_rows < b.num_rows ? a : b;
   const Rows& many = &few == &a ? b : a;
   const i64 stride = many.stride_bytes;
@@ -57,12 +57,12 @@ bool rows_meet(const Rows& a, const Rows& b) {
     // Row i of `few` overlaps row j of `many` if its row 0 overlaps row j - i, which may be before
     // the first.
     const i64 ahead = (few.num_rows - 1) * step;
-    return meets_row(begin + ahead, begin + ahead + few.row_bytes, many.num_rows + few.num_rows - 1,
-                     many.row_bytes, stride);
+    return overlaps_row(begin + ahead, begin + ahead + few.row_bytes,
+                        many.num_rows + few.num_rows - 1, many.row_bytes, stride);
   }
   for (i64 i = 0; i < few.num_rows; ++i) {
     const i64 at = begin + i * step;
-    if (meets_row(at, at + few.row_bytes, many.num_rows, many.row_bytes, stride)) return true;
+    if (overlaps_row(at, at + few.row_bytes, many.num_rows, many.row_bytes, stride)) return true;
   }
   return false;
 }
@@ -81,12 +81,12 @@ Tensor::Tensor(const char* op, const char* arg, AnyView value) : op(op), arg(arg
   if (dl->data == nullptr && numel() > 0) value_error("no memory behind it", "allocated memory");
 }
 
-void Tensor::value_error(const std::string& came, const std::string& expected) const {
-  raise("ValueError", op, arg, came, expected);
+void Tensor::value_error(const std::string& actual, const std::string& expected) const {
+  raise("ValueError", op, arg, actual, expected);
 }
 
-void Tensor::type_error(const std::string& came, const std::string& expected) const {
-  raise("TypeError", op, arg, came, expected);
+void Tensor::type_error(const std::string& actual, const std::string& expected) const {
+  raise("TypeError", op, arg, actual, expected);
 }
 
 i64 Tensor::numel() const {
@@ -203,13 +203,14 @@ void raise_error(const char* kind, const std::string& message) {
   throw tvm::ffi::Error(kind, message, "");
 }
 
-void raise_value_error(const char* op, const char* arg, const std::string& came,
+void raise_value_error(const char* op, const char* arg, const std::string& actual,
                        const std::string& expected) {
-  raise("ValueError", op, arg, came, expected);
+  raise("ValueError", op, arg, actual, expected);
 }
 
-void raise_type_error(const char* op, const char* arg, AnyView came, const std::string& expected) {
-  raise("TypeError", op, arg, type_text(came), expected);
+void raise_type_error(const char* op, const char* arg, AnyView actual,
+                      const std::string& expected) {
+  raise("TypeError", op, arg, type_text(actual), expected);
 }
 
 i64 int_arg(const char* op, const char* arg, AnyView value) {
@@ -244,8 +245,8 @@ void Rows::distinct_rows() const {
 }
 
 void Rows::apart_from(const Rows& other, const char* expected) const {
-  const bool may_meet = begin < other.end && other.begin < end;
-  if (may_meet && !empty() && !other.empty() && rows_meet(*this, other)) {
+  const bool may_overlap = begin < other.end && other.begin < end;
+  if (may_overlap && !empty() && !other.empty() && rows_overlap(*this, other)) {
     value_error(str("overlaps ", other.arg), expected);
   }
 }

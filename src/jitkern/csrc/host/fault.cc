@@ -11,7 +11,7 @@ namespace {
 
 using tvm::ffi::Function;
 
-// Python's function for the message of a fault; if null, the fault is raised. Never destroyed:
+// Python's handler of a fault's message; if null, the fault is raised. Never destroyed:
 // Python may be gone by then.
 auto& fault_handler = *new Function();
 
@@ -32,11 +32,11 @@ std::vector<Site>& sites() {
 // Several threads may see a fault; one takes it. Without the lock a second one would raise it
 // again, or clear the next one unread. Kernels rely on the host changing the state from 2 to 0
 // only.
-std::mutex turn;
+std::mutex take_mutex;
 
 // Takes the device's pending fault, or only if it is `wanted`.
 std::optional<FaultRecord> take_fault(Device& device, const FaultRecord* wanted = nullptr) {
-  const std::lock_guard<std::mutex> lock(turn);
+  const std::lock_guard<std::mutex> lock(take_mutex);
   if (!has_pending_fault(device)) return std::nullopt;
   std::atomic_thread_fence(std::memory_order_acquire);
   const FaultRecord taken = *device.fault;

@@ -40,7 +40,7 @@ i64 now_ns() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Gives way to the other hardware thread of the core.
+// Yields to the core's other hardware thread.
 void pause_core() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -90,8 +90,8 @@ void close_pool(const char* begin) {
 
 void forget_pool(u64 begin) {
   const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  const auto is_it = [begin](const Pool& pool) { return pool.begin == begin; };
-  pools.erase(std::remove_if(pools.begin(), pools.end(), is_it), pools.end());
+  const auto is_pool = [begin](const Pool& pool) { return pool.begin == begin; };
+  pools.erase(std::remove_if(pools.begin(), pools.end(), is_pool), pools.end());
 }
 
 char* mapped_rows(const Rows& rows, const char* cure) {

@@ -33,10 +33,10 @@ class Uploads {
  public:
   static constexpr i64 kBytes = i64(16) << 20;
 
-  // The one of the scope's device, whose context is current.
+  // Returns the ring of the scope's device. The device's context must be current.
   static Uploads& get(const LaunchScope& scope);
 
-  // Held by a call from take() to mark().
+  // A call holds it from take() to mark().
   std::mutex mutex;
   // Returns the next `bytes`, at most kBytes. Waits until the GPU has copied earlier data there.
   char* take(i64 bytes);
@@ -75,7 +75,7 @@ void record(CUevent event, CUstream stream);
 void wait_for(CUstream stream, CUevent event);
 // Whether the work before the event is done.
 bool is_done(CUevent event);
-// Waits for it; the thread sleeps most of the time.
+// Waits for the event; the thread sleeps most of the time.
 void wait_for(CUevent event);
 char* allocate_pinned(i64 bytes);
 void copy_to_device(char* device, const char* host, i64 bytes, CUstream stream);

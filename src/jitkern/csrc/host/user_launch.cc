@@ -1,6 +1,6 @@
 // DeviceModule.launch: packs Python arguments into the bytes of a user's Params, checks them
-// against the kernel and its GPU, and launches. If jit/params.py does not know the types of the
-// members of Params, they are those of the arguments.
+// against the kernel and its GPU, and launches. The types of the members come from jit/params.py;
+// if it does not know them, they are the types of the arguments.
 #include <jitkern/launch.h>
 #include <tvm/ffi/container/tuple.h>
 #include <tvm/ffi/string.h>
@@ -69,13 +69,12 @@ struct Packed {
   }
 
  private:
-  // Packs an argument whose member is unknown.
+  // Packs an argument by its own type: the member is unknown.
   void put(int i, AnyView value) {
     const int type = value.type_index();
     if (type == TypeIndex::kTVMFFIInt) return put_value(value.cast<int64_t>());
     if (type == TypeIndex::kTVMFFIFloat) return put_value(value.cast<double>());
     if (type == TypeIndex::kTVMFFIBool) return put_value(value.cast<bool>());
-    if (type == TypeIndex::kTVMFFIOpaquePtr) return put_value(value.cast<void*>());
     if (is_tensor(type)) return put_tensor(i, value);
     // A ctypes value: its alignment, then its bytes.
     const auto packed = value.try_cast<Bytes>();
@@ -94,11 +93,11 @@ struct Packed {
     const DLTensor& dl = *value.cast<DLTensor*>();
     const auto type = dl.device.device_type;
     const bool on_cpu = signature_.has_cpu_form && (type == kDLCPU || type == kDLCUDAHost);
-    const int there = type == kDLCUDA ? dl.device.device_id : kOnCpu;
-    if ((type != kDLCUDA && !on_cpu) || (device != kNoDevice && there != device)) {
+    const int ordinal = type == kDLCUDA ? dl.device.device_id : kOnCpu;
+    if ((type != kDLCUDA && !on_cpu) || (device != kNoDevice && ordinal != device)) {
       wrong_device(i, value);
     }
-    device = there;
+    device = ordinal;
     put_value(static_cast<char*>(dl.data) + dl.byte_offset);
   }
 
@@ -132,9 +131,6 @@ struct Packed {
         tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
       }
       return put_tensor(i, value);
-    }
-    if (param.is_pointer && type == TypeIndex::kTVMFFIOpaquePtr) {
-      return put_value(value.cast<void*>());
     }
     if (const auto packed = value.try_cast<Bytes>()) {  // a ctypes value, of a type of its own
       const i64 bytes = static_cast<i64>(packed->size()) - 1;
@@ -232,7 +228,7 @@ void take_sizes(const char* arg, AnyView value, const i64 (&limits)[3], unsigned
   }
 }
 
-// The options of launch(), as far as they can be checked without a GPU.
+// Reads the options of launch(), and checks what needs no GPU.
 Launch checked_launch(const AnyView* options) {
   Launch launch;
   LaunchConfig& config = launch.config;
@@ -257,34 +253,12 @@ Launch checked_launch(const AnyView* options) {
   return launch;
 }
 
-// Whether this GPU may access memory of another GPU, such as a PeerMemory's. The driver knows that
-// only of memory from its virtual memory management. A context is current.
-bool may_access(const Device& device, const void* pointer) {
-  const VmmLocation here{kVmmOnDevice, device.ordinal};
-  u64 flags = 0;
-  const CUresult result = Driver::get().cuMemGetAccess(&flags, &here, address(pointer));
-  return result == kCudaSuccess && flags == kVmmReadWrite;
-}
-
 // Checks arguments and sizes against the loaded kernel and its GPU; completes the sizes.
-void check_launch(const Device& device, const Kernel& kernel, const Signature& signature,
-                  PackedArgs args, const Packed& params, LaunchConfig& config, bool has_cluster) {
-  for (int i = 0; i < args.size(); ++i) {  // only the driver knows the memory of a pointer
-    if (args[i].type_index() != TypeIndex::kTVMFFIOpaquePtr) continue;
-    const void* pointer = args[i].cast<void*>();
-    if (pointer == nullptr) continue;
-    const MemoryRange range = memory_range(pointer);
-    const bool on_gpu = range.type == kMemoryTypeDevice;
-    if (on_gpu ? range.ordinal == device.ordinal : range.type == kMemoryTypeHost) continue;
-    if (on_gpu && may_access(device, pointer)) continue;
-    raise_value_error(
-        signature.op(), signature.arg(i).c_str(),
-        on_gpu ? "memory of " + device_name(range.ordinal) : "memory that no GPU can read",
-        "memory of " + device_name(device.ordinal));
-  }
+void check_launch(const Device& device, const Kernel& kernel, int num_args, const Packed& params,
+                  LaunchConfig& config, bool has_cluster) {
   // An empty struct has one byte.
   if (kernel.params_bytes != -1 && kernel.params_bytes != std::max(params.size, i64(1))) {
-    raise_value_error(kOp, "args", str(args.size(), " of ", params.size, " bytes in all"),
+    raise_value_error(kOp, "args", str(num_args, " of ", params.size, " bytes in all"),
                       str(kernel.params_bytes, " bytes, the members of the kernel's Params"));
   }
   if (config.block[0] == 0) config.block[0] = kernel.num_threads;
@@ -338,7 +312,7 @@ void launch_user(KernelTable& table, const std::vector<Signature>& signatures, P
   check_pending_fault(device);
   const ContextScope scope(device);
   const Kernel& kernel = table.find(device, {}).entries.at(number);
-  check_launch(device, kernel, signature, args, params, launch.config, !is_none(all[6]));
+  check_launch(device, kernel, args.size(), params, launch.config, !is_none(all[6]));
   if (use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
   launch.run(kernel.function, static_cast<CUstream>(stream), params.bytes);
 }
@@ -349,9 +323,9 @@ using ParamTuple = Tuple<String, String, int64_t, int64_t, bool, bool>;
 using SignatureTuple = Tuple<String, bool, Array<ParamTuple>>;
 
 // Returns launch_user for the kernels of one module; resolve(...) returns its image.
-Function make_launch(Function resolve, Array<SignatureTuple> given) {
+Function make_launch(Function resolve, Array<SignatureTuple> tuples) {
   std::vector<Signature> signatures;
-  for (const auto& [kernel, has_cpu_form, params] : given) {
+  for (const auto& [kernel, has_cpu_form, params] : tuples) {
     Signature& signature = signatures.emplace_back(Signature{kernel, has_cpu_form, {}});
     for (const auto& [name, dtype_name, code, bits, is_pointer, is_strided] : params) {
       const DLDataType dtype{static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1};

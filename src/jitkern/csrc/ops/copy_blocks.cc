@@ -62,14 +62,12 @@ void run_on_cpu(const BlockCall& call) {
   const i64 rows = call.num_rows;
   for (i64 layer = 0; layer < call.num_layers; ++layer) {
     const BufferEntry from = call.src.entry(layer), to = call.dst.entry(layer);
-    copy_rows<kRandomBoth>(static_cast<i64>(pairs.size()) * rows, call.row_bytes(layer),
-                           call.dst.num_blocks() * call.block_bytes, [&](i64 i) {
-                             const Pair& pair = pairs[static_cast<size_t>(i / rows)];
-                             const i64 row = i % rows;
-                             return CpuRow{
-                                 call.dst.piece(to, pair.dst_row) + row * call.dst.row_stride,
-                                 call.src.piece(from, pair.src_row) + row * call.src.row_stride};
-                           });
+    copy_rows(static_cast<i64>(pairs.size()) * rows, call.row_bytes(layer), [&](i64 i) {
+      const Pair& pair = pairs[static_cast<size_t>(i / rows)];
+      const i64 row = i % rows;
+      return CpuRow{call.dst.piece(to, pair.dst_row) + row * call.dst.row_stride,
+                    call.src.piece(from, pair.src_row) + row * call.src.row_stride};
+    });
   }
 }
 

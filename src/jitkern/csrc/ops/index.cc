@@ -145,7 +145,7 @@ void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
   if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
   indices.with_index([&](const auto index_at) {
-    copy_rows<kRandomSources>(p.num_rows, row_bytes, p.num_rows * row_bytes, [&p, index_at](i64 i) {
+    copy_rows(p.num_rows, row_bytes, [&p, index_at](i64 i) {
       const i64 row = table_row(p, index_at(i));
       return CpuRow{p.output + i * p.output_stride_bytes,
                     row >= 0 ? p.weights + row * p.weights_stride_bytes : nullptr};

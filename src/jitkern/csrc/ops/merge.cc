@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "host/cpu_copy.h"
 #include "merge_host.h"
 
 namespace jitkern {
@@ -85,21 +84,14 @@ void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 tok
   }
 }
 
-void merge_rows(const MergeCall& call, i64 begin, i64 end) {
+void merge_by_cpu(const MergeCall& call) {
   const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
-  for (i64 row = begin; row < end; ++row) {
+  for (i64 row = 0; row < call.num_rows(); ++row) {
     const i64 token = row / call.out->inner, head = row % call.out->inner;
     const Shares shares(call, token, head);
     merge_row(call, shares, scale, token, head);
     if (call.lse) *reinterpret_cast<float*>(call.lse->row(token, head)) = shares.lse;
   }
-}
-
-void merge_by_cpu(const MergeCall& call) {
-  const i64 rows = call.num_rows();
-  const i64 bytes = rows * (call.num_states() * call.outs[0].row_bytes + call.out->row_bytes);
-  for_parts(rows, threads_for(rows, bytes),
-            [&call](i64 begin, i64 end) { merge_rows(call, begin, end); });
 }
 
 // -- on a GPU ------------------------------------------------------------------------------------

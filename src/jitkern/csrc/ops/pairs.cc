@@ -1,6 +1,5 @@
 // Shared by the ops on pairs: checks, the CPU implementation, uploads, launches.
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <string>
 
@@ -88,8 +87,7 @@ void PairArgs::copy_on_cpu(i64 begin, i64 end) const {
   Indices part = pairs;
   part.data = static_cast<const char*>(pairs.data) + PairList::bytes(begin, index_bytes);
   part.with_index([&](const auto index_at) {
-    const i64 dst_bytes = p.num_dst_rows * row_bytes;
-    copy_rows<kRandomBoth>(end - begin, row_bytes, dst_bytes, [&p, index_at](i64 i) {
+    copy_rows(end - begin, row_bytes, [&p, index_at](i64 i) {
       const Pair pair(index_at, i);
       if (!pair.is_inside(p)) return CpuRow{nullptr, nullptr};
       return CpuRow{p.dst + pair.dst_row * p.dst_stride_bytes,
@@ -179,16 +177,14 @@ int narrow_index_bytes(const PairArgs& args) {
 // Writes pairs [begin, begin + count) of the call to `list`; pairs out of range become padding.
 // Returns whether there are any.
 bool write_pairs(const PairArgs& args, i64 begin, i64 count, const PairList& list) {
-  std::atomic<bool> any_outside{false};
+  bool any_outside = false;
   args.pairs.with_index([&](const auto index_at) {
-    for_parts(count, threads_for(count, 16 * count), [&](i64 part_begin, i64 part_end) {
-      for (i64 i = part_begin; i < part_end; ++i) {
-        const Pair pair(index_at, begin + i);
-        const bool inside = pair.is_inside(args.params);
-        if (!inside && !pair.is_padding()) any_outside = true;
-        list.set(i, inside ? pair.src_row : -1, inside ? pair.dst_row : -1);
-      }
-    });
+    for (i64 i = 0; i < count; ++i) {
+      const Pair pair(index_at, begin + i);
+      const bool inside = pair.is_inside(args.params);
+      if (!inside && !pair.is_padding()) any_outside = true;
+      list.set(i, inside ? pair.src_row : -1, inside ? pair.dst_row : -1);
+    }
   });
   return any_outside;
 }

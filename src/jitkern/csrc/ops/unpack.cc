@@ -1,8 +1,8 @@
 // unpack on the host: checks, descriptors in host memory, the launch, the CPU implementation.
 #include <algorithm>
+#include <cstring>
 #include <string>
 
-#include "host/cpu_copy.h"
 #include "unpack_host.h"
 
 namespace jitkern {
@@ -208,23 +208,13 @@ void launch_unpack(const LaunchScope& scope, DescriptorFormat format, UnpackPara
   scope.launch(kernel, copiers + dealers, params);
 }
 
-// Threads divide the descriptors; a long one is not split.
 void unpack_by_cpu(char* dst, const char* src, const std::vector<Pieces>& list) {
-  i64 bytes = 0;
-  for (const Pieces& pieces : list) bytes += pieces.len * pieces.count;
-  const i64 count = static_cast<i64>(list.size());
-  const i64 threads = threads_for(count, 2 * bytes);
-  const bool stream = bytes >= threads * kStreamThreadBytes;
-  const CopyRow copy = stream ? stream_row : plain_row;
-  for_parts(count, threads, [&](i64 begin, i64 end) {
-    for (i64 i = begin; i < end; ++i) {
-      const Pieces& p = list[static_cast<size_t>(i)];
-      for (i64 row = 0; row < p.count; ++row) {
-        copy(dst + p.dst_off + row * p.dst_stride, src + p.src_off + row * p.src_stride, p.len);
-      }
+  for (const Pieces& p : list) {
+    for (i64 i = 0; i < p.count; ++i) {
+      std::memcpy(dst + p.dst_off + i * p.dst_stride, src + p.src_off + i * p.src_stride,
+                  static_cast<size_t>(p.len));
     }
-    if (stream) end_stream();
-  });
+  }
 }
 
 }  // namespace jitkern

@@ -19,7 +19,8 @@ inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer);
 // Whether a dispatch mode or a tracer of PyTorch is active in this thread. True if unknown.
 bool torch_has_to_see_it();
 
-// An op for Python: does nothing and returns true if PyTorch has to see the call.
+// An op as Python calls it. Returns true, and does nothing, if the call has to go through PyTorch's
+// dispatcher.
 template <auto kOp>
 struct UnlessTorch;
 template <typename... Args, void (*kOp)(Args...)>
@@ -36,7 +37,7 @@ struct UnlessTorch<kOp> {
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name, ::jitkern::UnlessTorch<op>::call); \
   TVM_FFI_DLL_EXPORT_TYPED_FUNC(name##_now, op)
 
-// The parts one after the other, as c10::str.
+// Concatenates its arguments, like c10::str.
 template <class... Parts>
 std::string str(const Parts&... parts) {
   std::string text;
@@ -123,7 +124,7 @@ struct Rows : Tensor {
   // ValueError if a row shares a byte with a row of `other`. Rows may interleave.
   void apart_from(const Rows& other, const char* expected = kOwnMemory) const;
 
-  // ValueError unless rows have as many bytes, unless there are as many, or one for each index.
+  // ValueError unless both have the same row size; the same number of rows; one row per index.
   void same_row_bytes(const Rows& other) const;
   void same_num_rows(const Rows& other) const;
   void one_per_index(const Indices& indices) const;
@@ -172,11 +173,12 @@ struct Indices : Tensor {
 [[noreturn]] void raise_type_error(const char* op, const char* arg, AnyView actual,
                                    const std::string& expected);
 
-// TypeError unless it is an int (a bool is not), or a bool.
+// The value of an int (a bool is none), or of a bool; else TypeError.
 i64 int_arg(const char* op, const char* arg, AnyView value);
 bool bool_arg(const char* op, const char* arg, AnyView value);
 
-// The widest vector (16 to 1 bytes) that divides all addresses and sizes that `bits` are or-ed of.
+// The widest vector (16 to 1 bytes) that divides all addresses and sizes whose bitwise OR is
+// `bits`.
 inline int widest_vec(u64 bits) {
   bits |= 16;
   return static_cast<int>(bits & ~(bits - 1));

@@ -91,7 +91,7 @@ struct VmmProperties {
   int type;
   int handle_types;
   VmmLocation location;
-  void* of_windows;
+  void* win32_handle_metadata;
   unsigned char others[8];
 };
 static_assert(sizeof(VmmProperties) == 32, "CUmemAllocationProp of cuda.h");
@@ -101,13 +101,12 @@ struct VmmAccess {
 };
 static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
 
-// Required; every driver for CUDA 11.8 has these.
+// Required: every driver for CUDA 11.8 or newer has these functions.
 #define JITKERN_DRIVER_SYMBOLS(USE)                                                                \
   USE(cuInit, (unsigned flags))                                                                    \
   USE(cuDriverGetVersion, (int* version))                                                          \
   USE(cuDeviceGetCount, (int* count))                                                              \
   USE(cuDeviceGet, (CUdevice * device, int ordinal))                                               \
-  USE(cuDeviceGetName, (char* name, int length, CUdevice device))                                  \
   USE(cuDeviceGetAttribute, (int* value, int attribute, CUdevice device))                          \
   USE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device))                            \
   USE(cuDevicePrimaryCtxGetState, (CUdevice device, unsigned* flags, int* active))                 \
@@ -146,7 +145,7 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
   USE(cuGetErrorName, (CUresult error, const char** text))                                         \
   USE(cuGetErrorString, (CUresult error, const char** text))
 
-// Not required, may be null: virtual memory, and newer functions.
+// Optional, may be null: virtual memory, and newer functions.
 #define JITKERN_MORE_DRIVER_SYMBOLS(USE)                                                           \
   USE(cuMemCreate,                                                                                 \
       (CUmemHandle * handle, size_t bytes, const VmmProperties* properties, u64 flags))            \
@@ -159,7 +158,6 @@ static_assert(sizeof(VmmAccess) == 12, "CUmemAccessDesc of cuda.h");
   USE(cuMemMap, (CUdeviceptr pointer, size_t bytes, size_t offset, CUmemHandle handle, u64 flags)) \
   USE(cuMemUnmap, (CUdeviceptr pointer, size_t bytes))                                             \
   USE(cuMemSetAccess, (CUdeviceptr pointer, size_t bytes, const VmmAccess* access, size_t count))  \
-  USE(cuMemGetAccess, (u64 * flags, const VmmLocation* location, CUdeviceptr pointer))             \
   USE(cuStreamWaitValue32_v2, (CUstream stream, CUdeviceptr at, u32 value, unsigned flags))        \
   USE(cuFuncGetParamInfo, (CUfunction function, size_t number, size_t* offset, size_t* bytes))     \
   USE(cuMemcpyBatchAsync, (CUdeviceptr * dst, CUdeviceptr * src, size_t* bytes, size_t count,      \

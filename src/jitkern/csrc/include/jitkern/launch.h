@@ -17,14 +17,14 @@ namespace jitkern {
 // The devices of one process, 0 to kMaxDevices - 1.
 constexpr int kMaxDevices = 64;
 
-// A GPU: its primary context, which torch uses, and facts for launches.
+// A GPU: its primary context, which torch uses, and the properties that launches need.
 struct Device {
   int ordinal;
   CUcontext context;
   int arch;  // 10 * major + minor of its compute capability
   int num_sms;
-  int max_shared_bytes;       // that a block may ask for
-  i64 max_pitch;              // of a strided copy by the engine, in bytes
+  int max_shared_bytes;       // the most dynamic shared memory of a block
+  i64 max_pitch;              // the largest pitch of a strided copy by the copy engine, in bytes
   bool knows_pdl;             // the GPU and the driver have programmatic dependent launch
   FaultRecord* fault;         // pinned host memory
   FaultRecord* fault_device;  // its address for kernels
@@ -64,7 +64,7 @@ class RelaxedCapture {
   int mode_;
 };
 
-// The driver's answers about an address.
+// What the driver knows of an address.
 struct MemoryRange {
   u32 type;  // kMemoryTypeHost: pinned, kMemoryTypeDevice, or 0: CUDA has never seen it
   int ordinal;
@@ -91,11 +91,11 @@ struct Spec {
 // One entry point.
 struct Kernel {
   CUfunction function;
-  unsigned num_threads;  // of a block; 0 if the caller gives it
+  unsigned num_threads;  // threads per block; 0 if the caller chooses
   bool use_pdl;
-  unsigned max_threads;  // of a block
-  int own_shared_bytes;  // static shared memory of a block
-  i64 params_bytes;      // of its parameter; -1 if the driver is older than 12.4
+  unsigned max_threads;  // the most threads per block
+  int own_shared_bytes;  // static shared memory per block
+  i64 params_bytes;      // size of its parameter; -1 if the driver is older than 12.4
 };
 
 // The kernels of one specialisation, loaded on one device.
@@ -103,8 +103,8 @@ struct LoadedKernels {
   Spec spec;
   const LoadedKernels* next;    // in the table's list for the device
   std::vector<Kernel> entries;  // in the order of the builder's device_wrappers
-  GroupShape shape;             // of a kernel that copies rows
-  int in_flight;                // vectors; its shape depends on it
+  GroupShape shape;             // how threads share rows, in a kernel that copies rows
+  int in_flight;                // vectors per thread
 };
 
 // The kernels of an op, or of a user's module: entry points for each specialisation and device.
@@ -254,8 +254,7 @@ inline GroupShape row_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(spec[0], spec[1], in_flight, splits);
 }
 
-// The GPU's name, and the driver's CUDA version such as 13000, 0 without a driver.
-std::string gpu_name(int ordinal);
+// The driver's CUDA version such as 13000, 0 without a driver.
 int64_t driver_version();
 
 // A tensor from torch's allocator.

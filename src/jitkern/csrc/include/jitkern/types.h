@@ -47,8 +47,8 @@ struct GroupShape {
 // not fit into the 64 registers of a thread (h2d_gather of 512-byte rows: 32 GB/s, with 4 rows 50).
 constexpr int kMaxRows = 4;
 
-// The shape for rows of `row_bytes`. There are `splits` or more, so that a lane has at most
-// `in_flight` vectors; of short rows a lane has several.
+// The shape for rows of `row_bytes`. There are at least `splits` parts, and as many more as keep a
+// lane at `in_flight` vectors or fewer. A lane takes several short rows.
 JITKERN_HOST_DEVICE constexpr GroupShape group_shape(i64 row_bytes, i64 vec_bytes, int in_flight,
                                                      int splits = 1) {
   const i64 vecs = (row_bytes + vec_bytes - 1) / vec_bytes;

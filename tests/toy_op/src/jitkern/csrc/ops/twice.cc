@@ -15,7 +15,7 @@ constexpr const char* kOp = "write_twice";
 
 void twice_cpu(const TwiceParams& p, i64 row_bytes) {
   if (row_bytes == 0) return;
-  copy_rows<0>(2 * p.num_rows, row_bytes, 2 * p.num_rows * row_bytes, [&](i64 i) {
+  copy_rows(2 * p.num_rows, row_bytes, [&](i64 i) {
     return CpuRow{p.output + i * p.output_stride_bytes, p.rows + i / 2 * p.row_stride_bytes};
   });
 }
