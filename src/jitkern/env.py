@@ -80,7 +80,7 @@ def settings() -> Settings:
     `settings.cache_clear()` makes the next call read it again. An unknown variable that starts with
     ``JITKERN_`` is a RuntimeWarning, a bad value a ValueError that names the variable.
     """
-    found = Settings(
+    parsed = Settings(
         cache_dir=_cache_dir(),
         cache_path=_paths("JITKERN_CACHE_PATH"),
         cache_max_bytes=_max_bytes("JITKERN_CACHE_MAX_BYTES"),
@@ -103,7 +103,7 @@ def settings() -> Settings:
         if name.startswith("JITKERN_") and name not in VARIABLES:
             text = f"no setting of this name, so it does nothing; there are {', '.join(VARIABLES)}"
             warnings.warn(f"jitkern: {name}: {text}", RuntimeWarning, stacklevel=2)
-    return found
+    return parsed
 
 
 def process_environment() -> dict[str, str]:

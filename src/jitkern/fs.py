@@ -144,7 +144,7 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
             path.lstat()  # FileNotFoundError if another process has just removed it
             raise
         return
-    is_setgid = path.stat().st_mode & stat.S_ISGID  # which its parent hands down
+    is_setgid = path.stat().st_mode & stat.S_ISGID  # inherited from its parent
     if stat.S_IMODE(path.stat().st_mode) != mode | is_setgid:
         path.chmod(mode | is_setgid)
 

@@ -198,10 +198,12 @@ def _listed(argument: str, value: Any) -> list[Any]:
     raise TypeError(f"warm: {argument}: {value!r}, expected a list, such as [{value!r}]")
 
 
-def sized_ops(ops: Sequence[str] | None, given: dict[str, Sequence[int]]) -> list[tuple[str, int]]:
+def sized_ops(
+    ops: Sequence[str] | None, sizes_by_name: dict[str, Sequence[int]]
+) -> list[tuple[str, int]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
     stems, size_of = op_names(), op_sizes()
-    sizes = {size: _listed(f"{size.name}s", given[size.name]) for size in SIZES}
+    sizes = {size: _listed(f"{size.name}s", sizes_by_name[size.name]) for size in SIZES}
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:

@@ -24,7 +24,7 @@ class Key(NamedTuple):
     route: str  # how it is built, such as "device"
     name: str  # readable part of the folder's name, e.g. store_656_16_4_128_8_true
     digest: str  # 20 hex digits over everything but the variant; "family" in meta.json
-    describe: Mapping[str, Any] = {}  # for readers of meta.json
+    describe: Mapping[str, Any] = {}  # shown in meta.json
 
     @property
     def op(self) -> str:

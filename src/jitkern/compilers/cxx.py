@@ -24,7 +24,7 @@ from jitkern.fs import digest, slug, write_whole
 
 _log = logging.getLogger("jitkern")
 
-# These come before the caller's flags.
+# Defaults, before the caller's flags.
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 

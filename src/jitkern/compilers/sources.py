@@ -18,7 +18,7 @@ from typing import NamedTuple
 from jitkern.fs import digest, sha256
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"  # the package's C++ and CUDA sources
-OWN_PREFIX = "jitkern:"  # of a source of the package: jitkern:ops/store.cu
+OWN_PREFIX = "jitkern:"  # names a source of the package: jitkern:ops/store.cu
 
 
 def source_path(name: str) -> Path:
@@ -33,7 +33,7 @@ def include_dirs(csrc: Path) -> tuple[Path, ...]:
 
 
 INCLUDE_DIRS = include_dirs(CSRC)
-DEVICE_STD = "-std=c++17"  # of device code, for NVRTC and nvcc
+DEVICE_STD = "-std=c++17"  # device code, by NVRTC and nvcc
 
 # Options that read other files, in their long and short spellings.
 _FILE_OPTIONS = (
@@ -71,7 +71,7 @@ class Closure(NamedTuple):
     @property
     def digest(self) -> str:
         """20 hex digits over source and headers."""
-        # Of their digests: JSON would escape the texts, a fifth of a warm load.
+        # Digests of the texts: JSON would escape the texts, a fifth of a warm load.
         texts = {"": self.source, **self.headers}.items()
         return digest(
             {name: sha256(text.encode("utf-8", "surrogateescape")) for name, text in texts}
@@ -102,21 +102,21 @@ def words(options: Sequence[str], argument: str = "extra_cuda_cflags") -> list[s
 
     An open quote raises ValueError, which names `argument` and the option.
     """
-    found: list[str] = []
+    split: list[str] = []
     for option in options:
         try:
-            found += shlex.split(option)
+            split += shlex.split(option)
         except ValueError as error:
             raise ValueError(
                 f"{argument}: {option!r}: {error}, expected words quoted as in a shell"
             ) from None
-    return found
+    return split
 
 
 def is_cpp17(options: Sequence[str]) -> bool:
     """Tell whether device code is C++17 (the default) or newer with these options."""
-    given = " ".join(["-std=c++17", *words(options)])
-    standard = re.findall(r"(?:^| )--?std[= ]\S*?\+\+(\w+)", given)[-1]
+    text = " ".join(["-std=c++17", *words(options)])
+    standard = re.findall(r"(?:^| )--?std[= ]\S*?\+\+(\w+)", text)[-1]
     return standard not in ("98", "03", "11", "14")
 
 
@@ -130,13 +130,13 @@ def check_options(options: Sequence[str], argument: str = "extra_cuda_cflags") -
             )
 
 
-def with_defaults(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return `defaults`, then `given`; without the default -std if `given` has one.
+def with_defaults(defaults: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return `defaults`, then `options`; without the default -std if `options` have one.
 
     NVRTC takes it only once, nvcc warns of two, and for g++ the last one counts.
     """
-    replaced = any(option.lstrip("-").partition("=")[0] == "std" for option in given)
-    return [o for o in defaults if not (replaced and o.startswith("-std="))] + list(given)
+    replaced = any(option.lstrip("-").partition("=")[0] == "std" for option in options)
+    return [o for o in defaults if not (replaced and o.startswith("-std="))] + list(options)
 
 
 class _Walk:
@@ -199,12 +199,12 @@ class _Walk:
         """Return the name of the file that a directive includes, or None."""
         if os.path.isabs(spelling):
             return self._known(Path(spelling), posixpath.basename(spelling))
-        found = None
+        beside = None
         if includer is not None:
             name = posixpath.join(posixpath.dirname(includer), spelling)
-            found = self._known(self._path_of[includer].parent / spelling, name)
+            beside = self._known(self._path_of[includer].parent / spelling, name)
         places = (self._known(directory / spelling, spelling) for directory in self._include_dirs)
-        return found or next(filter(None, places), None)
+        return beside or next(filter(None, places), None)
 
     def _known(self, path: Path, wanted: str) -> str | None:
         if not os.path.isfile(path):  # Path.is_file raises if a directory cannot be entered

@@ -167,8 +167,8 @@ def load_device(used: Specialisation) -> DeviceModule:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Specialisation:
-    """Check what load_jit or load_aot was given; return it as JSON can keep it, paths absolute."""
+def checked(function: str, args: Sequence[str], arguments: Mapping[str, Any]) -> Specialisation:
+    """Check the arguments of load_jit or load_aot. Returns values that JSON keeps, paths absolute."""
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):
@@ -179,7 +179,7 @@ def checked(function: str, args: Sequence[str], given: Mapping[str, Any]) -> Spe
             )
     options = {
         name: _checked(f"{function}: {name}", name, value)
-        for name, value in given.items()
+        for name, value in arguments.items()
         if name != "args" and value is not None
     }
     if options.get("device_files"):
@@ -215,7 +215,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
             raise TypeError(f"{argument}[{i}]: {_shown(item)}, expected {expected}")
     if name in _WRAPPERS:
         return list(map(list, value))
-    # Absolute from here on: the process may go elsewhere before a kernel is needed.
+    # Absolute: the process may change its directory before a kernel is needed.
     if name in FILES:
         return [_file(argument, str(file)) for file in value]
     if name in FOLDERS:
@@ -225,7 +225,7 @@ def _checked(argument: str, name: str, value: Any) -> Any:
 
 
 def _check_device(options: Mapping[str, Any]) -> None:
-    """Check what comes along with ``device_files``."""
+    """Check the options that go along with ``device_files``."""
     check_options(words(options.get("extra_cuda_cflags", ())), "load_jit: extra_cuda_cflags")
     for folder in options.get("extra_include_paths", ()):
         if is_cuda_headers(Path(folder)):

@@ -50,8 +50,8 @@ def has_cuda(used: Specialisation) -> bool:
 class NativeLibrary(Buildable["Module | None"]):
     """A library: `get` finds or builds it, `find` only finds it.
 
-    `used` is what load_jit or load_aot was given, checked; `arch` what its CUDA code is for, None
-    if it has none. Without `load` it is built and published, and none of its code runs.
+    `used` holds the checked arguments of load_jit or load_aot. `arch` is the target of its CUDA
+    code, None if it has none. Without `load` it is built and published, and none of its code runs.
     """
 
     def __init__(self, used: Specialisation, arch: Arch | None, *, load: bool = True) -> None:
@@ -202,14 +202,14 @@ _SEARCHED = ("-iquote", "-isystem", "-idirafter")
 _PATH_FLAG = re.compile(r"(-I|-isystem|-iquote|-idirafter|-include|-L)(?!=)(.*)", re.DOTALL)
 
 
-def _with_absolute_paths(given: Sequence[str], paths: dict[str, list[str]]) -> list[str]:
+def _with_absolute_paths(options: Sequence[str], paths: dict[str, list[str]]) -> list[str]:
     """Return flags with absolute paths, since the build runs in another directory; no ``-I``.
 
     Adds the paths to `paths` by their option; those of no option, such as an archive,
     ``@flags.txt`` and ``--version-script=exports.map``, by an empty one.
     """
     flags: list[str] = []
-    pending = iter(given)
+    pending = iter(options)
     for word in pending:
         match = _PATH_FLAG.fullmatch(word)
         if match is not None:
