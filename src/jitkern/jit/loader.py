@@ -168,7 +168,7 @@ def load_device(used: Specialisation) -> DeviceModule:
 
 
 def checked(function: str, args: Sequence[str], arguments: Mapping[str, Any]) -> Specialisation:
-    """Check the arguments of load_jit or load_aot. Returns values that JSON keeps, paths absolute."""
+    """Check the arguments of load_jit or load_aot; return values that JSON keeps."""
     if not args:
         raise TypeError(f"{function}: args: empty, expected the module's name first")
     for position, arg in enumerate(args):
