@@ -19,11 +19,11 @@
 
 namespace {
 
-constexpr CUresult kNoKernels = 801;  // "operation not supported"
-
 using fake::i64;
 using fake::Point;
 using namespace jitkern;
+
+constexpr CUresult kNoKernels = 801;  // "operation not supported"
 
 // Kept for good, as its threads are.
 template <class T>
