@@ -117,13 +117,26 @@ def test_an_id_that_no_rank_has(way: Way) -> None:
     assert way.kind == "cuda" or ranks.num_sums() == 0
 
 
+WRONG_IDS: list[tuple[Any, type[Exception], str]] = [
+    (torch.zeros(3), TypeError, "dtype float32, expected int32 or int64"),
+    ([1, 2], TypeError, "list, expected a tensor"),
+    (
+        torch.zeros(3, dtype=torch.int32, device="meta"),
+        ValueError,
+        "on meta, expected on cpu as we",
+    ),
+    (torch.tensor([[2, 3], [10, 5]]).t(), IndexError, "index 10 at position 1, expected below 10"),
+]
+
+
 @pytest.mark.parametrize("size", [1, 2])
-def test_wrong_ids_are_refused_before_a_sum(device: torch.device, size: int) -> None:
-    comm = SilentComm(0, size)
-    module = TPEmbedding(10, 4, comm=comm, device=device)
-    for ids in (torch.zeros(3, device=device), [1, 2]):
-        with pytest.raises(TypeError, match=r"indexing: indices: (dtype float32|list), expected"):
-            module(ids)
+@pytest.mark.parametrize(("ids", "kind", "text"), WRONG_IDS)
+def test_wrong_ids_are_refused_before_a_sum(
+    ids: Any, kind: type[Exception], text: str, size: int
+) -> None:
+    module = TPEmbedding(10, 4, comm=(comm := SilentComm(0, size)))
+    with pytest.raises(kind, match=f"^TPEmbedding: ids: {text}"):
+        module(ids)
     assert comm.sent == []
 
 
@@ -148,6 +161,15 @@ def test_the_sum_is_made_over_any_fault_of_an_earlier_call(monkeypatch: pytest.M
     assert len(comm.sent) == 1
 
 
+@pytest.mark.parametrize("table", [None, torch.zeros(3)])
+def test_wrong_embeddings(table: Any) -> None:
+    came = "None" if table is None else r"shape \[3\]"
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^TPEmbedding: embeddings: {came}, expected"
+    ):
+        TPEmbedding.from_pretrained(table, comm=SilentComm())
+
+
 test_wrong_arguments = refusals(
     TPEmbedding,
     {"vocab_size": 10, "hidden_size": 3, "num_added": 1, "comm": SilentComm()},
@@ -155,6 +177,9 @@ test_wrong_arguments = refusals(
     ({"hidden_size": 4.0}, TypeError, "hidden_size: float, expected an int"),
     ({"num_added": -1}, ValueError, "num_added: -1, expected at least 0"),
     ({"dtype": torch.int32}, TypeError, "dtype: int32, expected a floating dtype"),
+    ({"dtype": "float32"}, TypeError, "dtype: str, expected a torch.dtype"),
+    ({"device": "gpu"}, ValueError, "device: gpu, expected a device of PyTorch"),
+    ({"group": 5}, TypeError, "group: int, expected a ProcessGroup, a Store or None"),
     ({"comm": None}, TypeError,
      "comm: None without rank, size, all_reduce, expected a Communicator"),
     ({"comm": SilentComm(2, 2)}, ValueError,

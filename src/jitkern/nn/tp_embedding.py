@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 import torch
 from torch import Tensor
 
-from jitkern.args import choice_arg, int_arg, seconds_arg, type_text
+from jitkern.args import choice_arg, dtype_arg, int_arg, seconds_arg, type_text
 from jitkern.comm.args import communicator_arg
 from jitkern.comm.peer_memory import PAGE_BYTES, PeerMemory
 from jitkern.comm.protocol import Communicator
@@ -98,7 +98,13 @@ class TPEmbedding(torch.nn.Module):
             expected = "expected the ranks' gloo group or store for method='peer'"
             raise ValueError(f"{OP}: group: None, {expected}")
         timeout_s = seconds_arg(OP, timeout_s)
-        like = torch.empty(0, hidden_size, dtype=dtype, device=device)
+        if dtype is not None:
+            dtype_arg(OP, dtype)
+        try:
+            like = torch.empty(0, hidden_size, dtype=dtype, device=device)
+        except (RuntimeError, TypeError) as error:
+            expected = "a device of PyTorch that is here"
+            raise ValueError(f"{OP}: device: {device}, expected {expected}") from error
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
         self._is_split, peers = comm.size > 1, None
@@ -126,7 +132,10 @@ class TPEmbedding(torch.nn.Module):
         ``embeddings`` is a table as for ``load_full``. A tensor also gives the dtype and device,
         unless ``options``, the other arguments of the module, do. Added tokens are its last rows.
         """
-        num_rows, hidden_size = _shape_of(embeddings)
+        shape = _shape_of(embeddings, "embeddings")
+        if len(shape) != 2:
+            raise ValueError(f"{OP}: embeddings: shape {[*shape]}, expected 2 dimensions")
+        num_rows, hidden_size = shape
         if isinstance(embeddings, Tensor):
             options = {"dtype": embeddings.dtype, "device": embeddings.device, **options}
         vocab_size = num_rows - options.get("num_added", 0)
@@ -150,14 +159,15 @@ class TPEmbedding(torch.nn.Module):
                 f"{OP}: weight: requires a gradient, expected none: it is for inference; train "
                 "with torch.nn.functional.embedding, or call under torch.no_grad()"
             )
-        if isinstance(ids, Tensor) and not ids.is_contiguous():
-            ids = ids.contiguous()
-        if not self._is_split:
-            return indexing(weight, ids)
         # torch.func.functional_call may have put another tensor in the place of the weight, which
         # other ranks cannot read.
-        if shared is not None and weight is shared[0]:
-            return indexing(shared[1], ids)
+        is_shared = shared is not None and weight is shared[0]
+        if is_shared or not self._is_split:
+            try:
+                return indexing(shared[1] if is_shared and shared else weight, ids)
+            except (TypeError, ValueError, IndexError) as error:
+                _name_ids(error, weight, ids, self.num_embeddings)
+                raise
         call = weight, ids, self._part, self.num_embeddings, self.comm
         if torch.compiler.is_dynamo_compiling():
             from jitkern.nn import untraced
@@ -173,7 +183,7 @@ class TPEmbedding(torch.nn.Module):
         ``"peer"``, like ``load_state_dict``. The memory stays the same, and CUDA graphs stay valid.
         After a CommTimeoutError make a new module to load again.
         """
-        shape = _shape_of(weight)
+        shape = _shape_of(weight, "weight")
         if shape != self.full_shape:
             raise ValueError(f"{OP}: weight: shape {[*shape]}, expected {[*self.full_shape]}")
         parts = _parts_of(weight, self._part)
@@ -253,10 +263,32 @@ def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communi
             # Ranks hear of an earlier fault at different calls. This call makes its sum all the
             # same: otherwise this rank's next sum would meet the others' sum of this call.
             earlier = earlier or error
+        except (TypeError, ValueError, IndexError) as error:
+            _name_ids(error, weight, ids, num_ids)
+            raise
     _add_up(rows, comm)
     if earlier is not None:
         raise earlier
     return rows
+
+
+def _name_ids(error: Exception, weight: Tensor, ids: Any, num_ids: int) -> None:
+    """Raise an error that names the ids, if `error` of ``indexing`` is about them."""
+    if isinstance(error, EarlierFault):
+        return
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{OP}: ids: {type_text(ids)}, expected a tensor") from error
+    if ids.dtype not in (torch.int32, torch.int64):
+        came = f"dtype {str(ids.dtype)[6:]}"
+        raise TypeError(f"{OP}: ids: {came}, expected int32 or int64") from error
+    if ids.device != weight.device:
+        expected = f"on {weight.device} as weight"
+        raise ValueError(f"{OP}: ids: on {ids.device}, expected {expected}") from error
+    if isinstance(error, IndexError):  # on the CPU
+        flat = ids.reshape(-1)
+        position = int((flat >= num_ids).nonzero()[0])
+        came = f"index {int(flat[position])} at position {position}"
+        raise IndexError(f"{OP}: ids: {came}, expected below {num_ids}") from error
 
 
 def _add_up(rows: Tensor, comm: Communicator) -> None:
@@ -342,16 +374,16 @@ def _peer_memory(
         return None
     where: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": like.device}
     try:
-        return PeerMemory(num_bytes, group, **where, timeout_s=timeout_s)
+        return PeerMemory(num_bytes, group, **where, timeout_s=timeout_s, _user=OP)
     except UnsupportedError:  # on all ranks
         if method == "peer":
             raise
         return None
 
 
-def _shape_of(weight: Any) -> tuple[int, ...]:
+def _shape_of(weight: Any, name: str) -> tuple[int, ...]:
     """Return the shape of a tensor, or of a slice of safetensors."""
     try:
         return tuple(weight.shape if hasattr(weight, "shape") else weight.get_shape())
     except (AttributeError, TypeError):
-        raise TypeError(f"{OP}: weight: {type_text(weight)}, expected a tensor") from None
+        raise TypeError(f"{OP}: {name}: {type_text(weight)}, expected a tensor") from None
