@@ -15,7 +15,7 @@ import pytest
 from ranks import LATE_S, Pool, Rank, all_do
 from torch.distributed import HashStore, PrefixStore
 
-from jitkern.comm.rendezvous import Rendezvous
+from jitkern.comm.rendezvous import Rendezvous, _packed
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 
 Place = tuple[int, str]
@@ -220,6 +220,9 @@ def test_the_first_failure_is_quoted() -> None:
 
 
 DAMAGED = [b"", b"\xff\xfe", b"[1", b"5", b"null", b'{"end": 1}', b"jitkern-0.1.0-00000000 [1]"]
+# A rank of the same version wrote something else.
+SHAPES: list[Any] = [5, None, [], [1], [1, 2], {"end": 1}, "x", [0, 1, 2, 3, 4, 5], [[1, 2]]]
+DAMAGED += [_packed(value).encode() for value in SHAPES]
 
 
 @pytest.mark.parametrize("data", DAMAGED)
@@ -233,33 +236,23 @@ def test_a_value_that_no_rank_wrote(data: bytes) -> None:
 
     written = threading.Event()
 
-    def body(met: Rendezvous) -> None:
-        met.exchange("all are here")
-        if met.rank == 0:
-            assert written.wait(20)
-            with pytest.raises(CommError, match=f"^init: 2/x/1 {text}"):
-                met.exchange("x")
-            with pytest.raises(CommError, match="this rank has failed: init: 2/x/1"):
-                met.check("y")
-        else:
-            met._store.set("2/x/1", data)  # type: ignore[union-attr]
-            written.set()
-
-    assert on_threads(2, body) == [None, None]
-
-
-def test_an_answer_that_no_rank_wrote() -> None:
-    written = threading.Event()
-
     def body(met: Rendezvous) -> Any:
         met.exchange("all are here")
-        if met.rank == 0:
-            assert written.wait(20)
-            return met.diagnose("all_reduce", 7)
-        met.close()
-        met._store.set("at/1", b"5")  # type: ignore[union-attr]
-        written.set()
-        return None
+        store = met._store
+        assert store is not None
+        if met.rank == 1:
+            met.close()  # it writes no answer of its own
+            store.set("at/1", data)
+            store.set("2/x/1", data)
+            written.set()
+            return None
+        assert written.wait(20)
+        with pytest.raises(CommError, match=f"^init: 2/x/1 {text}"):
+            met.all_or_none("x", lambda: None)
+        with pytest.raises(CommError, match="this rank has failed: init: 2/x/1"):
+            met.check("y")
+        return met.diagnose("all_reduce", 7)
 
     error = on_threads(2, body)[0]
+    assert isinstance(error, CommTimeoutError), error
     assert error.missing == (1,) and "has given no sound answer: init: at/1 in" in str(error)

@@ -46,7 +46,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
         listener, name = new_socket(), f"\0jitkern-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen()
-        names = met.exchange("listen", name)
+        names = met.exchange("listen", name, str)
 
         def connect() -> None:
             for giver in givers:

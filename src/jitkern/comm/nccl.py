@@ -120,9 +120,9 @@ class PyNCCLCommunicator(Closing):
         )
         self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
         try:
-            own_id = bytes(host.module()["nccl_unique_id"]()).hex() if rank == 0 else ""
-            unique_id = self._rendezvous.exchange("unique_id", own_id)[0]
-            self._connect(bytes.fromhex(unique_id))
+            own_id = bytes(host.module()["nccl_unique_id"]()) if rank == 0 else b""
+            unique_id = self._rendezvous.exchange("unique_id", own_id.decode("latin-1"), str)[0]
+            self._connect(unique_id.encode("latin-1", "replace"))
             self._unused = _zeros(1, "int32", device)  # the tensor of calls without one
             self._used_bytes = 0  # the part of the buffer that `empty` has given away
             self.buffer: Tensor = _zeros(0, "uint8", device)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -162,12 +162,19 @@ class Rendezvous:
                     call_with_timeout(lambda: self._tell(store), _LEAVE_S)
 
     def exchange(
-        self, name: str, value: Any = None, *, number: int = 0, timeout_s: float | None = None
+        self,
+        name: str,
+        value: Any = None,
+        kind: Any = object,
+        *,
+        number: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Return the JSON values that all ranks give, by rank: collective.
 
         With a ``number`` it is that call of the op ``name``, else a part of the set-up. Raises
-        CommTimeoutError if a value does not come in time, or its rank has ended or left.
+        CommTimeoutError if a value does not come in time, or its rank has ended or left; CommError
+        if it is not of the type ``kind``.
         """
         op = name if number else self.name
         self.check(op)
@@ -175,7 +182,7 @@ class Rendezvous:
         if store is None:
             return [value]
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        step = partial(self._exchange, store, name, value)
+        step = partial(self._exchange, store, name, value, kind)
         return self._run(step, timeout_s, op, number)
 
     def all_or_none(self, name: str, step: Callable[[], T]) -> T:
@@ -189,13 +196,14 @@ class Rendezvous:
             # After a TimeoutError this rank has waited for the others already.
             timeout_s = _ANSWER_S + 1 if isinstance(error, TimeoutError) else self.timeout_s
             with suppress(CommError):
-                failure = [type(error).__name__, str(error)[:4000]]
-                self.exchange(name, failure, timeout_s=timeout_s)
+                failure = f"{type(error).__name__}: {error}"[:4000]
+                self.exchange(name, failure, str | None, timeout_s=timeout_s)
             raise
-        for rank, failure in enumerate(self.exchange(name)):
+        for rank, failure in enumerate(self.exchange(name, None, str | None)):
             if failure is not None:
-                kind, text = _STEP_ERRORS.get(failure[0], CommError), failure[1]
-                raise kind(f"{self.name}: on rank {rank}: {text.removeprefix(f'{self.name}: ')}")
+                kind, _, text = failure.partition(": ")
+                text = f"{self.name}: on rank {rank}: {text.removeprefix(f'{self.name}: ')}"
+                raise _STEP_ERRORS.get(kind, CommError)(text)
         return result
 
     def diagnose(
@@ -326,14 +334,14 @@ class Rendezvous:
             came = texts[self.rank]
             if came is not None and came != own_text.encode():
                 root.set(keys[self.rank], own_text)  # so that the other process raises too
-                other = PeerInfo(*self._unpacked(keys[self.rank], came))
+                other = self._peer(keys[self.rank], came)
                 raise CommError(
                     f"{self.name}: two processes are rank {self.rank}: {self._own} and {other}, "
                     "expected one; give each set of ranks a PrefixStore of its own"
                 )
             for rank, text in enumerate(texts):
                 if text is not None:
-                    self._known[rank] = PeerInfo(*self._unpacked(keys[rank], text))
+                    self._known[rank] = self._peer(keys[rank], text)
             if len(self._known) == self.size and token != self._token():
                 if token:
                     root.delete_key(seen[self.rank])
@@ -345,10 +353,10 @@ class Rendezvous:
         late = late or [rank for rank in self._others if not root.check([seen[rank]])]
         raise _RanksMissing({rank: in_trouble.get(rank, _NOT_COME) for rank in late})
 
-    def _exchange(self, store: Store, name: str, value: Any, until: float) -> list[Any]:
+    def _exchange(self, store: Store, name: str, value: Any, kind: Any, until: float) -> list[Any]:
         self._num_exchanges += 1
         keys = [f"{self._num_exchanges}/{name}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], _packed(value))
+        store.set(keys[self.rank], _packed([value]))
         for is_last in polls(until):
             if store.check(keys):
                 break
@@ -358,7 +366,7 @@ class Rendezvous:
             ended = {rank: end for rank in absent if (end := ends[rank])}
             if ended or (is_last and absent):
                 raise _RanksMissing(ended or dict.fromkeys(absent, _NOT_COME))
-        values = [self._unpacked(key, store.get(key)) for key in keys]
+        values = [self._unpacked(key, store.get(key), kind)[0] for key in keys]
         # All ranks have come to this exchange, so all have read the one before.
         if self._last_keys:
             store.delete_key(self._last_keys[self.rank])
@@ -399,7 +407,9 @@ class Rendezvous:
 
     def _position_of(self, store: Store, rank: int) -> Position | None:
         key = f"at/{rank}"
-        return Position(*self._unpacked(key, store.get(key))) if store.check([key]) else None
+        if not store.check([key]):
+            return None
+        return Position(*self._unpacked(key, store.get(key), int, str, str | None, bool))
 
     def _tell(self, store: Store) -> None:
         """Write this rank's position."""
@@ -428,16 +438,26 @@ class Rendezvous:
         nonces = "".join(self._known[rank].nonce for rank in sorted(self._known))
         return hashlib.sha256(nonces.encode()).hexdigest()[:24]
 
-    def _unpacked(self, key: str, data: bytes) -> Any:
-        """Return a rank's value, or raise CommError if a stranger or another version wrote it."""
+    def _peer(self, key: str, data: bytes) -> PeerInfo:
+        return PeerInfo(*self._unpacked(key, data, int, int, str, str, str, dict))
+
+    def _unpacked(self, key: str, data: bytes, *types: Any) -> list[Any]:
+        """Return the list of these types that a rank wrote.
+
+        Raises CommError if a stranger or another version of jitkern wrote it.
+        """
         head, _, text = data.partition(b" ")
-        if head.decode(errors="replace") != _head(text):
-            raise CommError(
-                f"{self.name}: {key} in the ranks' store: {data[:40]!r}, expected a value of "
-                f"jitkern {__version__}; install one version on all ranks, and give each set of "
-                "ranks a PrefixStore of its own"
-            )
-        return json.loads(text)
+        if head.decode(errors="replace") == _head(text):
+            with suppress(ValueError):
+                values = json.loads(text)
+                is_list = isinstance(values, list) and len(values) == len(types)
+                if is_list and all(map(isinstance, values, types)):
+                    return cast("list[Any]", values)
+        raise CommError(
+            f"{self.name}: {key} in the ranks' store: {data[:40]!r}, expected a value of jitkern "
+            f"{__version__}; install one version on all ranks, and give each set of ranks a "
+            "PrefixStore of its own"
+        )
 
 
 class _RanksMissing(Exception):  # noqa: N818 - never leaves this file
@@ -445,9 +465,9 @@ class _RanksMissing(Exception):  # noqa: N818 - never leaves this file
         self.ranks = ranks
 
 
-def _packed(value: Any) -> str:
+def _packed(values: Sequence[Any]) -> str:
     """Return JSON after this version and a checksum: strangers may write to the store."""
-    text = json.dumps(value)
+    text = json.dumps(values)
     return f"{_head(text.encode())} {text}"
 
 
