@@ -20,6 +20,7 @@ import socket
 import threading  # noqa: F401
 import time
 import traceback
+import warnings
 import weakref  # noqa: F401
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,7 @@ from jitkern.host import library as host
 from jitkern.offload import PinnedPool, Share
 from jitkern.offload.memory import PinnedMemory
 
+warnings.simplefilter("error", FutureWarning)  # torch's functions that will go
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
 IS_FAKE, IS_FAKE_NCCL = "FAKE_GPUS" in os.environ, "FAKE_NCCL" in os.environ
