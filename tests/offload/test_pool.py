@@ -6,6 +6,8 @@ import gc
 import os
 import re
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,50 @@ def test_a_rank_that_never_comes_is_named(pool: Pool) -> None:
     for rank in (ranks[0], ranks[2]):
         said = rank.error()["error"]
         assert said.startswith("ShareError: ") and "rank 1" in said, said
+
+
+def test_two_launches_take_one_name() -> None:
+    """Their ranks come in turn: each pool is of one launch alone."""
+    stores, order = [HashStore(), HashStore()], [(0, 0), (1, 1), (0, 1), (1, 0)]
+
+    def make(launch: int, rank: int) -> torch.Tensor:
+        share = Share("kv-host-pool", rank, 2, 20, stores[launch])
+        return PinnedPool(4096, share=share).tensor()
+
+    with ThreadPoolExecutor(4) as threads:
+        futures = {place: threads.submit(make, *place) for place in order}
+    pools = {place: future.result() for place, future in futures.items()}
+    for place, pool in pools.items():
+        pool[100 * place[1]] = place[0] + 1
+    assert [pools[place][:200:100].tolist() for place in order] == [[1, 1], [2, 2], [1, 1], [2, 2]]
+
+
+def test_two_pools_at_once_do_not_count_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux would kill a process: what is free is asked for and taken in one turn."""
+    left = [6 * MIB]
+
+    def touch(self: Any, first: int, last: int) -> None:
+        time.sleep(0.1)
+        left[0] -= last - first
+
+    monkeypatch.setattr(memory, "free_bytes", lambda: left[0])
+    monkeypatch.setattr(memory.PinnedMemory, "_touch_part", touch)
+
+    def make(number: int) -> None:
+        share = None if number < 2 else Share("kv", 0, 1, group=HashStore())
+        PinnedPool(4 * MIB, share=share)
+
+    with ThreadPoolExecutor(3) as threads:
+        errors = [future.exception() for future in [threads.submit(make, n) for n in range(3)]]
+    assert left == [2 * MIB]
+    assert sum(error is None for error in errors) == 1, errors
+
+
+def test_a_forked_child_does_not_have_a_private_pool(pool: Pool) -> None:
+    """Copy on write would move the parent off the pages that the GPU accesses."""
+    (rank,) = pool.start(1)
+    rank.ask("held = PinnedPool(4096); tensor = held.tensor()")
+    assert rank.ask("fork('tensor.tolist()')") == "SIGSEGV"
+    text = "RuntimeError: PinnedPool.tensor: a forked child has no part of its parent's pool; make"
+    assert rank.ask("fork('held.tensor()')").startswith(text)
+    assert rank.ask("tensor.count_nonzero().item()") == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import resource
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from jitkern.host import library as host
 _GIB = 1 << 30
 _HUGE_PAGE_BYTES = 2 << 20
 _MAX_THREADS = 32  # 8 threads back 38 GB/s of used memory, 16 52: the kernel's zeroing is the rest
+_LOCK = "/dev/shm"
+_LOCK_S = 120.0  # then without the lock: a process may be stopped; 1 TiB takes 45 s to touch
 _TOUCH_BYTES = _GIB  # per call into C++; Ctrl-C is handled between calls
 
 
@@ -109,6 +113,28 @@ def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
     if free is not None and num_bytes > free:
         text = f"{size_text(num_bytes)}, expected at most the {size_text(free)} that are free"
         raise MemoryError(f"{argument}: {text}")
+
+
+@contextmanager
+def taking(num_bytes: int) -> Iterator[None]:
+    """Require free memory, and let no other pool of the machine take any inside of ``with``.
+
+    Otherwise two pools made at once would each count the same memory as free. The lock is on a
+    folder that all processes see, so no file is left.
+    """
+    folder = os.open(_LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + _LOCK_S
+        while time.monotonic() < until:
+            with suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        require_free(num_bytes)
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # a forked child may hold the descriptor too
+        os.close(folder)
 
 
 def size_text(num_bytes: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -104,10 +104,16 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         self._dtype = dtype
         optional_arg("PinnedPool", "share", share, Share)
         if share is None:
-            memory.require_free(num_bytes)
-            self._make(num_bytes)
+            with memory.taking(num_bytes):
+                pinned = PinnedMemory(num_bytes)
+            pinned.register()
         else:
-            self._make_shared(num_bytes, share)
+            pinned = _make_shared(num_bytes, share)
+        self._pid = os.getpid()
+        self._memory = pinned
+        self.stats = PoolStats(
+            num_bytes, pinned.touch_s, pinned.register_s, pinned.numa_node, pinned.is_registered
+        )
 
     def tensor(
         self, shape: int | Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -160,37 +166,27 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         size = memory.size_text(stats.num_bytes)
         return f"PinnedPool({size}, {state}{node}; touched in {stats.touch_s:.2f} s{registered})"
 
-    def _make_shared(self, num_bytes: int, share: Share) -> None:
-        """Make the pool in all ranks, or in none."""
-        # Imported here, as in _meeting: only shared pools need the ranks.
-        from jitkern.comm.descriptors import Descriptors, hand_over
+
+def _make_shared(num_bytes: int, share: Share) -> PinnedMemory:
+    """Make the memory in all ranks, or in none: collective."""
+    # Imported here, as in _meeting: only shared pools need the ranks.
+    from jitkern.comm.descriptors import Descriptors, hand_over
+
+    with _meeting(share, num_bytes) as met, Descriptors() as fds, ExitStack() as lock:
 
         def make() -> None:
             if share.rank == 0:
-                memory.require_free(num_bytes)
+                lock.enter_context(memory.taking(num_bytes))
                 name = f"jitkern-pool-{share.name}"
                 fds[0] = fs.make_memory("PinnedPool: share", name, num_bytes)
 
-        with _meeting(share, num_bytes) as met, Descriptors() as fds:
-            met.all_or_none("made", make)
-            hand_over(met, fds, [0])
-            self._make(num_bytes, fds[0], met)
-
-    def _make(self, num_bytes: int, fd: int = -1, met: Rendezvous | None = None) -> None:
-        """Touch and register the memory, in step with the other ranks if there are any."""
-        self._pid = os.getpid()
-        if met is None:
-            pinned = PinnedMemory(num_bytes, fd)
-            pinned.register()
-        else:
-            pinned = met.all_or_none(
-                "touched", partial(PinnedMemory, num_bytes, fd, met.rank, met.size)
-            )
-            met.all_or_none("registered", pinned.register)
-        self._memory = pinned
-        self.stats = PoolStats(
-            num_bytes, pinned.touch_s, pinned.register_s, pinned.numa_node, pinned.is_registered
-        )
+        met.all_or_none("made", make)
+        hand_over(met, fds, [0])
+        part = partial(PinnedMemory, num_bytes, fds[0], met.rank, met.size)
+        pinned = met.all_or_none("touched", part)
+        lock.close()
+        met.all_or_none("registered", pinned.register)
+    return pinned
 
 
 @contextmanager
