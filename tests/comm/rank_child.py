@@ -51,7 +51,6 @@ from jitkern.host import library as host
 from jitkern.offload import PinnedPool, Share
 from jitkern.offload.memory import PinnedMemory
 
-warnings.simplefilter("error", FutureWarning)  # torch's functions that will go
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
 IS_FAKE, IS_FAKE_NCCL = "FAKE_GPUS" in os.environ, "FAKE_NCCL" in os.environ
@@ -421,6 +420,7 @@ def answer(line: str) -> str:
 
 
 def be_a_rank() -> None:
+    warnings.simplefilter("error", FutureWarning)  # functions that torch will remove
     with socket.socket(fileno=0).makefile("rw") as lines:
         for line in lines:
             print(answer(line), file=lines, flush=True)
