@@ -20,17 +20,14 @@ from jitkern.comm import nccl
 Address, Count = ctypes.c_void_p, ctypes.c_int64
 lib = ctypes.CDLL(os.environ["JITKERN_NCCL"])
 lib.fake_stream.restype = Address
-lib.fake_know.argtypes = [Address, Count, ctypes.c_int]
-for with_address in (lib.fake_forget, lib.fake_synchronize):
-    with_address.argtypes = [Address]
-lib.fake_nccl_replay.argtypes = [Address]
+lib.fake_synchronize.argtypes = lib.fake_nccl_replay.argtypes = [Address]
 for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
     with_count.argtypes = [Count]
 
 number = 0  # the current GPU
 is_capturing = False
 stream: int
-kept: list[torch.Tensor] = []  # the fake GPU has their addresses
+kept: list[torch.Tensor] = []  # queued operations have their addresses
 
 
 def set_device(device: torch.device) -> None:
@@ -44,7 +41,6 @@ def on_gpu(tensor: torch.Tensor, on: int | None = None) -> Any:
 
 def taken(tensor: torch.Tensor) -> Any:
     kept.append(tensor)
-    lib.fake_know(tensor.data_ptr(), tensor.nbytes, number)
     return on_gpu(tensor)
 
 
@@ -82,17 +78,8 @@ class OverCpu:
         function = getattr(self._inner, name)
 
         def call(*args: Any) -> None:
-            parts: dict[int, int] = {}
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and arg.numel():
-                    at = arg.data_ptr()
-                    parts[at] = max(parts.get(at, 0), arg.nbytes)
-            for at, num_bytes in parts.items():
-                lib.fake_know(at, num_bytes, number)
             function(*[on_gpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
             lib.fake_synchronize(stream)
-            for at in parts:
-                lib.fake_forget(at)
 
         return call
 
