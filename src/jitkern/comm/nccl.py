@@ -288,14 +288,12 @@ class PyNCCLCommunicator(Closing):
         try:
             progress = self._progress()
             if progress.error or progress.waiting_s > self.timeout_s:
-                self._fail("init_pynccl", is_late=not progress.error, wait_s=0)
+                self._fail("init_pynccl", is_late=not progress.error)
         except Exception as error:  # the driver's
-            self._fail("init_pynccl", error, wait_s=0)
+            self._fail("init_pynccl", error)
         return True
 
-    def _fail(
-        self, op: str, error: Any = None, *, is_late: bool = False, wait_s: float = _ABORT_S
-    ) -> None:
+    def _fail(self, op: str, error: Any = None, *, is_late: bool = False) -> None:
         """Keep the first error, tell the others, and free threads that wait for the GPU.
 
         If `error` is None, report the oldest unfinished call, or the last call of a graph replay:
@@ -319,7 +317,7 @@ class PyNCCLCommunicator(Closing):
                     timeout_s=self.timeout_s,
                 )
         self._rendezvous.fail(self._error)
-        self._abort(wait_s)
+        self._abort()
 
     def _progress(self) -> Any:
         """Return this rank's progress: see csrc/comm/communicator.h."""
@@ -331,10 +329,10 @@ class PyNCCLCommunicator(Closing):
         progress = self._progress()
         return progress.num_calls, str(progress.last_op)
 
-    def _abort(self, wait_s: float = _ABORT_S) -> None:
+    def _abort(self) -> None:
         if self._calls is not None:
             with suppress(TimeoutError):
-                call_with_timeout(self._calls.abort, wait_s)
+                call_with_timeout(self._calls.abort, _ABORT_S)
 
     def _free(self) -> None:
         """Free NCCL's communicator, which waits for the other ranks and for graphs."""
