@@ -153,18 +153,22 @@ class TPEmbedding(torch.nn.Module):
         Summing over ranks is collective, with the same ids. ``torch.compile`` breaks its graph
         around it; other tracers raise RuntimeError.
         """
-        weight, shared = self.weight, self._shared
+        weight: Tensor = self.weight
+        table: Tensor | None = None
         if weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{OP}: weight: requires a gradient, expected none: it is for inference; train "
                 "with torch.nn.functional.embedding, or call under torch.no_grad()"
             )
+        if not self._is_split:
+            table = weight
         # torch.func.functional_call may have put another tensor in the place of the weight, which
         # other ranks cannot read.
-        is_shared = shared is not None and weight is shared[0]
-        if is_shared or not self._is_split:
+        elif self._shared is not None and weight is self._shared[0]:
+            table = self._shared[1]
+        if table is not None:
             try:
-                return indexing(shared[1] if is_shared and shared else weight, ids)
+                return indexing(table, ids)
             except (TypeError, ValueError, IndexError) as error:
                 _name_ids(error, weight, ids, self.num_embeddings)
                 raise
