@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,6 +112,7 @@ def test_failure_carries_command_and_log(tmp_path: Path, out: Path) -> None:
     assert "good.cc" not in error.command
     assert "this one" in error.log and "missing_name" in error.log
     assert error.log in str(error) + "\n"
+    assert "ninja" not in str(error) and "good.cc" not in str(error)
     with pytest.raises(CompileError, match="no_such_library") as caught:
         cxx.build("m", sources=[good], directory=out, ldflags=["-lno_such_library"])
     assert "-shared" in caught.value.command
@@ -135,6 +136,35 @@ def test_a_log_says_what_is_built(
     caplog.set_level(logging.INFO)
     assert cxx.build("odd[name]", sources=[source], directory=out, cflags=flags).exists()
     assert caplog.messages == ["jitkern: building odd[name]"]
+
+
+ODD_HOST = """
+import os, signal, sys
+from pathlib import Path
+from jitkern.compilers import cxx
+from jitkern.errors import CompileError
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+sys.executable = sys.argv[3]
+source, out = Path(sys.argv[1]), Path(sys.argv[2])
+for text in ("int good;", "int better;"):
+    source.write_text(text)
+    library = cxx.build("m", sources=[source], directory=out)
+    assert text[4:8].encode() in library.read_bytes()
+source.write_text("int bad")
+try:
+    cxx.build("m", sources=[source], directory=out)
+except CompileError as error:
+    print("expected" in error.log)
+"""
+
+
+@needs_cxx
+def test_a_host_program_that_ignores_its_children(
+    forked_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, out: Path
+) -> None:
+    """And is no Python: a failed build counted as done, and the old library as the new one."""
+    arguments = (str(tmp_path / "a.cc"), str(out), "/bin/false")
+    assert forked_python(ODD_HOST, *arguments).stdout == "True\n"
 
 
 def processes_in(directory: Path) -> dict[int, str]:

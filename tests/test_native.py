@@ -14,7 +14,7 @@ from tiny import Use, compiles
 
 from jitkern.arch import Arch
 from jitkern.cache.get import freeze
-from jitkern.cache.store import Cache
+from jitkern.cache.store import EXACT, NO_USE, Cache
 from jitkern.compilers import cxx
 from jitkern.env import settings
 from jitkern.errors import CompileError, FrozenError, JitkernError
@@ -267,6 +267,42 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
     put("own.cc", f"{OWN_CC}long own() {{ return 1; }}\n")
     with pytest.raises(FrozenError):
         load()
+
+
+@needs_cxx
+def test_a_library_that_was_edited_has_statics_of_its_own(folder: Path) -> None:
+    """GNU's unique symbols bound the new library to the old one's."""
+    for start in (10, 20):
+        body = f"static int k = {start}; return a + k;"
+        source = f"template <int N> int t(int a) {{ {body} }}\ninline int v = {start};\n"
+        put("own.cc", f"{OWN_CC}{source}long own() {{ return t<1>(1) + v; }}\n")
+        assert load().value() == 2 * start + 1
+
+
+@needs_cxx
+@pytest.mark.parametrize("by", ["a flag", "CXX"])
+def test_native_code_is_for_this_processor(
+    folder: Path, use: Use, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Another machine that shared the cache got SIGILL."""
+    put("own.cc", OWN_CC)
+    flags = ["-march=native"] if by == "a flag" else []
+    if by == "CXX":
+        monkeypatch.setenv("CXX", "c++ -march=native")
+        use()
+
+    def library() -> NativeLibrary:
+        options = {"cpp_files": ["own.cc"], "extra_cflags": flags}
+        return NativeLibrary(checked("load_aot", ["v"], options), None)
+
+    here = library().variant
+    assert "+native-" in here and library().rank({"toolchain": here}) == EXACT
+    with monkeypatch.context() as patch:
+        patch.setattr(cxx, "output_of", lambda *_: "#define __AVX9__ 1")
+        assert library().rank({"toolchain": here}) == NO_USE
+    monkeypatch.setenv("CXX", "/nowhere/c++")  # any variant will do then, but not this one
+    use()
+    assert library().rank({"toolchain": here}) == NO_USE
 
 
 @needs_cxx

@@ -39,7 +39,7 @@ def test_import_brings_neither_torch_nor_cuda_and_leaves_no_file(
     env = {"HOME": str(tmp_path), "XDG_CACHE_HOME": None, "JITKERN_CACHE_DIR": None}
     env["JITKERN_CACHE_MAX_BYTES"] = "plenty"  # no setting is read yet
     ours, of_help = fresh_python(IMPORT, env=env).stdout.splitlines()
-    assert ours == "jitkern jitkern.ops jitkern.ops._ops jitkern.version"  # the table of the ops
+    assert ours == "jitkern jitkern.gate jitkern.ops jitkern.ops._ops jitkern.version"
     heavy = {"torch", "tvm_ffi", "cuda", "ninja", "rich", "filelock", "numpy", "subprocess"}
     assert not {name.partition(".")[0] for name in of_help.split()} & {*heavy, "ctypes"}
     assert list(tmp_path.iterdir()) == []

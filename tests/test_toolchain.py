@@ -107,6 +107,16 @@ def test_cxx_from_the_environment(machine: Callable[..., Path]) -> None:
     assert (found.command, found.id) == ((str(path), "-m64"), "clang-18.1.3")
 
 
+def test_a_failed_look_at_the_compiler_is_not_kept(machine: Callable[..., Path]) -> None:
+    """Without descriptors for a moment there was no compiler for the rest of the process."""
+    busy = put(machine() / "busy")
+    machine(CXX=put(machine() / "c++", f"#!/bin/sh\n[ -e {busy} ] && exit 7\necho g++ 12.2.0\n"))
+    with pytest.raises(ToolchainError, match=r"c\+\+ --version does not work \(exit status 7\)"):
+        find.find_cxx()
+    busy.unlink()
+    assert find.find_cxx().id == "gcc-12.2.0"
+
+
 def test_a_relative_path_is_relative_to_this_directory(
     machine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +144,11 @@ def test_a_relative_path_is_relative_to_this_directory(
         (find.find_cxx, {}, r"a C\+\+ compiler was not found; install g\+\+"),
         (find.find_cxx, {"CXX": "/no/c++"}, r"CXX: '/no/c\+\+' was not found; install g\+\+"),
         (find.find_cxx, {"CXX": "g++ 'x"}, r"CXX: .*: No closing quotation; install g"),
-        (find.find_cxx, {"CXX": "/bin/false"}, r"/bin/false --version does not work; install g"),
+        (
+            find.find_cxx,
+            {"CXX": "/bin/false"},
+            r"/bin/false --version does not work \(exit status 1\); in",
+        ),
     ],
 )
 def test_what_is_missing_is_named(

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from jitkern.gate import gate as _gate
 from jitkern.ops._ops import OPS as _OPS
 from jitkern.version import __version__ as __version__
 
@@ -86,7 +87,8 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'jitkern' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    with _gate:
+        value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value  # the next access is a plain dictionary look-up
     return value
 

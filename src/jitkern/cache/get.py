@@ -25,6 +25,7 @@ from jitkern.cache.store import EXACT, SHIPPED_WILL_DO, USABLE, Cache
 from jitkern.cache.trust import UntrustedError
 from jitkern.env import FreezeMode, Settings, settings
 from jitkern.errors import CacheError, CompileError, FrozenError
+from jitkern.gate import gate
 
 T = TypeVar("T")
 
@@ -247,6 +248,9 @@ def _entries(wanted: Buildable[T], key: Key, least: int) -> Iterator[tuple[Sourc
 
 def _find_or_build_alone(wanted: Buildable[T], start: float) -> Lookup[T]:
     """Build under the key's lock, so that one process of this machine builds for all."""
+    with gate:  # what a build and its publication import
+        import random  # noqa: F401
+
     cache, timeout_s = user_cache(), settings().lock_timeout_s
     is_there = lambda: _find(wanted, start) is not None  # noqa: E731
     with cache.lock(wanted.key, timeout_s=timeout_s, done=is_there):

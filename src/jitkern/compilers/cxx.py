@@ -10,13 +10,15 @@ import logging
 import os
 import re
 import shlex
-import subprocess
-import sys
+import shutil
+import signal
+import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import find_cuda_home, find_cxx, find_ninja, find_nvcc
+from jitkern.compilers.find import find_cuda_home, find_cxx, find_ninja, find_nvcc, output_of
 from jitkern.compilers.sources import with_defaults, words
 from jitkern.env import process_environment, settings
 from jitkern.errors import CompileError, JitkernError, ToolchainError
@@ -26,6 +28,8 @@ _log = logging.getLogger("jitkern")
 
 # Defaults, before the caller's flags.
 CFLAGS = ("-std=c++20", "-O3", "-fPIC")
+# Else a library that is loaded again after an edit has the statics of the old one. GCC's flag.
+_NOT_UNIQUE = "-fno-gnu-unique"
 CUDA_CFLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC")
 
 
@@ -36,6 +40,19 @@ def toolchain_id(*, cuda: bool = False) -> str:
     except ToolchainError:
         return ""
     return "+".join(slug(tool.id) for tool in tools)
+
+
+def native_id(flags: Sequence[str]) -> str:
+    """Name what ``-march=native`` means on this machine; empty if neither flags nor CXX say it.
+
+    The library runs on no other processor: SIGILL.
+    """
+    compiler = find_cxx().command
+    native = re.findall(r"-m(?:arch|cpu)=native\b", " ".join([*flags, *compiler]))
+    if not native:
+        return ""
+    macros = output_of((*compiler, *native, "-dM", "-E", "-x", "c++", os.devnull), "leave it out")
+    return f"native-{digest(macros)[:8]}"
 
 
 def build(
@@ -78,8 +95,9 @@ def build(
     # __FILE__ must not contain a path: checkouts and machines share the library.
     sources = [source.resolve() for source in sources]
     folders = dict.fromkeys([*directories, *(str(source.parent) for source in sources)])
-    maps = [f"-fmacro-prefix-map={folder}/=" for folder in folders]
-    flags = with_defaults([*CFLAGS, *maps], words(cflags, "extra_cflags"))
+    own_flags = [f"-fmacro-prefix-map={folder}/=" for folder in folders]
+    own_flags += [_NOT_UNIQUE] if find_cxx().name == "gcc" else []
+    flags = with_defaults([*CFLAGS, *own_flags], words(cflags, "extra_cflags"))
     cxx = [*compiler, *flags, *includes]
     nvcc: list[str] = []
     libraries = [f"-L{Path(libinfo.find_libtvm_ffi()).parent}", "-ltvm_ffi"]
@@ -89,7 +107,7 @@ def build(
         if settings().cxx is not None and len(compiler) == 1:
             defaults += ["-ccbin", compiler[0]]
         # A comma in -Xcompiler separates options.
-        defaults += [f"-Xcompiler={flag}" for flag in maps if "," not in flag]
+        defaults += [f"-Xcompiler={flag}" for flag in own_flags if "," not in flag]
         nvcc = [str(cuda.nvcc), *with_defaults(defaults, words(cuda_cflags)), *includes]
         cxx += [f"-isystem{path}" for path in cuda.include_dirs]  # C++ may use the runtime as well
         libraries.append(str(cuda.cudart))
@@ -110,7 +128,7 @@ def build(
         inputs = ["nvcc", escaped] if source.suffix == ".cu" else ["cxx", escaped, *header]
         lines.append(f"build {name_of_object}: {' '.join(inputs)}")
     link = [*compiler, "-shared", "$in", *libraries, *words(ldflags, "extra_ldflags"), "-o", "$out"]
-    lines += ["rule link", f"  command = {_quoted(link)}"]
+    lines += ["rule link", f"  command = {_quoted(link)}", "  description = $out"]
     lines.append(f"build {name}.so: link {' '.join(objects)}")
     write_text(directory / "build.ninja", "".join(f"{line}\n" for line in lines))
     run_ninja(name, directory, unset)
@@ -120,7 +138,8 @@ def build(
 def _compile_rule(name: str, command: Sequence[str]) -> list[str]:
     # Not -MMD, which leaves out system headers: CUDA's runtime is among them.
     whole = [*command, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"]
-    return [f"rule {name}", f"  command = {_quoted(whole)}", "  depfile = $out.d", "  deps = gcc"]
+    lines = [f"rule {name}", f"  command = {_quoted(whole)}", "  description = $out"]
+    return [*lines, "  depfile = $out.d", "  deps = gcc"]
 
 
 def _quoted(command: Sequence[str]) -> str:
@@ -145,55 +164,81 @@ def write_text(file: Path, text: str) -> None:
 
 
 # No compiler outlives this process: ninja kills its jobs on SIGTERM. Linux sends that signal when
-# this process dies (PR_SET_PDEATHSIG), and run_ninja when it is interrupted. ninja has a session of
-# its own, so that it does not hear of a Ctrl-C by itself: its exit status is about the sources.
-#
-# This program calls prctl and becomes ninja; preexec_fn is not safe with threads. The parent may
-# die before prctl, hence the comparison. -I -S: 20 ms instead of 60.
-_LAUNCHER = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(1)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+# this process dies, if there is a setpriv to ask for it, and run_ninja when it is interrupted.
+# ninja has a process group of its own: a Ctrl-C must not look like an error in the sources.
+_DIE_WITH_PARENT = ("--pdeathsig", "TERM")
 _STOP_TIMEOUT_S = 10.0
 
 
 def run_ninja(name: str, directory: Path, unset: Collection[str] = ()) -> str:
-    """Run the build.ninja of a directory; return the log: every command and its output.
+    """Run the build.ninja of a directory; return the log.
 
-    CompileError if a step failed, JitkernError if a signal ended it.
+    CompileError, with the command and the output of the step that failed. JitkernError if a signal
+    ended ninja.
     """
-    ninja = find_ninja().command
-    environment = {key: v for key, v in process_environment().items() if key not in unset}
+    ninja = [str(find_ninja().path), "-C", str(directory.resolve())]
     _log.info("jitkern: building %s", name)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *ninja, "-v"],
-        cwd=directory,
-        # Killed compilers leave their temporary files in the build directory.
-        env={**environment, "TMPDIR": str(directory.resolve())},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        # SIGTERM, not the SIGKILL of subprocess.run: ninja has to kill its jobs.
-        process.terminate()
-        try:
-            process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
-    log = output.decode("utf-8", "replace")
-    if process.returncode < 0:  # no CompileError, which other ranks would be given as well
+    status, log = _run_in(directory, ninja, unset)
+    if status is None:
+        is_done = "no work to do" in _run_in(directory, [*ninja, "-n"], unset)[1]
+        status = 0 if is_done else 1 if "\nFAILED: " in log or "\nninja: " in log else -1
+    if status < 0:
         raise JitkernError(f"{name}: ninja was killed; the next call builds again")
-    if process.returncode != 0:
-        # ninja prints `FAILED: [code=1] output`, and below it the command.
-        failed = re.search(r"^FAILED: .*\n(.+)$", log, re.MULTILINE)
-        command = failed[1] if failed else shlex.join(ninja)
+    if status > 0:
+        # ninja prints `FAILED: [code=1] output`, the command, and what it has printed.
+        failed = re.search(
+            r"^FAILED: .*\n(.+)\n((?:.*\n)*?)(?=\[\d+/\d+\] |FAILED: |ninja: )", log, re.MULTILINE
+        )
+        command, log = failed.groups() if failed else (shlex.join(ninja), log)
         raise CompileError(f"{name}: build failed", command=command, log=log)
     return log
+
+
+def _run_in(
+    directory: Path, command: Sequence[str], unset: Collection[str]
+) -> tuple[int | None, str]:
+    """Run a command; return its status and its output.
+
+    The status is None where the host program ignores SIGCHLD or reaps all children. The output goes
+    to a file: a pipe has no end while a process that was forked meanwhile lives.
+    """
+    setpriv = shutil.which("setpriv")
+    command = [*((setpriv, *_DIE_WITH_PARENT) if setpriv else ()), *command]
+    environment = {key: v for key, v in process_environment().items() if key not in unset}
+    log = directory / "ninja.log"
+    pid = os.posix_spawn(  # not sys.executable: the host program need not be Python
+        command[0],
+        command,
+        # Killed compilers leave their temporary files in the build directory.
+        {**environment, "TMPDIR": str(directory.resolve())},
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setpgroup=0,
+        setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
+    )
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return None, _text(log)
+    except BaseException:
+        _stop(pid)
+        raise
+    return status, _text(log)
+
+
+def _text(log: Path) -> str:
+    return log.read_bytes().decode("utf-8", "replace")
+
+
+def _stop(pid: int) -> None:
+    """Send SIGTERM, not SIGKILL: ninja has to kill its jobs."""
+    with suppress(ChildProcessError, ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+        until_s = time.monotonic() + _STOP_TIMEOUT_S
+        while os.waitpid(pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > until_s:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)

@@ -103,22 +103,28 @@ def _on_path(name: str, path: str) -> str | None:
 
 def _version(command: tuple[str, ...], pattern: str, hint: str) -> str:
     """Return the first group of `pattern` in the output of ``--version``."""
-    match = re.search(pattern, _output((*command, "--version")))
+    match = re.search(pattern, output_of((*command, "--version"), hint))
     if match is None:
-        raise ToolchainError(f"{shlex.join(command)} --version does not work; {hint}")
+        raise ToolchainError(f"{shlex.join(command)} --version prints no version; {hint}")
     return match[1]
 
 
 @lru_cache(maxsize=32)
-def _output(command: tuple[str, ...]) -> str:
-    """Return what a command prints; empty if it fails."""
+def output_of(command: tuple[str, ...], hint: str) -> str:
+    """Return what a command prints, asked once; ToolchainError with the reason if it fails.
+
+    A failure is not kept: the process may be out of descriptors for a moment.
+    """
     import subprocess
 
     try:
         done = subprocess.run(command, input=b"", capture_output=True, timeout=_PROBE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return (done.stdout + done.stderr).decode("utf-8", "replace") if done.returncode == 0 else ""
+        reason = f"exit status {done.returncode}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if reason:
+        raise ToolchainError(f"{shlex.join(command)} does not work ({reason}); {hint}")
+    return (done.stdout + done.stderr).decode("utf-8", "replace")
 
 
 # -- NVRTC -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from jitkern.compilers.find import find_cuda_home
 from jitkern.errors import CompileError, ToolchainError
 from jitkern.fs import scratch_folder, slug
+from jitkern.gate import gate
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -42,7 +43,8 @@ def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Mod
     module: Module
     try:
         try:
-            module = load_module(str(library))
+            with gate:
+                module = load_module(str(library))
         except _LOAD_ERRORS:
             if not cuda:
                 raise

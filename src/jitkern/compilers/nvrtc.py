@@ -13,7 +13,6 @@ import os
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -25,6 +24,7 @@ from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Tool, find_nvrtc, he
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
 from jitkern.fs import make_scratch_folder
+from jitkern.gate import gate
 
 # Without this option NVRTC also opens files in the current directory, which the key does not hold.
 # It hides CUDA's own headers from each other: if they are read, the source is placed in a directory
@@ -66,8 +66,7 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     options = words(options)
     check_options(options)
     library = library or find_nvrtc()
-    _compiling.append(name)
-    try:
+    with gate:  # a child would inherit NVRTC's locks
         api = load_nvrtc(library.path)
         target, kind = _target(arch, api.archs)
         includes = _include_options(cuda_headers, library)
@@ -78,8 +77,6 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         place = _NOWHERE if includes else ""
         unit = (source, place + name, {**STANDINS, **headers})
         status, code, log = api.compile(*unit, arguments, kind)
-    finally:
-        _compiling.pop()
     log = log.replace(_NOWHERE, "")
     if status == 0 and code.strip(b"\0"):
         return Image(code, kind, log)
@@ -159,21 +156,6 @@ def _include_options(cuda_headers: CudaHeaders, library: Tool) -> list[str]:
     if cuda_headers.bundled:  # NVRTC searches these last
         options.append(f"--use-bundled-headers={_unpacked(library.path, os.getpid())}")
     return options
-
-
-# A child that is forked during a compile inherits NVRTC's locks, and its own first compile hangs
-# (seen with NVRTC 13.5). So a fork waits until no thread compiles, but not forever.
-_FORK_WAIT_S = 30.0
-_compiling: list[str] = []  # a name for each compile that runs
-
-
-def _before_fork() -> None:
-    until_s = time.monotonic() + _FORK_WAIT_S
-    while _compiling and time.monotonic() < until_s:
-        time.sleep(0.001)
-
-
-os.register_at_fork(before=_before_fork, after_in_child=_compiling.clear)
 
 
 class _Api:

@@ -31,6 +31,7 @@ from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.env import CXX_HEADERS, settings
 from jitkern.errors import EarlierIndexError, EarlierRuntimeError, JitkernError, ToolchainError
 from jitkern.fs import ForkLocal, digest, sha256
+from jitkern.gate import gate
 
 if TYPE_CHECKING:
     from tvm_ffi import Module
@@ -59,6 +60,7 @@ def find() -> Lookup[Module]:
     if _lookup is None:
         with _guard.value:
             if _lookup is None:
+                _import_tvm_ffi()
                 return _initialised(get_or_build(HostModule(CSRC)))
     return _lookup
 
@@ -66,8 +68,14 @@ def find() -> Lookup[Module]:
 def find_built() -> Lookup[Module] | None:
     """Return the same as ``find``, but None if it would have to be built."""
     with _guard.value:
+        _import_tvm_ffi()
         lookup = _lookup or get.find(HostModule(CSRC))
         return lookup if lookup is None or lookup is _lookup else _initialised(lookup)
+
+
+def _import_tvm_ffi() -> None:
+    with gate:
+        import tvm_ffi  # noqa: F401 - imports torch too
 
 
 # -- functions of the host module ------------------------------------------------------------------
@@ -296,7 +304,8 @@ _TORCH_SYMBOLS = (
 @cache
 def torch_state() -> tuple[int, ...]:
     """Return the addresses of PyTorch's functions, 0 for one that it does not have."""
-    import torch
+    with gate:
+        import torch
 
     def address(library: str, symbol: str) -> int:
         path = os.path.join(os.path.dirname(torch.__file__), "lib", library)

@@ -26,6 +26,7 @@ from jitkern.compilers.sources import CSRC, INCLUDE_DIRS, Closure, include_closu
 from jitkern.env import settings
 from jitkern.errors import ToolchainError, UnsupportedError, name_unreadable
 from jitkern.fs import digest, slug
+from jitkern.gate import gate
 from jitkern.host import library as host
 from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
@@ -300,8 +301,9 @@ def _readable(arg: Any) -> Any:
     """Return an argument as C++ reads it: a tensor, a number or bytes."""
     if type(arg) in _PLAIN:
         return arg
-    import torch
-    import tvm_ffi
+    with gate:
+        import torch
+        import tvm_ffi
 
     if isinstance(arg, torch.Tensor):
         _PLAIN.add(type(arg))
@@ -373,7 +375,8 @@ class DeviceImage(Buildable[bytes]):
         return self._module.hint(self._arch)
 
     def build(self) -> Entry:
-        from jitkern.compilers import nvrtc  # a warm load does not need it
+        with gate:
+            from jitkern.compilers import nvrtc  # a warm load does not need it
 
         module = self._module
         headers = module.cuda_headers()

@@ -18,6 +18,7 @@ from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
 from jitkern.compilers.find import is_cuda_headers
 from jitkern.compilers.sources import check_options, is_cpp17, source_path, words
+from jitkern.gate import gate
 from jitkern.jit.device import CpuForm, DeviceModule, Wrapper
 from jitkern.jit.params import parse_params, read_params
 from jitkern.jit.record import FILES, FLAGS, FOLDERS, Specialisation
@@ -136,7 +137,10 @@ def load_library(used: Specialisation) -> Lookup[Any]:
     that all of them are in the cache, and the first one's is loaded and returned.
     """
     # Imported here, with the compilers of this route: kernels for a GPU need none of them.
-    from jitkern.jit.native import NativeLibrary, has_cuda
+    with gate:
+        import tvm_ffi  # noqa: F401
+
+        from jitkern.jit.native import NativeLibrary, has_cuda
 
     first, *others = target_archs() if has_cuda(used) else (None,)
     for arch in others:

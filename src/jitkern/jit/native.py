@@ -20,6 +20,7 @@ from jitkern.arch import Arch
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, find, get_or_build
 from jitkern.cache.lock import build_folder
+from jitkern.cache.store import NO_USE
 from jitkern.compilers import cxx
 from jitkern.compilers.find import is_cuda_headers
 from jitkern.compilers.load import load_library, platform_abi
@@ -33,7 +34,7 @@ from jitkern.jit.record import FLAGS, Specialisation, record
 if TYPE_CHECKING:
     from tvm_ffi import Module
 
-NATIVE_ABI = 3
+NATIVE_ABI = 4
 
 # The headers that tvm_ffi.cpp.load_inline includes; mini-sglang's kernels rely on them.
 PRELUDE = (
@@ -80,6 +81,10 @@ class NativeLibrary(Buildable["Module | None"]):
         self._closure = self._read()
         self.key: Key = self._key(self._closure)
         self.variant: str = cxx.toolchain_id(cuda=has_cuda(used))
+        if self.variant and (
+            native := cxx.native_id([*flags["extra_cflags"], *flags["extra_cuda_cflags"]])
+        ):
+            self.variant += f"+{native}"
 
     def _files(self, *names: str) -> list[str]:
         return [file for name in names for file in self._used.options.get(name, ())]
@@ -138,6 +143,11 @@ class NativeLibrary(Buildable["Module | None"]):
                 write_whole(file, data)
         record(self._used)
         return lookup
+
+    def rank(self, meta: Mapping[str, Any]) -> int:
+        is_native = "+native-" in meta["toolchain"]
+        # Built for the processor of another machine, perhaps.
+        return NO_USE if is_native and meta["toolchain"] != self.variant else super().rank(meta)
 
     def load(self, entry: Entry) -> Module | None:
         if not self._load:

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from jitkern.errors import UNREADABLE as UNREADABLE
 from jitkern.errors import name_unreadable
+from jitkern.gate import gate
 
 AUTO = "auto"
 """Default of options. An op passes None to C++ in its place: a string takes 0.13 us."""
@@ -54,7 +55,8 @@ class _InferenceMode:
 
     def _bind(self) -> bool:
         global _is_grad_enabled, _increment_version, _num_modes, _tracing_state, _forward_ad
-        import torch
+        with gate:
+            import torch
 
         _is_grad_enabled = torch.is_grad_enabled
         # The public name, torch.autograd.graph.increment_version, takes 0.1 us more.
