@@ -182,6 +182,7 @@ def replace_by_link(path: Path) -> None:
 
 
 DAMAGE: list[Callable[[Path], object]] = [
+    lambda path: os.truncate(path, 1 << 40),  # sparse: it was read whole, a MemoryError
     lambda path: path.write_bytes(b""),
     lambda path: os.truncate(path, path.stat().st_size // 2),
     lambda path: path.write_bytes(path.read_bytes() + b"x"),
@@ -401,6 +402,32 @@ def test_the_lock_lets_one_thread_in_and_names_its_holder(cache: Cache, tmp_path
     with build_lock(path, timeout_s=1, done=lambda: False):
         assert read_holder(path).startswith(f"pid {os.getpid()} on {HERE} since 20")
     assert not path.exists()
+
+
+def test_a_wait_ends_when_there_is_nothing_left_to_build(cache: Cache) -> None:
+    answers = iter([False, False, True])
+    with cache.lock(key(), timeout_s=1) as held:
+        assert held
+        with cache.lock(key(), timeout_s=float("inf"), done=lambda: next(answers)) as second:
+            assert not second
+
+
+def test_a_lock_ends_with_its_holder_and_no_child_keeps_it(cache: Cache) -> None:
+    """Killed while it holds the lock, with a forked child that lives on."""
+    reads, writes = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with cache.lock(key(), timeout_s=1):
+            if os.fork() == 0:
+                os.close(writes)
+                os.read(reads, 1)  # until the test ends
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(holder, 0)
+    with cache.lock(key(), timeout_s=0) as held:
+        assert held
+    os.close(writes)
+    os.close(reads)
 
 
 def test_no_lock_is_no_obstacle(cache: Cache, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("warm --element-size ,", "--element-size"),
         ("warm --element-size 656 --arch 9.0,x", "archs: 'x', expected one of"),
         ("warm --element-size 656 --arch 9.0 --op frob", "ops: 'frob'"),
+        ("warm --element-size 656 --arch 9.0,7.5", "archs: 7.5, expected 8.0 or newer"),
         ("warm --replay /dev/null", "/dev/null"),
     ],
 )

@@ -70,6 +70,17 @@ def test_a_bad_value_is_named(name: str, value: str, expected: str) -> None:
         parse(**{name: value})
 
 
+def test_a_relative_path_in_a_directory_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ValueError, match="JITKERN_CACHE_DIR: 'a', expected an absolute path: the"):
+        parse(JITKERN_CACHE_DIR="a")
+
+
 def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings()
     monkeypatch.setenv("JITKERN_LOG", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import subprocess
 from collections.abc import Callable
@@ -172,6 +173,22 @@ def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
         load_jit("x", device_files=["nope.cu"], device_wrappers=[("x", "X")])
     with pytest.raises(FileNotFoundError, match=r"'/nope\.cc' does not exist, tried /nope\.cc$"):
         load_aot("x", cpp_files=["/nope.cc"])
+
+
+@needs_nvrtc
+def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
+    """nvcc and g++ take it, NVRTC does not."""
+    for name in ("tiny.cu", "half.cuh"):
+        (folder / name).write_bytes(codecs.BOM_UTF8 + (folder / name).read_bytes())
+    assert tiny().image(SM_90).startswith(b"\x7fELF")
+
+
+def test_a_quote_in_a_path_is_refused(folder: Path) -> None:
+    (folder / 'a"b.cc').touch()
+    with pytest.raises(
+        ValueError, match="^load_aot: cpp_files: 'a\"b.cc', expected a path without q"
+    ):
+        load_aot("x", cpp_files=['a"b.cc'])
 
 
 def test_a_name_means_one_file(folder: Path) -> None:

@@ -270,6 +270,16 @@ def test_another_compiler_is_another_library(folder: Path, monkeypatch: pytest.M
 
 
 @needs_cxx
+def test_a_cache_in_a_directory_that_is_not_utf8(folder: Path, tmp_path: Path, use: Use) -> None:
+    """Libraries were built anew in each process, and did not load."""
+    put("own.cc", f"{OWN_CC}long own() {{ return 3; }}\n")
+    use(CACHE_DIR=os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    before = compiles()
+    assert [load().value(), load().value()] == [3, 3]
+    assert compiles() - before == 1
+
+
+@needs_cxx
 def test_a_library_that_was_edited_has_statics_of_its_own(folder: Path) -> None:
     """GNU's unique symbols bound the new library to the old one's."""
     for start in (10, 20):

@@ -118,6 +118,21 @@ def test_members_that_are_plainly_written_are_read(members: str, expected: str) 
 
 
 @pytest.mark.parametrize(
+    ("template", "kernel", "dtype"),
+    [
+        ("typename T, int N", "Toy<float, 4>", "float32"),
+        ("int N, class T", "mine::Toy<4, __half>", "float16"),
+        ("class T, class U = int", "Toy<Pair<int, 2>>", "void"),
+    ],
+)
+def test_a_type_of_the_template_arguments_is_known(template: str, kernel: str, dtype: str) -> None:
+    """A launch with a tensor of another dtype read other numbers."""
+    text = f"template <{template}> struct Toy {{ struct Params {{ T* a; const T* b; int c; }}; }};"
+    shown = ", ".join(map(str, read_params(kernel, [text])))
+    assert shown == f"{dtype}* a, {dtype}* b, int32 c"
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("struct Other { struct Params { int a; }; };", "another class"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -141,6 +142,46 @@ def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> No
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == {"plain": 0o644 & ~umask, "used.jsonl": 0o644 & ~umask}
+
+
+def test_a_file_is_replaced_and_never_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has it open, or mapped, keeps what it had; a failure leaves the old one."""
+    file = tmp_path / "lib.so"
+    write_whole(file, b"old")
+    with open(file, "rb") as opened:
+        write_whole(file, b"new")
+        assert (opened.read(), file.read_bytes()) == (b"old", b"new")
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, b"other")
+    assert (file.read_bytes(), os.listdir(tmp_path)) == (b"new", ["lib.so"])
+
+
+def test_a_record_makes_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "typo" / "used.jsonl"
+    put(file, "tiny")
+    text = f"jitkern: JITKERN_RECORD: cannot write {file}: No such file or directory"
+    assert caplog.messages == [text] and not file.parent.exists()
+
+
+ON_CPU = """
+import torch, jitkern
+jitkern.indexing(torch.zeros(4, 4), torch.tensor([1]))
+"""
+
+
+def test_a_run_on_the_cpu_says_that_nothing_was_recorded(
+    forked_python: Fresh, tmp_path: Path
+) -> None:
+    file = tmp_path / "used.jsonl"
+    said = forked_python(ON_CPU, env={"JITKERN_RECORD": str(file)}).stderr
+    assert said.endswith(f"{file}: nothing was recorded: calls on the CPU need no kernels\n")
 
 
 PLANTED: dict[str, Callable[[Path, Path], object]] = {

@@ -60,3 +60,17 @@ def test_other_types_are_refused(value: object) -> None:
 def test_values_without_a_literal_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="make_cpp_args: argument 0: "):
         make_cpp_args(value)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        (KernelConfig(256.0, 2, True), TypeError, "num_threads: float, expected an int"),  # type: ignore[arg-type]
+        (KernelConfig(2048, 2, True), ValueError, "num_threads: 2048, expected 1 to 1024"),
+        (KernelConfig(256, 0, True), ValueError, "max_occupancy: 0, expected at least 1"),
+    ],
+)
+def test_a_launch_shape_is_one(config: KernelConfig, error: type[Exception], says: str) -> None:
+    """256.0 became a template argument: an error of the compiler, 40 lines below it."""
+    with pytest.raises(error, match=f"^KernelConfig: {says}$"):
+        make_cpp_args(config)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from children import MALLORY as OTHER
-from children import needs_root
+from children import as_user, needs_root
 from entries import key, publish
 
 from jitkern.cache import get
 from jitkern.cache.store import Cache
-from jitkern.cache.trust import UntrustedError
+from jitkern.cache.trust import UntrustedError, written_by_others
 from jitkern.errors import CacheError
 from jitkern.fs import scratch_folder
 
@@ -63,6 +63,20 @@ def test_a_group_of_the_owners_own_may_write(cache_root: Path) -> None:
     os.chown(cache_root, 0, OTHER)
     with pytest.raises(UntrustedError, match="its mode, 0775, lets others write it"):
         is_found(cache_root)
+
+
+@needs_root
+def test_a_cache_of_root_is_every_users(cache_root: Path) -> None:
+    status = cache_root.stat()
+    as_user(OTHER, lambda: os._exit(bool(written_by_others(status))))
+
+
+def test_a_cache_folder_that_is_a_file(use: Callable[..., None]) -> None:
+    """It advised chmod -R go-w /dev/null."""
+    use(CACHE_DIR="/dev/null")
+    assert get.user_cache().lookup(key()) is None
+    with pytest.raises(CacheError, match="/dev/null/?.*: cannot publish an entry: Not a directory"):
+        publish(get.user_cache())
 
 
 def test_nothing_is_made_where_others_may_write(cache_root: Path) -> None:

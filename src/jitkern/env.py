@@ -138,23 +138,27 @@ def _bad(name: str, value: str, expected: str) -> ValueError:
 
 def _path(name: str) -> Path | None:
     value = _text(name)
-    return _expand(value) if value else None
+    return _expand(name, value) if value else None
 
 
 def _paths(name: str) -> tuple[Path, ...]:
-    return tuple(_expand(part) for part in _words(name, os.pathsep))
+    return tuple(_expand(name, part) for part in _words(name, os.pathsep))
 
 
-def _expand(value: str) -> Path:
+def _expand(name: str, value: str) -> Path:
     """Return an absolute path; without a home ``~`` stays, and the cache is kept in memory."""
     path = Path(os.path.expanduser(value))
-    return path if value.startswith("~") else path.absolute()
+    try:
+        return path if value.startswith("~") else path.absolute()
+    except FileNotFoundError:
+        expected = "an absolute path: the working directory was deleted"
+        raise _bad(name, value, expected) from None
 
 
 def _cache_dir() -> Path:
     xdg = _text("XDG_CACHE_HOME")
     # The XDG specification: a relative path is invalid and to be ignored.
-    default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand("~/.cache/jitkern")
+    default = Path(xdg, "jitkern") if os.path.isabs(xdg) else _expand("HOME", "~/.cache/jitkern")
     return _path("JITKERN_CACHE_DIR") or default
 
 

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jitkern.arch import Arch, gpu_archs, requested_archs
+from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
 from jitkern.errors import (
@@ -167,6 +167,9 @@ def warm(
                 "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
                 "expected one of them, such as archs=['9.0']"
             )
+        if (oldest := min(for_archs)) < SUPPORTED_ARCHS[0]:
+            expected = f"{SUPPORTED_ARCHS[0]} or newer: not all ops compile before"
+            raise ValueError(f"warm: archs: {oldest}, expected {expected}")
         outcomes += op_jobs(wanted_ops, for_archs)
     outcomes += recorded_jobs(recorded, wanted_archs)
     for outcome in outcomes:

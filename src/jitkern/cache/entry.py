@@ -6,6 +6,7 @@ A key stands for what an entry is made from, a variant for what it was made with
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from jitkern.fs import canonical_json, is_safe_name, open_regular, parse_json, s
 
 SCHEMA = 1
 META_NAME = "meta.json"
+_MAX_META_BYTES = 16 << 20  # the log of a compiler is in it
+_MAX_FILE_BYTES = 1 << 30
 
 
 class Key(NamedTuple):
@@ -113,7 +116,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     file = path / META_NAME
     try:
-        meta = parse_json(_read(file))
+        meta = parse_json(_read(file, _MAX_META_BYTES))
     except ValueError as error:
         raise CacheError(f"{file}: not JSON: {error}") from error
     if not isinstance(meta, dict) or meta.pop("checksum", None) != sha256(canonical_json(meta)):
@@ -131,14 +134,17 @@ def read_entry(path: Path, meta: Mapping[str, Any] | None = None) -> Entry:
     meta = read_meta(path) if meta is None else meta
     files = {}
     for name, expected in meta["files"].items():
-        data = files[name] = _read(path / name)
+        data = files[name] = _read(path / name, _MAX_FILE_BYTES)
         if len(data) != expected["bytes"] or sha256(data) != expected["sha256"]:
             raise CacheError(f"{path}: {name}: checksum does not match")
     return Entry(path, files, meta)
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, max_bytes: int) -> bytes:
     with open(open_regular(file), "rb", buffering=0) as stream:
+        num_bytes = os.fstat(stream.fileno()).st_size
+        if num_bytes > max_bytes:  # a sparse file has any size
+            raise CacheError(f"{file}: {num_bytes} bytes, expected at most {max_bytes}")
         return stream.read()
 
 

@@ -48,6 +48,8 @@ def check_folders(base: Path, home: Path | None = None) -> bool:
             status = os.stat(path)
         except OSError:  # missing, not readable, or below a file
             return False
+        if not stat.S_ISDIR(status.st_mode):
+            return False  # whoever makes the cache is told so
         above = path not in paths[:2]
         if reason := written_by_others(status, above=above):
             raise UntrustedError(f"{path}: {reason}; {_advice(path, status, above)}")

@@ -27,12 +27,21 @@ def platform_abi() -> tuple[str, ...]:
     return (platform.machine(), " ".join(platform.libc_ver()))
 
 
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def load_library(name: str, library: Path | bytes, *, cuda: bool = False) -> Module:
     """Load a library of a verified entry through tvm-ffi; CompileError if it does not load.
 
     A library that is in memory only is given as its bytes. One with `cuda` needs libcudart: if it
     does not load, the toolkit's is loaded first.
     """
+    if isinstance(library, Path) and not _is_utf8(library):  # tvm-ffi takes no other path
+        library = library.read_bytes()
     if isinstance(library, bytes):
         with scratch_folder("library") as folder:
             file = folder / f"{slug(name)}.so"

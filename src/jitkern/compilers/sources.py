@@ -7,6 +7,7 @@ result contains no path of this machine; it is what is hashed and compiled. Line
 
 from __future__ import annotations
 
+import codecs
 import os
 import posixpath
 import re
@@ -159,7 +160,8 @@ class _Walk:
                 path = self._path_of[name]
                 # Bytes that are not UTF-8, in an old comment, are kept: nvrtc encodes them back.
                 texts.append(path.read_bytes())
-                text = texts[-1].decode("utf-8", "surrogateescape")
+                # NVRTC takes no byte order mark, as nvcc and g++ do.
+                text = texts[-1].removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
                 headers[name] = self._rewrite(text, name)
             pending = [name for name in self._path_of if name not in headers]
         files = tuple(self._path_of[name] for name in headers)

@@ -6,11 +6,11 @@ It needs no CUDA to build and none to load. The wheel ships it; a source checkou
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
 import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,7 +193,7 @@ class HostModule(Buildable["Module"]):
             )
         # A warning, which Python shows without any logging setup: the build takes long.
         _log.warning("jitkern: building the host module with c++: it %s", why)
-        entry = self.compile()
+        entry = self.compile(folder=self._checkout_folder())
         if HostModule(self._csrc).key.digest != self.key.digest:
             raise JitkernError(f"{NAME}: a source changed while it was built; call it again")
         return entry
@@ -201,15 +201,18 @@ class HostModule(Buildable["Module"]):
     def hint(self) -> str:
         return "build it beforehand with: jitkern warm"
 
-    def compile(self, *, ldflags: Sequence[str] = ()) -> Entry:
-        """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`."""
+    def compile(self, *, ldflags: Sequence[str] = (), folder: Path | None = None) -> Entry:
+        """Compile and link every ``.cc`` below `csrc`. Raises as `cxx.build`.
+
+        `folder` keeps the objects for the next build.
+        """
         import tvm_ffi
 
-        with build_folder(self._checkout_folder()) as folder:
+        with build_folder(folder) as directory:
             library = cxx.build(
                 NAME,
                 sources=sorted(self._csrc.rglob("*.cc")),
-                directory=folder,
+                directory=directory,
                 cflags=self.key.describe["cflags"],
                 ldflags=("-pthread", *ldflags),  # a library of its own before glibc 2.34
                 include_paths=include_dirs(self._csrc),
@@ -229,12 +232,10 @@ class HostModule(Buildable["Module"]):
 
         root = self._csrc.parents[2]
         headers = [str(path) for path in cxx.tvm_ffi_include_dirs()]
-        # pip builds wheels against packages in a temporary directory, with a new name each time.
-        is_temporary = headers[0].startswith(tempfile.gettempdir())
         is_checkout = (root / "hatch_build.py").is_file() and os.access(root, os.W_OK)
         unchecked = [cxx.toolchain_id(), tvm_ffi.__version__, headers, self.key.describe]
         name = f"host-{digest(unchecked)[:12]}"
-        return root / "build" / name if is_checkout and not is_temporary else None
+        return root / "build" / name if is_checkout else None
 
     def _why_not_shipped(self) -> tuple[str, str]:
         """Return why no library of the wheel serves, and what to install instead of a compiler."""
@@ -286,8 +287,17 @@ def _initialised(lookup: Lookup[Module]) -> Lookup[Module]:
         register_error(f"jitkern.{error.__name__}", error)
     lookup.loaded["set_resolver"](_resolve)
     lookup.loaded["set_fault_handler"](_FAULT_HANDLERS[settings().faults])
+    if settings().record is not None:
+        atexit.register(_warn_of_no_record)
     _lookup = lookup
     return lookup
+
+
+def _warn_of_no_record() -> None:
+    file = settings().record
+    if file is not None and not file.exists():
+        reason = "nothing was recorded: calls on the CPU need no kernels"
+        _log.warning("jitkern: JITKERN_RECORD: %s: %s", file, reason)
 
 
 # Functions of PyTorch on the state of a thread, for C++ that is built without PyTorch: the number

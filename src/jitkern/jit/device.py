@@ -32,6 +32,7 @@ from jitkern.jit.params import Param, checks
 from jitkern.jit.record import Specialisation, record
 from jitkern.jit.template import KernelConfig
 
+_MAX_LOG = 1 << 20  # characters of a compiler's warnings that an entry keeps
 DEVICE_ABI = 1  # part of each key: raise it to have unchanged sources compiled again
 
 Wrapper = tuple[str, str]  # name and template class of a kernel
@@ -393,7 +394,9 @@ class DeviceImage(Buildable[bytes]):
             cuda_headers=headers,
         )
         files = {f"{slug(module.op)}.{image.kind}": image.data}
-        return new_entry(self.key, variant, files, {"kind": image.kind, "log": image.log})
+        return new_entry(
+            self.key, variant, files, {"kind": image.kind, "log": image.log[:_MAX_LOG]}
+        )
 
 
 def _cuda_major(variant: str) -> int:

@@ -8,6 +8,7 @@ library through nvcc (``cuda_files``).
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from os import PathLike
@@ -259,6 +260,8 @@ def _shown(value: Any) -> str:
 
 def _file(argument: str, name: str) -> str:
     path = source_path(name)
+    if re.search(r'["\n\\]', str(path)):  # an #include cannot name it
+        raise ValueError(f"{argument}: {name!r}, expected a path without quotes and backslashes")
     if os.path.isfile(path):  # Path.is_file raises where a directory cannot be entered
         return str(path)
     problem = "is no file" if os.path.exists(path) else f"does not exist, tried {path}"

@@ -107,20 +107,36 @@ def read_params(kernel: str, texts: Iterable[str]) -> tuple[Param, ...]:
     changes a member's type or name does not compile then: its ``Params`` has to be declared.
     """
     name = re.escape(kernel.partition("<")[0].rpartition("::")[2].strip())
-    head = re.compile(rf"\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
+    template = r"(?:\btemplate\s*<(?P<parameters>[^<>]*)>\s*)?"
+    head = re.compile(rf"{template}\b(?:struct|class)\s+{name}\b[^;{{}}()]*\{{")
     plain = [_COMMENT.sub(" ", text) for text in texts]
     if any("pragma pack" in text for text in plain):  # then members are not aligned
         return ()
-    bodies = [_body(text, match.end()) for text in plain for match in head.finditer(text)]
+    heads = [(text, match) for text in plain for match in head.finditer(text)]
+    bodies = [_body(text, match.end()) for text, match in heads]
     if len(bodies) != 1 or "#" in bodies[0]:  # elsewhere, specialised, or the preprocessor decides
         return ()
     structs = _STRUCT.findall(bodies[0])
     if len(structs) != 1:
         return ()
+    members: str = structs[0]
+    for parameter, argument in _template_types(heads[0][1]["parameters"] or "", kernel).items():
+        members = re.sub(rf"\b{parameter}\b", argument, members)
     try:
-        return tuple(_member(text.strip()) for text in structs[0].split(";") if text.strip())
+        return tuple(_member(text.strip()) for text in members.split(";") if text.strip())
     except ValueError:
         return ()
+
+
+def _template_types(parameters: str, kernel: str) -> dict[str, str]:
+    """Return the argument of each type parameter of a kernel such as ``Scale<256, float>``."""
+    arguments = re.split(r",(?![^<]*>)", kernel.partition("<")[2].rpartition(">")[0])
+    words = [parameter.split() for parameter in parameters.split(",")]
+    return {
+        word[1]: argument.strip()
+        for word, argument in zip(words, arguments, strict=False)
+        if len(word) > 1 and word[0] in ("typename", "class") and re.fullmatch(r"[\w: ]+", argument)
+    }
 
 
 def _member(text: str) -> Param:

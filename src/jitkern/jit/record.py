@@ -59,7 +59,6 @@ def record(used: Specialisation) -> None:
         return
     line = _relative_to(file.parent, used).to_json().encode()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         with open(fs.open_regular(file, append=True), "r+b") as stream:
             present = stream.read(MAX_BYTES)
             # Processes that append at once may repeat a line; replay drops it.

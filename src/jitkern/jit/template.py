@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from jitkern.args import int_arg
+
 if TYPE_CHECKING:
     import torch
 
@@ -75,6 +77,8 @@ def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) 
     literals: list[str] = []
     for position, value in enumerate(args):
         if isinstance(value, KernelConfig):
+            int_arg("KernelConfig", "num_threads", value.num_threads, 1, 1024)
+            int_arg("KernelConfig", "max_occupancy", value.max_occupancy, 1)
             literals += make_cpp_args(*value)
         else:
             literals.append(_literal(value, f"make_cpp_args: argument {position}"))
