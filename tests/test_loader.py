@@ -185,9 +185,7 @@ def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
 
 def test_a_quote_in_a_path_is_refused(folder: Path) -> None:
     (folder / 'a"b.cc').touch()
-    with pytest.raises(
-        ValueError, match="^load_aot: cpp_files: 'a\"b.cc', expected a path without q"
-    ):
+    with pytest.raises(ValueError, match=r"cpp_files: 'a\"b\.cc', expected a path without quotes"):
         load_aot("x", cpp_files=['a"b.cc'])
 
 

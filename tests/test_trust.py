@@ -75,7 +75,7 @@ def test_a_cache_folder_that_is_a_file(use: Callable[..., None]) -> None:
     """It advised chmod -R go-w /dev/null."""
     use(CACHE_DIR="/dev/null")
     assert get.user_cache().lookup(key()) is None
-    with pytest.raises(CacheError, match="/dev/null/?.*: cannot publish an entry: Not a directory"):
+    with pytest.raises(CacheError, match=r"/dev/null.*: cannot publish an entry: Not a d"):
         publish(get.user_cache())
 
 
