@@ -61,7 +61,8 @@ def race_ops(folder: Path) -> subprocess.CompletedProcess[str]:
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.parent.name}-{source.stem}.o"
-        return compiled(source, target=target, flags=(*TSAN, "-Wno-unused-parameter", "-c", "-fPIC"), folders=folders)
+        flags = (*TSAN, "-Wno-unused-parameter", "-c", "-fPIC")
+        return compiled(source, target=target, flags=flags, folders=folders)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, [HERE / "ops.cc", *sources]))

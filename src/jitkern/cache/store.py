@@ -259,6 +259,9 @@ class Cache:
         try:
             for key in self._keys():
                 self._discard(self.base / key)
+            for name in _names(self.base / ".locks"):  # left by killed processes
+                with build_lock(self.base / ".locks" / name, timeout_s=0, done=lambda: True):
+                    pass  # deletes it, unless it is held
         except OSError as error:
             raise CacheError(f"{self.root}: cannot clear: {error.strerror}") from error
         return count
