@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jitkern.args import device_arg, int_arg, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 
@@ -16,15 +17,19 @@ if TYPE_CHECKING:
 class BlockBuffers:
     """A KV cache that is a list of tensors, one per layer: one side of ``copy_blocks``.
 
-    Checked once, so that a call of ``copy_blocks`` moves blocks of all layers in one launch. The
-    list holds its tensors. Its table of addresses is in GPU memory, 32 bytes per tensor. PyTorch's
-    autograd does not see writes into a list.
+    Checked once, so that a call of ``copy_blocks`` moves blocks of all layers in one launch. Its
+    table of addresses is in GPU memory, 32 bytes per tensor. PyTorch's autograd does not see writes
+    into a list.
+
+    The list keeps the memory that its tensors have when it is made: ``tensor.data = other`` changes
+    the tensor and not the list. Memory that is freed by force, by ``resize_`` of a tensor or of its
+    storage, must not be copied any more: make a new list.
 
     Parameters
     ----------
     *tensors : sequence of Tensor
         One list with a tensor per layer, or several of equal length, such as K and V: layer i then
-        is the i-th tensor of each list, in turn. All are on one device, in pinned memory if the
+        is the i-th tensor of each list, in turn. A tensor is no list: pass ``list(tensor)``. All are on one device, in pinned memory if the
         other side is on a GPU, and have the same dtype and number of blocks. Bytes per block may
         differ. A block is contiguous, or has rows at one distance.
     block_dims : int
@@ -35,7 +40,8 @@ class BlockBuffers:
     Raises
     ------
     TypeError, ValueError
-        Tensors of different devices, dtypes or numbers of blocks; strides that are no rows.
+        No list of tensors; tensors of different devices, dtypes or numbers of blocks; strides that
+        are no rows.
 
     Examples
     --------
@@ -54,16 +60,18 @@ class BlockBuffers:
 
     def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
         name = "BlockBuffers"
-        lists = [list(sequence) for sequence in tensors]
+        lists = [_list_arg(sequence) for sequence in tensors]
         if len({len(tensor_list) for tensor_list in lists}) > 1:
             lengths = ", ".join(str(len(tensor_list)) for tensor_list in lists)
             raise ValueError(f"{name}: tensors: lists of {lengths}, expected equal lengths")
         layers = [tensor for layer in zip(*lists, strict=True) for tensor in layer]
         by_name = {f"tensors[{i}]": tensor for i, tensor in enumerate(layers)}
-        for argument, tensor in by_name.items():
+        for i, (argument, tensor) in enumerate(by_name.items()):
             if getattr(tensor, "requires_grad", False):
                 text = "requires a gradient, expected none; pass .detach()"
                 raise ValueError(f"{name}: {argument}: {text}")
+            if hasattr(tensor, "detach"):
+                layers[i] = tensor.detach()  # `tensor.data = other` leaves it as it is
         self._length = len(layers)
         try:
             self._handle: Any = host.module()["make_block_buffers"](layers, block_dims)
@@ -98,26 +106,28 @@ class BlockBuffers:
         block_strides : sequence of int, optional
             Bytes from one block to the next in each layer; by default ``block_bytes``.
         """
-        import torch
-
-        values = [int(address) for address in addresses]
-        sizes = [block_bytes] * len(values) if isinstance(block_bytes, int) else [*block_bytes]
-        strides = sizes if block_strides is None else [*block_strides]
         name = "BlockBuffers.from_trusted_addresses"
+
+        def ints(argument: str, numbers: Any) -> list[int]:
+            numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+            if not isinstance(numbers, Sequence) or isinstance(numbers, str | bytes):
+                raise TypeError(f"{name}: {argument}: {type_text(numbers)}, expected ints")
+            return [int_arg(name, f"{argument}[{i}]", n, 1) for i, n in enumerate(numbers)]
+
+        values = ints("addresses", addresses)
         if not values:
             raise ValueError(f"{name}: addresses: none, expected at least one")
+        if isinstance(block_bytes, int):
+            block_bytes = [int_arg(name, "block_bytes", block_bytes, 1)] * len(values)
+        sizes = ints("block_bytes", block_bytes)
+        strides = sizes if block_strides is None else ints("block_strides", block_strides)
         for argument, counts in (("block_bytes", sizes), ("block_strides", strides)):
             if len(counts) != len(values):
                 text = f"{len(counts)} values, expected {len(values)} as in addresses"
                 raise ValueError(f"{name}: {argument}: {text}")
-            if min(counts) < 1:
-                raise ValueError(f"{name}: {argument}: {min(counts)}, expected at least 1")
-        if num_blocks < 0:
-            raise ValueError(f"{name}: num_blocks: {num_blocks}, expected at least 0")
-        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        ordinal = -1
-        if place.type == "cuda":
-            ordinal = torch.cuda.current_device() if place.index is None else place.index
+        num_blocks = int_arg(name, "num_blocks", num_blocks, 0)
+        place = device_arg(name, "device", device)
+        ordinal = place.index if place.type == "cuda" else -1
         buffers = cls.__new__(cls)
         buffers._length = len(values)
         make = host.module()["trust_block_buffers"]
@@ -130,6 +140,15 @@ class BlockBuffers:
 
     def __tvm_ffi_object__(self) -> Any:
         return self._handle
+
+
+def _list_arg(tensors: Any) -> list[Any]:
+    if not isinstance(tensors, Sequence) or isinstance(tensors, str | bytes):
+        advice = "a list of tensors, one per layer"
+        if hasattr(tensors, "__dlpack__"):
+            advice += ": BlockBuffers([a, b, c]), or list(tensor)"
+        raise TypeError(f"BlockBuffers: tensors: {type_text(tensors)}, expected {advice}")
+    return list(tensors)
 
 
 class LayerSignals:
@@ -166,18 +185,13 @@ class LayerSignals:
     def __init__(self, num_layers: int, device: torch.device | str | int = "cuda") -> None:
         import torch
 
-        if isinstance(num_layers, bool) or not isinstance(num_layers, int):
-            name = type(num_layers).__name__
-            raise TypeError(f"LayerSignals: num_layers: {name}, expected an int")
-        if num_layers < 1:
-            raise ValueError(f"LayerSignals: num_layers: {num_layers}, expected at least 1")
-        self.num_layers: int = num_layers
-        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        on_gpu = place.type == "cuda"
+        self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1)
+        self.device: torch.device = device_arg("LayerSignals", "device", device)
+        on_gpu = self.device.type == "cuda"
         with torch.inference_mode(False):
-            flags = torch.zeros(num_layers, dtype=torch.int32, pin_memory=on_gpu)
-            num_past = torch.zeros(num_layers, dtype=torch.int32, device=place)
-        self.device: torch.device = num_past.device
+            how = {"dtype": torch.int32, "device": "cpu"}
+            flags = torch.zeros(self.num_layers, **how, pin_memory=on_gpu)
+            num_past = torch.zeros(self.num_layers, **{**how, "device": self.device})
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams
         module: Any = host.module()
