@@ -142,7 +142,8 @@ def check_declared_arguments_are_refused_by_name() -> None:
     bad(TypeError, "any: float, expected a tensor", any=1.0)
     text = (
         r"x: not contiguous \(stride 2 in dimension 0 of shape \[2\]\), expected a contiguous "
-        r"tensor; call \.contiguous\(\), or declare it as strided in device_wrappers"
+        r"tensor; declare it as strided in device_wrappers, or pass \.contiguous\(\) if it is only "
+        r"read"
     )
     bad(ValueError, text, x=tvm_ffi.from_dlpack(OnCuda(torch.zeros(4)[::2])))
     bad(TypeError, "a: str, expected float32", a="2")

@@ -137,6 +137,6 @@ def _what_is_unreadable(value: Any, refusal: Exception) -> str:
         if value.device.type not in ("cpu", "cuda"):
             return f"device {value.device}, expected cpu or cuda"
     elif not getattr(getattr(value, "flags", None), "writeable", True):
-        return "a read-only array, expected a writable one; call .copy()"
+        return "a read-only array, expected a writable one; .copy() one that is only read"
     reason = str(refusal).strip().partition("\n")[0]
     return f"a tensor without readable memory ({reason}), expected a plain tensor"

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from jitkern.args import not_a_tensor
 from jitkern.errors import name_unreadable
 from jitkern.ops._ops import OPS, TorchOverload
+from jitkern.ops.dispatch import refuse_lazy
 
 _unpack_dual: Any = forward_ad.unpack_dual
 
@@ -59,7 +60,7 @@ _DIFFERENTIABLE = {"indexing": "torch.nn.functional.embedding"}
 
 
 def refuse_transformed(op: str, arguments: dict[str, Any]) -> None:
-    """Raise for a tensor that requires a gradient, has a tangent or is batched by vmap."""
+    """Raise for a lazy view, or a tensor that requires grad, has a tangent or is in a vmap."""
     is_compiling = torch.compiler.is_dynamo_compiling()
     is_dual_level = not is_compiling and forward_ad._current_level >= 0
     instead = f", or use {_DIFFERENTIABLE[op]}" if op in _DIFFERENTIABLE else ""
@@ -69,6 +70,8 @@ def refuse_transformed(op: str, arguments: dict[str, Any]) -> None:
                 f"{op}: {name}: requires a gradient, expected none: the op has no gradient; call "
                 f"it under torch.no_grad() or pass {name}.detach(){instead}"
             )
+        if not is_compiling:  # a graph of torch.compile resolves them
+            refuse_lazy(op, **{name: value})
         if is_dual_level and _unpack_dual(value).tangent is not None:
             raise RuntimeError(
                 f"{op}: {name}: has a tangent of forward-mode AD, expected none: the op has no "

@@ -16,7 +16,7 @@ OWN = "expected memory of its own"
 OWN_OR_SAME = f"{OWN}, or exactly that of a partial, to merge in place"
 LIST = "expected a list of tensors, or one stacked tensor"
 COUNT = "expected 1 to 64 partial results"
-APART = "expected rows apart in a tensor that is written; .clone() one that was expanded"
+APART = "expected rows apart in a tensor that is written, as those of one that was expanded are not"
 
 
 Wrong = tuple[Any, type[Exception], str]  # value of one argument
@@ -33,7 +33,10 @@ def not_partials(name: str, good: Tensor | None = None) -> list[Mistake]:
     """
     table = []
     for change, kind, text in common.non_tensors(name):
-        text = text.replace(" object,", " NotATensor,").replace(" of more than 64 bits", "")
+        for name_of_ffi, name_of_python in (
+            (" object,", " NotATensor,"), (" of more than 64 bits", ""), (" or tuple,", ","),
+        ):  # fmt: skip
+            text = text.replace(name_of_ffi, name_of_python)
         table.append((change, kind, text))
     return table if good is None else table + common.unreadable(name, good)
 

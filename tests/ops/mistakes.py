@@ -11,6 +11,7 @@ from fake_gpu import OnCuda
 from torch import Tensor
 
 ROWS, SLOTS = 3, 50
+COPY_FOR_READS = "; .contiguous() makes a copy, for tensors that are only read"
 Mistake = tuple[dict[str, Any], type[Exception], str]
 
 
@@ -21,7 +22,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def stride_text(argument: str, stride: int, dim: int, shape: list[int], expected: int) -> str:
     return (
         f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected contiguous "
-        f"rows, stride {expected}; call .contiguous()"
+        f"rows, stride {expected}{COPY_FOR_READS}"
     )
 
 
@@ -29,7 +30,7 @@ def apart_text(argument: str, stride_bytes: int, shape: list[int]) -> str:
     """Return the error of rows of 32 bytes in a tensor that is written."""
     return (
         f"{argument}: rows of 32 bytes, {stride_bytes} bytes apart (shape {shape}), expected 32 or "
-        "more in a tensor that is written; .clone() one that was expanded"
+        "more in a tensor that is written, as one that was expanded is not"
     )
 
 
@@ -71,8 +72,8 @@ def non_tensors(argument: str, *, optional: bool = False) -> list[Mistake]:
     """What is not a tensor at all, under the name that Python has for it."""
     values: dict[str, Any] = {
         "None": None, "int": 7, "int of more than 64 bits": 2**70, "float": 1.5, "bool": True,
-        "str": "cache", "list": [1, 2], "dict": {}, "bytes": b"row", "object": NotATensor(),
-        "dtype": torch.float32, "function": zeros,
+        "str": "cache", "list or tuple": [1, 2], "dict": {}, "bytes": b"row",
+        "object": NotATensor(), "dtype": torch.float32, "function": zeros,
     }  # fmt: skip
     return [
         ({argument: value}, TypeError, f"{argument}: {came}, expected a tensor")
@@ -146,7 +147,7 @@ def not_num_sms() -> list[Mistake]:
 def not_words(name: str, expected: str, *wrong: str, optional: bool = False) -> list[Mistake]:
     """Return what is none of an argument's words: these, nothing, and what is no str."""
     values = [
-        ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list", ["e"]),
+        ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list or tuple", ["e"]),
         ("Tensor", torch.ones(2)), *[("None", None)] * (not optional),
     ]  # fmt: skip
     words = [({name: word}, ValueError, f'{name}: "{word}", expected {expected}')
@@ -162,7 +163,7 @@ def read_only(good: dict[str, Any], *arguments: str) -> list[Mistake]:
     for name in arguments:
         array = good[name].numpy().copy()
         array.flags.writeable = False
-        text = f"{name}: a read-only array, expected a writable one; call .copy()"
+        text = f"{name}: a read-only array, expected a writable one; .copy() one that is only read"
         table.append(({name: array}, ValueError, text))
     return table
 
@@ -181,7 +182,7 @@ def bad_indices(argument: str, good: Tensor) -> list[Mistake]:
     spread = torch.stack([good, good], dim=-1)[..., 0]
     last = good.dim() - 1
     came = f"not contiguous (stride 2 in dimension {last} of shape {list(good.shape)})"
-    text = f"{argument}: {came}, expected a contiguous tensor; call .contiguous()"
+    text = f"{argument}: {came}, expected a contiguous tensor{COPY_FOR_READS}"
     return [*mistakes, ({argument: spread}, ValueError, text)]
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from buffers import INT_DTYPES, distinct, out_of_range, random_bytes, synchronize
+from buffers import INT_DTYPES, bytes_of, distinct, out_of_range, random_bytes, synchronize
+from hypothesis import given
+from hypothesis import strategies as st
 from test_copy_blocks import CPU, DIRECTIONS, ways
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,13 +105,13 @@ def expect(read_src: Any, before: list[Tensor], pairs: Tensor) -> list[Tensor]:
     return before
 
 
-def run(device: torch.device, case: Case, pairs: Tensor, given: Any = None, **how: Any) -> None:
+def run(device: torch.device, case: Case, pairs: Tensor, passed: Any = None, **how: Any) -> None:
     src, dst, read_src, read_dst = case
     expected = expect(read_src, read_dst(), pairs.cpu())
     for name, side in (("src", src), ("dst", dst)):
         if isinstance(side, Tensor):
             how[f"{name}_block_dim"] = 0
-    assert copy_blocks(src, dst, pairs if given is None else given, **how) is None
+    assert copy_blocks(src, dst, pairs if passed is None else passed, **how) is None
     synchronize(device)
     for layer, (came, wanted) in enumerate(zip(read_dst(), expected, strict=True)):
         assert torch.equal(came, wanted), layer
@@ -156,8 +158,8 @@ def test_pairs_as_two_vectors(device: torch.device, dtype: torch.dtype) -> None:
         case = sides(device, "h2d", host, 96)
         for on, method in ways(device):
             pairs = make_pairs(HOST_BLOCKS, BLOCKS, dtype).to(on)
-            given = tuple(pairs.unbind(1)[i].contiguous() for i in (0, 1))
-            run(device, case, pairs, given, method=method)
+            vectors = tuple(pairs.unbind(1)[i].contiguous() for i in (0, 1))
+            run(device, case, pairs, vectors, method=method)
     # The same with tensors.
     src, dst = torch.arange(12.0).view(1, 6, 2), torch.zeros(1, 6, 2)
     copy_blocks(src, dst, (torch.tensor([4]), torch.tensor([1])))
@@ -301,6 +303,18 @@ WRONG_LISTS: list[tuple[Sequence[Any], dict[str, Any], type[Exception], str]] = 
      "expected blocks that are contiguous, or contiguous rows at one distance"),
     ([[rows(3, 4, requires_grad=True)]], {}, ValueError,
      "tensors[0]: requires a gradient, expected none; pass .detach()"),
+    ([[rows(3, 4, dtype=torch.complex64).conj()]], {}, ValueError,
+     "tensors[0]: a lazy view of conj() or neg(), expected the values in memory; "
+     ".resolve_conj().resolve_neg() makes a copy, for tensors that are only read"),
+    *(([[item]], {}, TypeError, f"tensors[0]: {came}, expected a tensor")
+      for item, came in ((None, "None"), (3, "int"), ("x", "str"), ([rows(3)], "list or tuple"))),
+    *(([lists], {}, TypeError, f"tensors: {came}, expected a list of tensors, one per layer")
+      for lists, came in ((None, "None"), ("x", "str"), (3, "int"), ({1: rows(3)}, "dict"))),
+    ([rows(3, 4), rows(3, 4)], {}, TypeError,
+     "tensors: Tensor, expected a list of tensors, one per layer: BlockBuffers([a, b, c]), or "
+     "list(tensor)"),
+    *(([[rows(3, 4)]], {"block_dims": value}, TypeError, f"block_dims: {came}, expected an int")
+      for value, came in ((None, "None"), (True, "bool"), (1.0, "float"))),
 ]  # fmt: skip
 
 
@@ -335,12 +349,14 @@ def test_wrong_calls() -> None:
          'signals: with method="engine", expected "auto" or "sm", whose kernel sets them'),
         (cache, rows(2, 9, 8), {"signals": 3}, TypeError, "signals: int, expected LayerSignals"),
         (cache, 3, {}, TypeError, "dst: int, expected a tensor"),
+        ([rows(9, 8)], cache, {}, TypeError,
+         "src: list or tuple, expected a tensor, or BlockBuffers(list) for a list of tensors"),
     ]  # fmt: skip
     for src, dst, how, kind, text in cases:
         with pytest.raises(kind, match=f"^{re.escape('copy_blocks: ' + text)}$"):
             copy_blocks(src, dst, pairs, **how)
-    for given, kind, text in (
-        ((pairs[0],), TypeError, "pairs: list, expected a tensor"),
+    for wrong, kind, text in (
+        ((pairs[0],), TypeError, "pairs: list or tuple, expected a tensor"),
         ((pairs[0], pairs[0, :1]), ValueError, "pairs[1]: 1 blocks, expected 2 as in pairs[0]"),
         (
             (pairs[0], pairs[0].int()),
@@ -349,7 +365,7 @@ def test_wrong_calls() -> None:
         ),
     ):
         with pytest.raises(kind, match=f"^{re.escape('copy_blocks: ' + text)}$"):
-            copy_blocks(rows(2, 9, 8), cache, given)
+            copy_blocks(rows(2, 9, 8), cache, wrong)
 
 
 def test_wrong_addresses_and_signals() -> None:
@@ -358,14 +374,75 @@ def test_wrong_addresses_and_signals() -> None:
         make([], 8, 2, "cpu")
     with pytest.raises(ValueError, match=f"{name}: block_bytes: 2 values, expected 1 as in"):
         make([4096], [8, 8], 2, "cpu")
-    with pytest.raises(ValueError, match=f"{name}: block_strides: 0, expected at least 1"):
+    with pytest.raises(ValueError, match=rf"{name}: block_strides\[0\]: 0, expected at least 1"):
         make([4096], 8, 2, "cpu", block_strides=[0])
+    for wrong, text in (
+        ((None, 8, 2, "cpu"), "addresses: None, expected ints"),
+        (([True], 8, 2, "cpu"), "addresses[0]: bool, expected an int"),
+        (([4096.5], 8, 2, "cpu"), "addresses[0]: float, expected an int"),
+        (([4096], True, 2, "cpu"), "block_bytes: bool, expected an int"),
+        (([4096], 8, True, "cpu"), "num_blocks: bool, expected an int"),
+        (([4096], 8, 2, "meta"), "device: meta, expected a GPU or the CPU"),
+        (([4096], 8, 2, "xpu"), "device: xpu, expected a GPU or the CPU"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'{name}: {text}')}$"):
+            make(*wrong)
     with pytest.raises(ValueError, match="LayerSignals: num_layers: 0, expected at least 1"):
         LayerSignals(0, "cpu")
     with pytest.raises(TypeError, match="LayerSignals: num_layers: float, expected an int"):
         LayerSignals(2.0, "cpu")  # type: ignore[arg-type]
     with pytest.raises(IndexError, match=r"LayerSignals\.done: layer: 2, expected 0 to 1"):
         LayerSignals(2, "cpu").done(2)
+
+
+def test_a_list_keeps_the_memory_of_its_tensors() -> None:
+    tensor = torch.ones(4, 1 << 20)
+    cache, out = BlockBuffers([tensor]), torch.zeros(4, 1 << 20)
+    tensor.data = torch.full((4, 1 << 20), 7.0)
+    torch.full((4, 1 << 20), 8.0)  # would take memory that is free
+    copy_blocks(cache, BlockBuffers([out]), torch.tensor([[0, 1]]))
+    assert out[1].eq(1).all()
+
+
+def test_lists_of_many_buffers_are_compared_in_order() -> None:
+    """20,000 buffers each took 4.6 s, as each was compared with each."""
+    near, far = ([torch.zeros(2, 8) for _ in range(20_000)] for _ in "nf")
+    copy_blocks(BlockBuffers(far), BlockBuffers(near), torch.tensor([[0, 1]]))
+    near[17] = near[19_000]
+    text = "dst: buffer 19000, which overlaps buffer 17,"
+    with pytest.raises(ValueError, match=text):
+        copy_blocks(BlockBuffers(far), BlockBuffers(near), torch.tensor([[0, 1]]))
+
+
+@given(data=st.data())
+def test_buffers_that_overlap_are_refused(data: st.DataObject) -> None:
+    """Rows of blocks of parts at any strides, against sets of addresses."""
+    draw, memory = data.draw, torch.arange(200).to(torch.uint8)
+    layers = []
+    for _ in range(3):
+        shape = (draw(st.integers(1, 3)), 2, draw(st.integers(1, 2)), draw(st.integers(1, 3)))
+        shape = (2, 2, layers[0].shape[2], layers[0].shape[3]) if layers else (2, *shape[1:])
+        strides = (
+            layers[0].stride()[:3] if layers else tuple(draw(st.integers(1, 20)) for _ in "abc")
+        )
+        layers.append(memory.as_strided(shape, (*strides, 1), draw(st.integers(0, 100))))
+    try:
+        near, far = (
+            BlockBuffers(layers[:2], block_dims=2),
+            BlockBuffers(layers[2:] * 2, block_dims=2),
+        )
+    except ValueError:
+        return  # strides that are no rows
+    written = [byte for layer in layers[:2] for byte in bytes_of(layer)]
+    pairs = torch.tensor([[0, 0]])
+    if len(set(written)) < len(written):
+        with pytest.raises(ValueError, match=r"^copy_blocks: dst: buffer"):
+            copy_blocks(far, near, pairs)
+    elif set(written) & set(bytes_of(layers[2])):
+        with pytest.raises(ValueError, match=r"^copy_blocks: dst: overlaps src"):
+            copy_blocks(far, near, pairs)
+    else:
+        copy_blocks(far, near, pairs)
 
 
 def test_a_graph_of_pytorch_refuses_lists() -> None:

@@ -259,7 +259,11 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = common.not_tensors(good, "dst", "src", "pairs")
+    table = common.not_tensors(good, "pairs")
+    for change, kind, text in common.not_tensors(good, "dst", "src"):
+        if "list" in text:
+            text += ", or BlockBuffers(list) for a list of tensors"
+        table.append((change, kind, text))
     table += common.not_tensors(good, "count", optional="count")
     table += common.bad_indices("pairs", good["pairs"]) + common.read_only(
         good, "src", "dst", "pairs", "count"
@@ -272,7 +276,7 @@ def mistakes() -> list[Mistake]:
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
     shared = (
         "dst: rows of 32 bytes that overlap, 0 and 32 bytes apart (shape [3, 50, 8]), expected "
-        "rows apart in a tensor that is written; .clone() one that was expanded"
+        "rows apart in a tensor that is written, as those of one that was expanded are not"
     )
     for side in ("dst", "src"):
         name = f"{side}_block_dim"

@@ -202,7 +202,7 @@ _PART = {"vocab_range": (10, 30)}
 def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
     wrong: list[tuple[Any, str]] = [
         (5, ": int, expected (start, length)"),
-        ((1, 2, 3), ": list, expected (start, length)"),
+        ((1, 2, 3), ": list or tuple, expected (start, length)"),
         *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
           for one, _, one_text in common.not_ints(name)),
         ((0, 5.0), "[1]: float, expected an int"),
@@ -277,7 +277,7 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = common.not_tensors(good, "weights", "indices", "output", optional="output")
     table += common.bad_indices("indices", good["indices"])[:-1]  # they need not be contiguous
-    equally_spaced = "expected equally spaced rows; call .contiguous()"
+    equally_spaced = f"expected equally spaced rows{common.COPY_FOR_READS}"
     memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,

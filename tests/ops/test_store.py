@@ -187,6 +187,11 @@ def mistakes() -> list[Mistake]:
         ({"k_cache": zeros(5, 10, 2, 4), "v_cache": zeros(5, 10, 2, 4)}, ValueError,
          "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
          "(shape [3, 8]); of pages of 10 slots give k_cache.view(-1, 2, 4)"),
+        ({"k_cache": zeros(5, 2, 10, 2, 4)[:, 0], "v_cache": zeros(50, 8)}, ValueError,
+         "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
+         "(shape [3, 8]); of pages of 10 slots give the tensor that holds all pages as "
+         ".view(-1, 2, 4), and count its slots: these pages are apart, and no view of k_cache has "
+         "their slots as rows"),
         ({"v_cache": zeros(50, 4, 8)}, ValueError,
          "v_cache: rows of 128 bytes (shape [50, 4, 8]), expected 32 bytes as in v "
          "(shape [3, 8]); of pages of 4 slots give v_cache.view(-1, 8)"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range
-from mistakes import Mistake, not_tensors, overlap_text, read_only
+from mistakes import COPY_FOR_READS, Mistake, not_tensors, overlap_text, read_only
 from ref import ref_unpack
 from stems import OpCheck, Rows
 from torch import Tensor
@@ -333,7 +333,7 @@ def mistakes() -> list[Mistake]:
     for shape in ([], [3], [2, 4], [1, 2, 3], [0], [6, 1]):
         wrong = torch.zeros(shape, dtype=torch.int64)
         table.append(({"descriptors": wrong}, ValueError, f"descriptors: shape {shape}, {wanted}"))
-    cure = "expected a contiguous tensor; call .contiguous()"
+    cure = f"expected a contiguous tensor{COPY_FOR_READS}"
     memory = torch.zeros(50, 8, dtype=torch.int64)
     table += [
         ({"descriptors": torch.zeros(3, 2, dtype=torch.int64).t()}, ValueError,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jitkern.args import device_arg, int_arg, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
+from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,10 @@ class BlockBuffers:
     ----------
     *tensors : sequence of Tensor
         One list with a tensor per layer, or several of equal length, such as K and V: layer i then
-        is the i-th tensor of each list, in turn. A tensor is no list: pass ``list(tensor)``. All are on one device, in pinned memory if the
-        other side is on a GPU, and have the same dtype and number of blocks. Bytes per block may
-        differ. A block is contiguous, or has rows at one distance.
+        is the i-th tensor of each list, in turn. A tensor is no list: pass ``list(tensor)``. All
+        are on one device, in pinned memory if the other side is on a GPU, and have the same dtype
+        and number of blocks. Bytes per block may differ. A block is contiguous, or has rows at one
+        distance.
     block_dims : int
         1: the first dimension counts blocks. 2: the first two do, as in ``[pages, page_size,
         ...]`` with a block per token; or ``[cpu_blocks, factor, ...]``, whose blocks are ``factor``
@@ -59,6 +61,8 @@ class BlockBuffers:
     _version = 0
 
     def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
+        import torch
+
         name = "BlockBuffers"
         lists = [_list_arg(sequence) for sequence in tensors]
         if len({len(tensor_list) for tensor_list in lists}) > 1:
@@ -70,7 +74,8 @@ class BlockBuffers:
             if getattr(tensor, "requires_grad", False):
                 text = "requires a gradient, expected none; pass .detach()"
                 raise ValueError(f"{name}: {argument}: {text}")
-            if hasattr(tensor, "detach"):
+            if isinstance(tensor, torch.Tensor):
+                dispatch.refuse_lazy(name, **{argument: tensor})
                 layers[i] = tensor.detach()  # `tensor.data = other` leaves it as it is
         self._length = len(layers)
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jitkern.args import type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
+from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 _compare = host.Function("compare_key")
 
 
+@dispatch.untraced
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
@@ -25,7 +28,8 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     Parameters
     ----------
     x, y : Tensor
-        ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory.
+        ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory. A
+        read-only NumPy array is copied.
     start : int
         The first item of ``x`` to compare, 0 to ``x_length``.
     page_size : int
@@ -39,5 +43,19 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     call: Callable[[Tensor, Tensor, int, int], int] = _compare.call
     try:
         return call(x, y, start, page_size)
+    except TypeError:
+        for name, key in (("x", x), ("y", y)):
+            if not hasattr(key, "__dlpack__"):
+                text = f"{type_text(key)}, expected a tensor"
+                raise TypeError(f"fast_compare_key: {name}: {text}") from None
+        raise
     except UNREADABLE as error:
-        name_unreadable(error, "fast_compare_key", x=x, y=y)
+        keys = [_writable(key) for key in (x, y)]
+        if keys[0] is x and keys[1] is y:
+            name_unreadable(error, "fast_compare_key", x=x, y=y)
+        return call(*keys, start, page_size)
+
+
+def _writable(key: Any) -> Any:
+    """Return a copy of a read-only NumPy array, which DLPack does not export."""
+    return key if getattr(getattr(key, "flags", None), "writeable", True) else key.copy()

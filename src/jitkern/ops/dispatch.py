@@ -157,6 +157,18 @@ def traced_as(function: Callable[..., Any]) -> Callable[[F], F]:
 # -- ops that are no operators of PyTorch ----------------------------------------------------------
 
 
+def untraced(function: F) -> F:
+    """Make ``torch.compile`` break its graph at calls, or raise the reason with ``fullgraph``.
+
+    As ``torch.compiler.disable``, which imports the compiler.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        f"{function.__name__}: no operator of PyTorch, expected a call outside of the graph"
+    )
+    return function
+
+
 def refuse(op: str, written: dict[str, Any], read: dict[str, Any]) -> None:
     """Raise for a call that is not plain, of an op that is no operator.
 
@@ -173,6 +185,16 @@ def refuse_transformed(op: str, **arguments: Any) -> None:
     from jitkern import torch_ops
 
     torch_ops.refuse_transformed(op, arguments)
+
+
+def refuse_lazy(op: str, **tensors: Any) -> None:
+    """Raise ValueError for a lazy view, whose memory holds the values before conj() or neg()."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()):
+            raise ValueError(
+                f"{op}: {name}: a lazy view of conj() or neg(), expected the values in memory; "
+                ".resolve_conj().resolve_neg() makes a copy, for tensors that are only read"
+            )
 
 
 def refuse_tracing(op: str) -> None:

@@ -81,7 +81,7 @@ def indexing(
     """Return ``weights[indices]``, with zeros where an index is outside of this part of the table.
 
     Asynchronous on the current stream. Bit-exact for every dtype: bytes are copied as they lie in
-    memory, so resolve lazy conj and neg views first. A CUDA graph may capture any call, also
+    memory, and lazy views of conj() and neg() are refused. A CUDA graph may capture any call, also
     the first. After ``torch.nn.functional.embedding``, which has a gradient, and vLLM's
     vocab-parallel embedding.
 

@@ -20,6 +20,7 @@ _memcpy = host.Function("memcpy_2d")
 
 
 # No PyTorch operator: it may write outside of the view `dst`, which no schema can express.
+@dispatch.untraced
 def memcpy_2d_async(
     dst: Tensor,
     src: Tensor,
@@ -76,6 +77,7 @@ def memcpy_2d_async(
         arguments = (dst, src, dpitch, spitch, width, height, kind, handle, ordinal)
         outcome = call(*arguments, None)
         if outcome == _STORAGE_IS_NEEDED:
+            dispatch.refuse_lazy("memcpy_2d_async", dst=dst, src=src)
             outcome = call(*arguments, (*_storage(dst), *_storage(src)))
     except UNREADABLE as error:
         name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)

@@ -70,8 +70,9 @@ def store_cache(
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
     One launch for both, asynchronous on the current stream; allocates nothing. Bit-exact for every
-    dtype: bytes are copied as they lie in memory, so resolve lazy conj and neg views first. A CUDA
-    graph may capture any call, also the first. After vLLM's ``reshape_and_cache`` and mini-sglang.
+    dtype: bytes are copied as they lie in memory, and lazy views of conj() and neg() are refused. A
+    CUDA graph may capture any call, also the first. After vLLM's ``reshape_and_cache`` and
+    mini-sglang.
 
     Parameters
     ----------

@@ -23,7 +23,7 @@ std::string type_text(AnyView value) {
   const std::string key = value.GetTypeKey();
   if (key == "ffi.SmallStr" || key == "ffi.String") return "str";
   if (key == "ffi.SmallBytes" || key == "ffi.Bytes") return "bytes";
-  if (key == "ffi.Array" || key == "ffi.List") return "list";
+  if (key == "ffi.Array" || key == "ffi.List") return "list or tuple";
   if (key == "ffi.Map" || key == "ffi.Dict") return "dict";
   if (key == "ffi.Tensor") return "Tensor";
   if (key == "ffi.Function") return "function";
@@ -68,6 +68,21 @@ bool rows_overlap(const Rows& a, const Rows& b) {
 }
 
 }  // namespace
+
+bool may_be_lazy(AnyView value) {
+  const auto tensor = value.try_cast<DLTensor*>();
+  if (!tensor.has_value()) return false;
+  const DLTensor& dl = **tensor;
+  if (dl.dtype.code == kDLComplex) return true;
+  if (dl.dtype.code != kDLFloat || dl.strides == nullptr) return false;
+  bool has_stride = false;
+  for (int d = dl.ndim - 1; d >= 0; --d) {
+    if (dl.shape[d] <= 1) continue;
+    if (dl.strides[d] == 0 || dl.strides[d] % 2 != 0) return false;
+    has_stride = true;
+  }
+  return has_stride;
+}
 
 Tensor::Tensor(const char* op, const char* arg, AnyView value) : op(op), arg(arg), dl(nullptr) {
   const auto tensor = value.try_cast<DLTensor*>();
@@ -127,7 +142,7 @@ void Tensor::contiguous(const char* cure) const {
   for (int d = dl->ndim - 1; d >= 0; --d) {
     if (dl->shape[d] != 1 && dl->strides != nullptr && dl->strides[d] != expected) {
       value_error(str("not contiguous (", stride_text(*this, d), ")"),
-                  str("a contiguous tensor; ", cure));
+                  str("a contiguous tensor", cure));
     }
     expected *= dl->shape[d];
   }
@@ -146,8 +161,7 @@ i64 Tensor::row_items(int row_dim) const {
   i64 items = 1;
   for (int d = dl->ndim - 1; d >= row_dim; --d) {
     if (dl->shape[d] > 1 && items > 0 && dl->strides != nullptr && dl->strides[d] != items) {
-      value_error(stride_text(*this, d),
-                  str("contiguous rows, stride ", items, "; call .contiguous()"));
+      value_error(stride_text(*this, d), str("contiguous rows, stride ", items, kCopyForReads));
     }
     items *= dl->shape[d];
   }
@@ -169,7 +183,7 @@ Rows::Rows(const Tensor& t, int row_dims)
       if (num_rows == 1) {
         stride_bytes = here;
       } else if (num_rows > 1 && here != num_rows * stride_bytes) {
-        t.value_error(stride_text(t, d), "equally spaced rows; call .contiguous()");
+        t.value_error(stride_text(t, d), str("equally spaced rows", kCopyForReads));
       }
     }
     num_rows *= dl.shape[d];
@@ -241,7 +255,7 @@ void Rows::distinct_rows() const {
   value_error(
       str("rows of ", row_bytes, " bytes, ", stride_bytes, " bytes apart (shape ", shape_text(),
           ")"),
-      str(row_bytes, " or more in a tensor that is written; .clone() one that was expanded"));
+      str(row_bytes, " or more in a tensor that is written, as one that was expanded is not"));
 }
 
 void Rows::apart_from(const Rows& other, const char* expected) const {

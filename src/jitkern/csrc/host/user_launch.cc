@@ -128,7 +128,8 @@ struct Packed {
       const bool is_any = param.dtype.bits == 0;
       if (!is_any && tensor.dl->dtype != param.dtype) tensor.dtype_error(param.dtype_name);
       if (!param.is_strided) {
-        tensor.contiguous("call .contiguous(), or declare it as strided in device_wrappers");
+        tensor.contiguous(
+            "; declare it as strided in device_wrappers, or pass .contiguous() if it is only read");
       }
       return put_tensor(i, value);
     }

@@ -22,17 +22,18 @@ u64 new_id() {
 
 }  // namespace
 
-BlockBuffers::BlockBuffers(Array<tvm::ffi::Tensor> tensors, i64 block_dims) : id_(new_id()) {
+BlockBuffers::BlockBuffers(const Array<tvm::ffi::Any>& tensors, i64 block_dims) : id_(new_id()) {
   if (block_dims != 1 && block_dims != 2) {
     raise_value_error(kName, "block_dims", std::to_string(block_dims), "1 or 2");
   }
   if (tensors.empty()) raise_value_error(kName, "tensors", "none", "at least one");
-  tensors_.assign(tensors.begin(), tensors.end());
-  device_ = tensors_[0].device();
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    const std::string arg = "tensors[" + std::to_string(i) + "]";
-    take(static_cast<i64>(i), Tensor(kName, arg.c_str(), tensors_[i]), block_dims);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const std::string arg = str("tensors[", i, "]");
+    const Tensor tensor(kName, arg.c_str(), tensors[i]);
+    tensors_.push_back(tensors[i].cast<tvm::ffi::Tensor>());
+    take(static_cast<i64>(i), tensor, block_dims);
   }
+  device_ = tensors_[0].device();
 }
 
 BlockBuffers::BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device)
@@ -222,9 +223,9 @@ const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op,
 
 namespace {
 
-tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Tensor> tensors, int64_t block_dims) {
+tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Any> tensors, AnyView block_dims) {
   return tvm::ffi::ObjectRef(
-      tvm::ffi::make_object<BlockBuffers>(std::move(tensors), i64(block_dims)));
+      tvm::ffi::make_object<BlockBuffers>(tensors, int_arg(kName, "block_dims", block_dims)));
 }
 
 // `ordinal`: the GPU's; -1: the CPU.

@@ -15,7 +15,7 @@ namespace jitkern {
 class BlockBuffers : public tvm::ffi::Object {
  public:
   // The first `block_dims` dimensions of each tensor (1 or 2) count its blocks.
-  BlockBuffers(tvm::ffi::Array<tvm::ffi::Tensor> tensors, i64 block_dims);
+  BlockBuffers(const tvm::ffi::Array<tvm::ffi::Any>& tensors, i64 block_dims);
   // Contiguous blocks at trusted addresses.
   BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device);
 

@@ -180,7 +180,7 @@ void Grid::distinct_rows() const {
   if (empty() || !lattice().has_overlap()) return;
   value_error(str("rows of ", row_bytes, " bytes that overlap, ", outer_stride, " and ",
                   inner_stride, " bytes apart (shape ", shape_text(), ")"),
-              "rows apart in a tensor that is written; .clone() one that was expanded");
+              "rows apart in a tensor that is written, as those of one that was expanded are not");
 }
 
 void Grid::apart_from(const Grid& other, const char* expected) const {

@@ -127,10 +127,11 @@ inline tvm::ffi::Tensor allocate_bytes(i64 bytes, DLDevice device) {
 // `begin` on to pinned memory. Compile kernels before the call, which holds a lock.
 template <class Write>
 tvm::ffi::Tensor upload(const LaunchScope& scope, i64 count, i64 item_bytes, const Write& write) {
+  // In torch's own capture mode: while another thread captures in mode "global", it raises.
+  const auto memory = allocate_bytes(count * item_bytes, {kDLCUDA, scope.device.ordinal});
   const RelaxedCapture relaxed;
   Uploads& uploads = Uploads::get(scope);
   const std::lock_guard<std::mutex> lock(uploads.mutex);
-  const auto memory = allocate_bytes(count * item_bytes, {kDLCUDA, scope.device.ordinal});
   const i64 most = Uploads::kBytes / 2 / item_bytes;
   for (i64 begin = 0; begin < count; begin += most) {
     const i64 here = std::min(most, count - begin);

@@ -75,6 +75,9 @@ void PairsArg::give_to(CopyBlocksParams& params) const {
 Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
     : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
   if (list != nullptr) return;
+  if (value.as<tvm::ffi::Array<tvm::ffi::Any>>()) {
+    raise_type_error(kOp, arg, value, "a tensor, or BlockBuffers(list) for a list of tensors");
+  }
   const Tensor tensor(kOp, arg, value);
   const i64 dim = int_arg(kOp, dim_arg, block_dim);
   if (dim != 0 && dim != 1) {

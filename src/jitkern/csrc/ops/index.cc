@@ -175,7 +175,7 @@ void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range
 // Returns true if PyTorch has to see the call, or to make the indices contiguous.
 bool index_unless_torch(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range,
                         AnyView more) {
-  if (torch_has_to_see_it()) return true;
+  if (torch_has_to_see_it() || may_be_lazy(weights) || may_be_lazy(output)) return true;
   const Tensor checked(kOp, "indices", indices);
   if (checked.numel() > 0 && !tvm::ffi::IsContiguous(*checked.dl)) return true;
   index(weights, indices, output, vocab_range, more);

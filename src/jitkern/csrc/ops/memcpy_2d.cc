@@ -113,6 +113,8 @@ int64_t memcpy_2d(AnyView dst_arg, AnyView src_arg, AnyView dpitch_arg, AnyView 
                              : &device_of(on_gpu, dst.on_cuda() ? src : dst, stream, ordinal);
   if (width == 0 || height == 0) return kDone;
 
+  const bool lazy = may_be_lazy(dst_arg) || may_be_lazy(src_arg);
+  if (is_none(storages) && lazy) return kStorageIsNeeded;  // Python looks at both tensors
   if (!is_within(dst, dpitch, width, height, storages, 0) ||
       !is_within(src, spitch, width, height, storages, 1)) {
     return kStorageIsNeeded;

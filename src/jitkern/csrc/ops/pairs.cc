@@ -223,7 +223,6 @@ void run_pairs(const LaunchScope& scope, PairArgs& args) {
   require_no_capture(
       scope, args.pairs,
       "device " + args.device_rows().device_name() + ": a replay would not read them again");
-  const RelaxedCapture relaxed;
   upload_and_launch(scope, args);
 }
 

@@ -44,12 +44,20 @@ struct Table {
   void refuse_pages() const {
     const DLTensor& dl = *cache.dl;
     if (dl.ndim < 3 || dl.shape[1] * rows.row_bytes != cache.row_bytes) return;
-    std::string slots = "-1";
+    std::string slots = ".view(-1";
     for (int d = 2; d < dl.ndim; ++d) slots += ", " + std::to_string(dl.shape[d]);
+    slots += ")";
+    // torch would advise .reshape() for pages of [blocks, 2, page, ...], a copy: stores would be
+    // lost.
+    const bool has_view = dl.shape[0] <= 1 || cache.stride(0) == dl.shape[1] * cache.stride(1);
     cache.value_error(
         str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
         str(rows.row_bytes, " bytes as in ", rows.arg, " (shape ", rows.shape_text(),
-            "); of pages of ", dl.shape[1], " slots give ", cache.arg, ".view(", slots, ")"));
+            "); of pages of ", dl.shape[1], " slots give ",
+            has_view ? str(cache.arg, slots)
+                     : str("the tensor that holds all pages as ", slots,
+                           ", and count its slots: these pages are apart, and no view of ",
+                           cache.arg, " has their slots as rows")));
   }
 };
 

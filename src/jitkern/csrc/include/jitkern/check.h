@@ -19,6 +19,10 @@ inline u64 address(const void* pointer) { return reinterpret_cast<u64>(pointer);
 // Whether a dispatch mode or a tracer of PyTorch is active in this thread. True if unknown.
 bool torch_has_to_see_it();
 
+// Whether an argument may be a lazy view of PyTorch's, whose memory holds other values: conjugates
+// are complex, and the imaginary part of one, which is negated, has even strides only.
+bool may_be_lazy(AnyView value);
+
 // An op as Python calls it. Returns true, and does nothing, if the call has to go through PyTorch's
 // dispatcher.
 template <auto kOp>
@@ -26,7 +30,7 @@ struct UnlessTorch;
 template <typename... Args, void (*kOp)(Args...)>
 struct UnlessTorch<kOp> {
   static bool call(Args... args) {
-    if (torch_has_to_see_it()) return true;
+    if (torch_has_to_see_it() || (may_be_lazy(args) || ...)) return true;
     kOp(args...);
     return false;
   }
@@ -55,6 +59,10 @@ std::string str(const Parts&... parts) {
 
 // "[3, 4]"
 std::string shape_text(const int64_t* sizes, size_t count);
+
+// The end of messages about strides: following "call .contiguous()" would lose what an op writes.
+constexpr const char* kCopyForReads =
+    "; .contiguous() makes a copy, for tensors that are only read";
 
 // A tensor argument with the names for messages about it.
 struct Tensor {
@@ -88,7 +96,7 @@ struct Tensor {
 
   void same_dtype(const Tensor& other) const;
   void same_device(const Tensor& other) const;
-  void contiguous(const char* cure = "call .contiguous()") const;
+  void contiguous(const char* cure = kCopyForReads) const;
   i64 stride(int dim) const;  // in items
   // The items of the dimensions from `row_dim` on. ValueError unless they are contiguous.
   i64 row_items(int row_dim) const;
