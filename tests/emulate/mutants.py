@@ -71,7 +71,9 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("static_cast<u64>(block) - whole * side.num_parts", "whole"),
         ("if (row_bytes == 0) row_bytes = entry->piece_bytes;", "row_bytes = 16;"),
         ("u64(row) * static_cast<u64>(side.row_stride)", "0"),
+        ("if (kLinesOf == kHostTarget && p.pace_ns > 0)", "if (false)"),
     ),
+    ("copy_blocks", "ops/system_memory.cuh"): (("due_ns += pace_ns;", ""),),
     ("index", "ops/index.cu"): (
         ("bool inside = row >= 0", "bool inside = row >= -1"),
         ("row < p.num_rows && group.offset(c)", "row < p.num_rows && 16 + group.offset(c)"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
-from buffers import random_bytes
+from buffers import out_of_range, random_bytes
 from torch import Tensor
 
-from jitkern import h2d_gather, indexing, store_cache
+from jitkern import BlockBuffers, copy_blocks, h2d_gather, indexing, store_cache
 
 GIB = 1 << 30
 # Just below and above each power of two at which some integer type ends, in rows and in bytes.
@@ -55,17 +56,65 @@ def store_and_look(*caches: Tensor) -> Iterator[tuple[Tensor, Tensor, list[int]]
         yield cache, new, rows
 
 
+def zeros_on(device: torch.device, size: int) -> Tensor:
+    if device.type == "cpu":
+        return sparse(size)
+    if torch.cuda.mem_get_info()[0] < 2 * size + GIB:
+        pytest.skip(f"needs {2 * size >> 30} GiB of free GPU memory")
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
 @pytest.mark.parametrize(("row_bytes", "total_bytes"), [(1, 5 * GIB), (656, 6 * GIB)])
-def test_store_and_index_far_rows(row_bytes: int, total_bytes: int) -> None:
+def test_store_and_index_far_rows(device: torch.device, row_bytes: int, total_bytes: int) -> None:
     num_rows = total_bytes // row_bytes
     k_cache, v_cache = (
-        sparse(total_bytes)[: num_rows * row_bytes].view(num_rows, row_bytes) for _ in "kv"
+        zeros_on(device, total_bytes)[: num_rows * row_bytes].view(num_rows, row_bytes)
+        for _ in "kv"
     )
     for cache, _, rows in store_and_look(k_cache, v_cache):
         for row in aliases(rows, row_bytes, num_rows):
             assert not cache[row].any(), f"row {row}"
-    with pytest.raises(IndexError, match=f"index {num_rows} at position 0"):
-        indexing(k_cache, torch.tensor([num_rows]))
+    with out_of_range(device, f"index {num_rows} at position 0"):
+        indexing(k_cache, torch.tensor([num_rows], device=device))
+
+
+BLOCK_BYTES = 64 << 10
+NUM_BLOCKS = 6 * GIB // BLOCK_BYTES
+# The far side, and its layers as [blocks, bytes] tensors.
+FAR_SIDES: dict[str, Callable[[Tensor], tuple[Any, Sequence[Tensor]]]] = {
+    "layers first": lambda far: (
+        far.view(3, NUM_BLOCKS // 3, -1).transpose(0, 1),
+        far.view(3, NUM_BLOCKS // 3, -1).unbind(0),
+    ),
+    "blocks first": lambda far: (
+        far.view(NUM_BLOCKS, 4, -1),
+        far.view(NUM_BLOCKS, 4, -1).unbind(1),
+    ),
+    "one layer": lambda far: (far.view(NUM_BLOCKS, 1, -1), [far.view(NUM_BLOCKS, -1)]),
+    "list of parts": lambda far: (
+        BlockBuffers([far.view(NUM_BLOCKS // 2, 2, -1)], block_dims=2),
+        [far.view(NUM_BLOCKS, -1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("side", FAR_SIDES)
+def test_blocks_beyond_4_gib(device: torch.device, side: str) -> None:
+    far, layers = FAR_SIDES[side](zeros_on(device, 6 * GIB))
+    blocks = far_rows(len(layers[0]), BLOCK_BYTES)
+    shape = (len(blocks), len(layers), layers[0].shape[1])
+    near = random_bytes(torch.Size(shape).numel(), 1).view(shape).clamp_(1).to(device)
+    numbers = torch.arange(len(blocks))
+    there = torch.stack([numbers, torch.tensor(blocks)], dim=1)
+    for on in {torch.device("cpu"), device}:
+        copy_blocks(near, far, there.to(on), src_block_dim=0, dst_block_dim=0)
+        for i, layer in enumerate(layers):
+            assert torch.equal(torch.stack([layer[block] for block in blocks]), near[:, i])
+            for block in aliases(blocks, BLOCK_BYTES, len(layer)):
+                assert not layer[block].any(), block
+        back = torch.zeros_like(near)
+        copy_blocks(far, back, there.flip(1).to(on), src_block_dim=0, dst_block_dim=0)
+        assert torch.equal(back, near)
 
 
 def test_gather_to_and_from_far_rows() -> None:

@@ -5,17 +5,21 @@ Uploads of pairs without a GPU: tests/launch_child.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
 from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 from buffers import INT_DTYPES, Buffer, make_buffer, random_bytes, synchronize
+from fake_gpu import OnCuda
 from ref import ref_h2d_gather
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from jitkern import d2h_scatter, h2d_gather
+from jitkern import copy_blocks, d2h_scatter, h2d_gather
 
 METHODS = ["auto", "sm"]
 
@@ -137,6 +141,44 @@ def kernels_of(call: Any) -> list[str]:
         call()
         torch.cuda.synchronize()
     return [event.key for event in seen.key_averages() if event.key.startswith("jitkern")]
+
+
+@pytest.mark.parametrize("op", [h2d_gather, d2h_scatter, copy_blocks])
+def test_pairs_on_another_gpu(op: Any) -> None:
+    """Checked before a driver is needed."""
+    host, gpu = torch.zeros(3, 1, 8), tvm_ffi.from_dlpack(OnCuda(torch.zeros(3, 1, 8)))
+    pairs = tvm_ffi.from_dlpack(OnCuda(torch.zeros(1, 2, dtype=torch.int64), 1))
+    text = f"^{op.__name__}: pairs: device cuda:1, expected cuda:0 as in "
+    with pytest.raises(ValueError, match=text):
+        op(*((gpu, host) if op is d2h_scatter else (host, gpu)), pairs)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("pairs_on", ["cpu", "cuda"])
+def test_another_thread_captures(pairs_on: str) -> None:
+    """In torch's default mode its allocator may raise in this thread; the call does, or works."""
+    src = host_rows(40_000)
+    dst = gpu_rows(40_000).view
+    pairs = pairs_of(40_000, 40_000, 40_000).to(pairs_on)
+    outcomes: list[Any] = []
+
+    def gather() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                h2d_gather(src, dst, pairs)
+            outcomes.append(None)
+        except Exception as error:
+            outcomes.append(error)
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    thread = threading.Thread(target=gather, daemon=True)
+    with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        thread.start()
+        thread.join(60)
+    assert outcomes, "the call hangs"
+    h2d_gather(src, dst, pairs)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.cuda

@@ -46,9 +46,10 @@ def d2h_scatter(
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
     The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over the link,
-    asynchronously on the current stream. The host may read ``dst`` once the stream has passed the
-    call. Calls that sort their pairs take scratch memory from PyTorch's caching allocator. With
-    ``pairs`` on the GPU a CUDA graph may capture the call.
+    asynchronously on the current stream. Keep ``dst`` allocated until the stream has passed the
+    call, and read it then: PyTorch hands out freed pinned memory again at once. Calls that sort
+    their pairs take scratch memory from PyTorch's caching allocator. With ``pairs`` on the GPU a
+    CUDA graph may capture the call.
 
     Parameters
     ----------
