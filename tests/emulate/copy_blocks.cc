@@ -184,7 +184,7 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   on_system_fence = nullptr;
   const i64 batches =
       ceil_div(last * num_layers * num_rows * params.num_segments, COPY_BLOCKS_WRITE_IN_FLIGHT);
-  const i64 waits = ceil_div(batches, i64(blocks) * 2) - 1;  // of the warp with the most batches
+  const i64 waits = i64(ceil_div(batches, i64(blocks) * 2)) - 1;  // the most of a warp
   if (lines_of_dst && i64(nanoseconds() - begin_ns) < waits * params.pace_ns) {
     fail("batches follow each other faster than the pace");
   }

@@ -194,9 +194,8 @@ class LayerSignals:
         self.device: torch.device = device_arg("LayerSignals", "device", device)
         on_gpu = self.device.type == "cuda"
         with torch.inference_mode(False):
-            how = {"dtype": torch.int32, "device": "cpu"}
-            flags = torch.zeros(self.num_layers, **how, pin_memory=on_gpu)
-            num_past = torch.zeros(self.num_layers, **{**how, "device": self.device})
+            flags = torch.zeros(num_layers, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+            num_past = torch.zeros(num_layers, dtype=torch.int32, device=self.device)
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams
         module: Any = host.module()

@@ -53,7 +53,7 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
         keys = [_writable(key) for key in (x, y)]
         if keys[0] is x and keys[1] is y:
             name_unreadable(error, "fast_compare_key", x=x, y=y)
-        return call(*keys, start, page_size)
+        return call(keys[0], keys[1], start, page_size)
 
 
 def _writable(key: Any) -> Any:
