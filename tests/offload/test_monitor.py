@@ -169,7 +169,8 @@ def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
 test_mistakes = refusals(
     OverlapMonitor,
     {},
-    ({"window": 0}, ValueError, "window: 0, expected at least 1"),
+    ({"window": 0}, ValueError, "window: 0, expected 1 to 2147483647"),
+    ({"on_alarm": 3}, TypeError, "on_alarm: int, expected a callable or None"),
     ({"window": 2.5}, TypeError, "window: float, expected an int"),
     ({"min_ratio": -1}, ValueError, "min_ratio: -1, expected 0 or more"),
     ({"min_ratio": math.nan}, ValueError, "min_ratio: nan, expected 0 or more"),

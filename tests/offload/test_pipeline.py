@@ -221,9 +221,9 @@ def test_two_runs_at_once(pipeline: SlotPipeline) -> None:
     check_is_ready(pipeline)
     with pipeline:
         text = "SlotPipeline: inside `with pipeline:` already; leave it first"
-        refused(text, pipeline.__enter__, pipeline.close)
+        refused(text, pipeline.__enter__)
         for _ in pipeline.load(blocks, copy=bring):
-            refused(NOT_OVER, lambda: next(iter(pipeline.store(blocks, copy=take))))
+            refused(NOT_OVER, lambda: next(iter(pipeline.store(blocks, copy=take))), pipeline.close)
 
 
 def in_thread(call: Callable[[], object]) -> BaseException | None:
@@ -245,8 +245,9 @@ def test_another_thread(pipeline: SlotPipeline) -> None:
     seen += [slot.block for slot in slots]
     assert [id(block) for block in seen] == [id(block) for block in blocks]
     with pipeline:
-        error = in_thread(run)
-        assert isinstance(error, RuntimeError) and str(error) == OTHER_THREAD
+        for use in (run, pipeline.close):
+            error = in_thread(use)
+            assert isinstance(error, RuntimeError) and str(error) == OTHER_THREAD
     assert in_thread(run) is None  # one after the other is fine
 
 
@@ -289,6 +290,36 @@ def test_an_interrupt_inside_leaves_it_broken_at_worst(device: torch.device, whe
         torch.cuda.set_stream(torch.cuda.default_stream())
     with pytest.raises(RuntimeError, match="the pipeline is closed"):
         list(pipeline.load(blocks, copy=bring))
+
+
+def test_close_ends_a_session_whose_body_never_began(device: torch.device) -> None:
+    """Ctrl-C may come between `with pipeline:` and its body: `__exit__` is not called then."""
+    pipeline, blocks = pipeline_of(device), host_blocks(5, device)
+    pipeline.__enter__()
+    pipeline.close()
+    assert device.type == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
+    with pytest.raises(RuntimeError, match="the pipeline is closed"):
+        list(pipeline.load(blocks, copy=bring))
+    pipeline = pipeline_of(device)
+    with pipeline:  # in a body, and its end does nothing
+        list(pipeline.update(blocks, load=bring, store=take))
+        pipeline.close()
+    assert device.type == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
+    with pytest.raises(RuntimeError, match="the pipeline is closed"), pipeline:
+        pass
+
+
+@pytest.mark.parametrize(("name", "how", "text"), [
+    ("load", {"blocks": None, "copy": bring}, "blocks: None, expected an iterable"),
+    ("store", {"blocks": 3, "copy": bring}, "blocks: int, expected an iterable"),
+    ("load", {"blocks": [], "copy": None},
+     "copy: None, expected a callable of a tensor and a block"),
+    ("update", {"blocks": [], "load": bring, "store": 3},
+     "store: int, expected a callable of a tensor and a block"),
+])  # fmt: skip
+def test_mistakes_of_a_run(name: str, how: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^SlotPipeline.{name}: {text}$"):
+        getattr(pipeline_of(torch.device("cpu")), name)(**how)
 
 
 test_mistakes = refusals(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from buffers import INT_DTYPES, bytes_of, distinct, out_of_range, random_bytes, synchronize
@@ -387,12 +388,24 @@ def test_wrong_addresses_and_signals() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'{name}: {text}')}$"):
             make(*wrong)
-    with pytest.raises(ValueError, match="LayerSignals: num_layers: 0, expected at least 1"):
-        LayerSignals(0, "cpu")
-    with pytest.raises(TypeError, match="LayerSignals: num_layers: float, expected an int"):
-        LayerSignals(2.0, "cpu")  # type: ignore[arg-type]
-    with pytest.raises(IndexError, match=r"LayerSignals\.done: layer: 2, expected 0 to 1"):
-        LayerSignals(2, "cpu").done(2)
+    wrong_signals: list[tuple[Any, Any, type[Exception], str]] = [
+        (0, "cpu", ValueError, "num_layers: 0, expected 1 to 1048576"),
+        (2.0, "cpu", TypeError, "num_layers: float, expected an int"),
+        (2, "meta", ValueError, "device: meta, expected a GPU or the CPU"),
+        (2, 1.5, ValueError, "device: 1.5, expected a GPU or the CPU"),
+    ]
+    for num_layers, device, kind, text in wrong_signals:
+        with pytest.raises(kind, match=f"^LayerSignals: {re.escape(text)}$"):
+            LayerSignals(num_layers, device)
+    with torch.device("meta"):  # torch's default device
+        signals = LayerSignals(numpy.int64(2), "cpu")
+    signals.done(numpy.int64(1))
+    for layer, kind in ((2, IndexError), (-1, IndexError), (1.0, TypeError), (None, TypeError)):
+        for call in (signals.done, signals.wait):
+            with pytest.raises(kind, match=r"^LayerSignals\.(done|wait): layer: .*, expected"):
+                call(layer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^LayerSignals\.wait: stream: int, expected a Stream or"):
+        signals.wait(0, 7)  # type: ignore[arg-type]
 
 
 def test_a_list_keeps_the_memory_of_its_tensors() -> None:

@@ -12,7 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from jitkern.args import choice_arg, device_arg, dtype_arg, int_arg, optional_arg, shape_arg
+from jitkern.args import (
+    choice_arg,
+    device_arg,
+    dtype_arg,
+    int_arg,
+    optional_arg,
+    shape_arg,
+    type_text,
+)
 from jitkern.offload import memory
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.copy_blocks import copy_blocks
@@ -21,6 +29,8 @@ Blocks = int | Sequence[int] | Tensor
 """Numbers of blocks or slots."""
 
 _CALL = "OffloadEngine"
+_MAX_COUNT = 2**31 - 1
+_PLACES: Any = object()  # in place of slots: the blocks of the caller's tensor, in order
 _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 
 
@@ -83,10 +93,10 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         pool: PinnedPool | None = None,
         method: Literal["auto", "sm", "engine"] = "auto",
     ) -> None:
-        self.num_layers: int = int_arg(_CALL, "num_layers", num_layers, 1)
-        self.num_cpu_blocks: int = int_arg(_CALL, "num_cpu_blocks", num_cpu_blocks, 1)
-        self.num_slots: int = int_arg(_CALL, "num_slots", num_slots, 1)
-        self.block_size: int = int_arg(_CALL, "block_size", block_size, 1)
+        self.num_layers: int = int_arg(_CALL, "num_layers", num_layers, 1, _MAX_COUNT)
+        self.num_cpu_blocks: int = int_arg(_CALL, "num_cpu_blocks", num_cpu_blocks, 1, _MAX_COUNT)
+        self.num_slots: int = int_arg(_CALL, "num_slots", num_slots, 1, _MAX_COUNT)
+        self.block_size: int = int_arg(_CALL, "block_size", block_size, 1, _MAX_COUNT)
         self.token_shape: tuple[int, ...] = shape_arg(_CALL, "token_shape", token_shape)
         self.dtype: torch.dtype = dtype_arg(_CALL, dtype)
         self.device: torch.device = device_arg(_CALL, "device", device)
@@ -175,13 +185,13 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         one layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for ``"mla"``. n is
         at least the number of blocks. See ``load`` for the rest.
         """
-        self._copy("load_blocks_into", True, None, blocks, layer, tensor=tensor)
+        self._copy("load_blocks_into", True, _PLACES, blocks, layer, tensor=tensor)
 
     def store_blocks_from(
         self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
         """Copy place i of a tensor to block ``blocks[i]``: the reverse of ``load_blocks_into``."""
-        self._copy("store_blocks_from", False, None, blocks, layer, tensor=tensor)
+        self._copy("store_blocks_from", False, _PLACES, blocks, layer, tensor=tensor)
 
     # Names that other engines use.
     load_to_slot_all_layers = load
@@ -237,7 +247,7 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         num_tokens: Any = None,
         tensor: Any = None,
     ) -> None:
-        """Copy between blocks and slots; or places of `tensor` if `slots` is None."""
+        """Copy between blocks and slots, or places of `tensor`."""
         call = f"{_CALL}.{name}"
         if not self._is_open:
             raise RuntimeError(f"{call}: the engine is closed; make another one")
@@ -246,7 +256,7 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         if num_tokens is not None:
             num_tokens = int_arg(call, "num_tokens", num_tokens, 1, self.block_size)
         gpu, cpu = self._sides(layer, num_tokens)
-        if slots is None:
+        if slots is _PLACES:
             gpu = self._flat(call, tensor, layer)
         slots, blocks = self._numbers(call, slots, blocks, gpu.shape[1])
         dim, method = self._block_dim, self._method
@@ -290,17 +300,21 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
             raise ValueError(f"{call}: tensor: {text}") from None
 
     def _numbers(self, call: str, slots: Any, blocks: Any, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Return numbers of slots and of blocks as vectors; slots of None count from 0.
+        """Return numbers of slots and of blocks as vectors.
 
         Numbers on the host are checked here, those on the GPU by the kernel.
         """
         if any(getattr(side, "is_cuda", False) for side in (slots, blocks)):
-            if slots is None:
-                slots = torch.arange(len(blocks), dtype=blocks.dtype, device=blocks.device)
+            if slots is _PLACES:
+                slots = torch.arange(blocks.numel(), dtype=blocks.dtype, device=blocks.device)
+            for name, side in (("slots", slots), ("blocks", blocks)):
+                if not getattr(side, "is_cuda", False):
+                    text = f"{type_text(side)} on the host, expected both or neither on the GPU"
+                    raise TypeError(f"{call}: {name}: {text}")
             return slots, blocks
         block_numbers = _host_numbers(call, "blocks", blocks, self.num_cpu_blocks)
         count = len(block_numbers)
-        if slots is None:
+        if slots is _PLACES:
             if count > num_slots:
                 text = f"{count} numbers, expected at most {num_slots}, the blocks of tensor"
                 raise ValueError(f"{call}: blocks: {text}")
@@ -314,7 +328,12 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
 
 def _host_numbers(call: str, name: str, values: Any, bound: int) -> Tensor:
     """Return a copy of numbers on the host, each below `bound` and not repeated."""
-    items = values.tolist() if hasattr(values, "tolist") else values
+    expected = "an int, a sequence of ints or a tensor"
+    try:
+        items = values.tolist() if hasattr(values, "tolist") else values
+    except RuntimeError:  # such as a tensor on "meta"
+        text = f"a tensor without readable memory, expected {expected}"
+        raise TypeError(f"{call}: {name}: {text}") from None
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         items = [items]
     try:
@@ -323,7 +342,6 @@ def _host_numbers(call: str, name: str, values: Any, bound: int) -> Tensor:
         numbers = array("q", items)
     except TypeError:
         kinds = ", ".join(sorted({type(item).__name__ for item in items} - {"int"}))
-        expected = "an int, a sequence of ints or a tensor"
         raise TypeError(f"{call}: {name}: {kinds}, expected {expected}") from None
     except OverflowError:
         text = f"{max(items, key=abs)}, expected 0 to {bound - 1}"

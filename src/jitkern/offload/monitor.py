@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from jitkern.args import int_arg, number_arg
+from jitkern.args import int_arg, number_arg, type_text
 from jitkern.offload.depth import Iteration
 
 _log = logging.getLogger("jitkern.offload")
@@ -75,9 +75,12 @@ class OverlapMonitor:
         on_alarm: Callable[[OverlapSnapshot], object] | None = None,
         name: str = "pipeline",
     ) -> None:
-        self._window = int_arg(_CALL, "window", window, 1)
+        self._window = int_arg(_CALL, "window", window, 1, 2**31 - 1)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
-        self._on_alarm, self._name = on_alarm, name
+        if on_alarm is not None and not callable(on_alarm):
+            text = f"{type_text(on_alarm)}, expected a callable or None"
+            raise TypeError(f"{_CALL}: on_alarm: {text}")
+        self._on_alarm, self._name = on_alarm, str(name)
         # _attach sets these.
         self._pipeline: Callable[[], Any] = lambda: None
         self._slot_bytes = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from jitkern.args import device_arg, dtype_arg, int_arg, optional_arg, shape_arg
+from jitkern.args import device_arg, dtype_arg, int_arg, optional_arg, shape_arg, type_text
 from jitkern.host import library as host
 from jitkern.offload.depth import DepthController
 from jitkern.offload.monitor import OverlapMonitor
@@ -231,21 +231,21 @@ class SlotPipeline:
             At the first ``next``: the pipeline is closed or broken, in use by another thread, or
             has an active run.
         """
-        return Run(partial(self._iterate, blocks, copy, None))
+        return self._new_run("load", blocks, {"copy": copy}, copy, None)
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
         """Let the body write each slot, and copy the slot to its block afterwards.
 
         ``copy(slot.tensor, block)`` queues that copy; see ``load`` for the rest.
         """
-        return Run(partial(self._iterate, blocks, None, copy))
+        return self._new_run("store", blocks, {"copy": copy}, None, copy)
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
         """Copy blocks into slots, let the body change them, and copy them back.
 
         A block is loaded before earlier blocks are stored: they must not share memory.
         """
-        return Run(partial(self._iterate, blocks, load, store))
+        return self._new_run("update", blocks, {"load": load, "store": store}, load, store)
 
     def fork(self) -> None:
         """Make later copies wait for all work queued on the compute stream.
@@ -259,14 +259,17 @@ class SlotPipeline:
     def close(self) -> None:
         """Free the slots' memory without waiting; a second call does nothing.
 
-        RuntimeError if a run is active.
+        Inside ``with pipeline:`` it ends the session. RuntimeError if a run is active, or another
+        thread is inside ``with pipeline:``.
         """
         if self._is_closed:
             return
-        if not self._session.acquire(blocking=False) and not self._is_broken():
+        # Ctrl-C may come between `with pipeline:` and its body, which nothing can tell from a body.
+        is_free = self._session.acquire(blocking=False)
+        if not is_free and (self._active_run() is not None or self._is_in_other_thread()):
             raise RuntimeError(f"{_CALL}: {self._why_busy()}")
-        self._is_closed = True  # the session stays acquired
-        self._streams.leave()  # in case an exception interrupted the end of a session
+        self._is_closed, self._in_with = True, False  # the session stays acquired
+        self._streams.leave()  # if the end of a session was cut short, or has not come
         self._all.clear()
         self._free.clear()
 
@@ -286,13 +289,26 @@ class SlotPipeline:
                 run.close()
         finally:
             self._in_with = False
-            self._end()
+            if not self._is_closed:
+                self._end()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"{self.depth} slots"
         return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
     # -- runs --------------------------------------------------------------------------------------
+
+    def _new_run(
+        self, name: str, blocks: Any, copies: dict[str, Any], load: Copy | None, store: Copy | None
+    ) -> Run:
+        if not hasattr(blocks, "__iter__") and not hasattr(blocks, "__getitem__"):
+            text = f"{type_text(blocks)}, expected an iterable"
+            raise TypeError(f"{_CALL}.{name}: blocks: {text}")
+        for argument, copy in copies.items():
+            if not callable(copy):
+                text = f"{type_text(copy)}, expected a callable of a tensor and a block"
+                raise TypeError(f"{_CALL}.{name}: {argument}: {text}")
+        return Run(partial(self._iterate, blocks, load, store))
 
     def _iterate(
         self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]
@@ -392,6 +408,9 @@ class SlotPipeline:
 
     def _is_inside(self) -> bool:
         return self._in_with and self._thread == threading.get_ident()
+
+    def _is_in_other_thread(self) -> bool:
+        return self._in_with and self._thread != threading.get_ident()
 
     def _is_broken(self) -> bool:
         """Return whether a held session has no owner that would end it."""

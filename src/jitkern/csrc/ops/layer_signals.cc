@@ -82,20 +82,12 @@ tvm::ffi::ObjectRef make_layer_signals(tvm::ffi::Tensor flags, tvm::ffi::Tensor 
       tvm::ffi::make_object<LayerSignals>(std::move(flags), std::move(num_past)));
 }
 
-i64 layer_arg(const char* name, const LayerSignals& signals, int64_t layer) {
-  if (is_below(layer, signals.num_layers())) return layer;
-  raise_error("IndexError", str(name, ": layer: ", static_cast<i64>(layer), ", expected 0 to ",
-                                signals.num_layers() - 1));
-}
-
 void wait_layer_signal(AnyView signals, int64_t layer, int64_t stream) {
-  LayerSignals& own = *LayerSignals::of(signals);
-  own.wait(layer_arg("LayerSignals.wait", own, layer), reinterpret_cast<CUstream>(stream));
+  LayerSignals::of(signals)->wait(layer, reinterpret_cast<CUstream>(stream));
 }
 
 bool is_layer_done(AnyView signals, int64_t layer) {
-  const LayerSignals& own = *LayerSignals::of(signals);
-  return own.is_done(layer_arg("LayerSignals.done", own, layer));
+  return LayerSignals::of(signals)->is_done(layer);
 }
 
 }  // namespace
