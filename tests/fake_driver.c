@@ -390,7 +390,7 @@ CUresult cuStreamIsCapturing(void* stream, int* status) {
   return *status = capturing || stream_of(stream)->capture != 0, 0;
 }
 CUresult cuCtxSynchronize(void) {
-  if (capturing) return 900;
+  if (capturing || capture != 0) return 900;
   return say("synchronize %d\n", (int)(intptr_t)current - 1), 0;
 }
 CUresult cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {

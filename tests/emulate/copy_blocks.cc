@@ -1,6 +1,60 @@
 // copy_blocks between lists of buffers: any address per layer, parts, rows, sizes that differ,
 // pairs as two vectors, and a flag for each layer once all of its bytes are there.
+#include <jitkern/copy.cuh>
+
+#include <cstring>
+#include <map>
+#include <vector>
+
+namespace emulate {
+
+// Stores as a GPU may delay them: a fence publishes those of its warp, whose lanes __syncwarp
+// orders, to the device; a system fence of any thread publishes all that is on the device.
+struct DelayedStores {
+  struct Store {
+    char* to;
+    char bytes[16];
+    int num_bytes;
+  };
+  bool is_on = false;
+  std::map<jitkern::i64, std::vector<Store>> by_warp;
+  std::vector<Store> on_device;
+
+  void fence() {
+    std::vector<Store>& own = by_warp[jitkern::thread_number() / 32];
+    on_device.insert(on_device.end(), own.begin(), own.end());
+    own.clear();
+  }
+  void system_fence() {
+    for (const Store& store : on_device) std::memcpy(store.to, store.bytes, store.num_bytes);
+    on_device.clear();
+  }
+  // At the end of a kernel.
+  void finish() {
+    for (auto& [warp, own] : by_warp) on_device.insert(on_device.end(), own.begin(), own.end());
+    by_warp.clear();
+    system_fence();
+  }
+};
+inline DelayedStores delayed;
+
+}  // namespace emulate
+
+namespace jitkern {
+
+template <int kBytes>
+void store_vec_or_delay(char* to, Vec<kBytes> value) {
+  if (!emulate::delayed.is_on) return store_vec<kBytes>(to, value);
+  emulate::DelayedStores::Store store{to, {}, kBytes};
+  std::memcpy(store.bytes, &value, kBytes);
+  emulate::delayed.by_warp[thread_number() / 32].push_back(store);
+}
+
+}  // namespace jitkern
+
+#define store_vec store_vec_or_delay
 #include "ops/copy_blocks.cu"
+#undef store_vec
 
 #include "pairs.h"
 
@@ -163,8 +217,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
     params.signals = {flags.words(), num_past.words(), kValue, static_cast<u32>(num_flags)};
     for (i64 i = 0; i < num_flags; ++i) flags.expect(i, kValue);
   }
-  // At each fence: what is signalled is there.
-  on_system_fence = [&] {
+  // What is signalled is there.
+  const auto check_signals = [&] {
     for (i64 layer = 0; signals && layer < num_layers; ++layer) {
       if (flags.words()[layer / (num_layers / num_flags)] != kValue) continue;
       for (i64 block = 0; block < dst.num_blocks; ++block) {
@@ -179,15 +233,23 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
     }
   };
   const unsigned blocks = random.pick({1u, 3u});
+  delayed.is_on = signals;
+  on_fence = [&] { delayed.fence(); };
+  on_system_fence = [&] {
+    delayed.system_fence();
+    check_signals();
+  };
   const u64 begin_ns = nanoseconds();
   run_kernel(kernel, {blocks}, 64, random, params);
-  on_system_fence = nullptr;
+  on_fence = on_system_fence = nullptr;
   const i64 batches =
       ceil_div(last * num_layers * num_rows * params.num_segments, COPY_BLOCKS_WRITE_IN_FLIGHT);
   const i64 waits = i64(ceil_div(batches, i64(blocks) * 2)) - 1;  // the most of a warp
   if (lines_of_dst && i64(nanoseconds() - begin_ns) < waits * params.pace_ns) {
     fail("batches follow each other faster than the pace");
   }
+  check_signals();
+  delayed.finish();
   for (RowBuffer& buffer : dst.buffers) buffer.check();
   for (RowBuffer& buffer : src.buffers) buffer.check();
   check_all(pairs, sources, targets, fault, flags, num_past);

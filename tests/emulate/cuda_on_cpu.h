@@ -41,11 +41,14 @@ inline dim3 gridDim, blockDim, blockIdx, threadIdx;
 // ---- memory ----------------------------------------------------------------------------------
 
 namespace emulate {
-// Called at a fence of the whole system, where stores have to be seen by then.
-inline std::function<void()> on_system_fence;
+// Called at each fence, and after that at a fence of the whole system.
+inline std::function<void()> on_fence, on_system_fence;
 }  // namespace emulate
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (emulate::on_fence) emulate::on_fence();
+}
 inline void __threadfence_system() {
   __threadfence();
   if (emulate::on_system_fence) emulate::on_system_fence();

@@ -65,6 +65,8 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("if (layer == 0 && row == 0 && segment == 0) {", "if (layer == 1) {"),
         ("== num_warps - 1", "== num_warps - 2"),
         ("signals.num_past[num_told] = 0;", ""),
+        ("__threadfence();  // orders this warp's stores before its count", ""),
+        ("__threadfence_system();          // orders all warps' stores before the flag", ""),
         ("is_last ? num_segments : u64(batch) * kInFlight", "num_segments"),
         ("next >= (num_told + 1) * each", "next > num_told * each"),
         ("layer_first ? fast : slow;", "slow;"),

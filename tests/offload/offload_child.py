@@ -29,9 +29,16 @@ from jitkern.offload import DescriptorRing, PinnedPool, memory, ring
 # -- PinnedPool
 
 MIB = 1 << 20
+STREAMS = [41, 0, 42]  # torch's
+CAPTURED = STREAMS[0]
+driver.fake_trace.restype = ctypes.c_char_p
 SIZE = 8 * MIB
 REGISTERED = f"register {SIZE}, flags 3, on 0\n"
 FREED = f"synchronize 0\nunregister {SIZE}\n"
+
+
+def capture(begins: int) -> int:
+    return int(driver.fake_capture_of(ctypes.c_void_p(CAPTURED), begins))
 
 
 def check_registered_once_and_freed_with_its_last_tensor() -> None:
@@ -82,16 +89,30 @@ def check_a_capture_keeps_it_open() -> None:
     pool = PinnedPool(SIZE)
     tensor = pool.tensor()
     address = tensor.data_ptr()
-    driver.fake_capture(1)
+    capture(1)
     try:
-        raises(RuntimeError, "jitkern: cuCtxSynchronize: .*", pool.close)
-        assert "unregister" not in log()
-        assert pool.stats.is_registered
-        del pool, tensor
-        gc.collect()
-        assert "unregister" not in log() and is_mapped(address)
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), CAPTURED):
+            raises(RuntimeError, "PinnedPool.close: a graph is captured here; .*", pool.close)
+            assert "unregister" not in log()
+            assert pool.stats.is_registered
+            del pool, tensor
+            gc.collect()
+            assert "unregister" not in log() and is_mapped(address)
     finally:
-        driver.fake_capture(0)
+        capture(0)
+
+
+def check_another_threads_capture_goes_on() -> None:
+    """It waits for all other streams of torch, as cuCtxSynchronize would break the capture."""
+    pool = PinnedPool(SIZE)
+    log()
+    capture(1)
+    driver.fake_trace()
+    pool.close()
+    waited_for = re.findall(r"record (\d+) 0 ", bytes(driver.fake_trace()).decode())
+    assert waited_for == [str(stream) for stream in STREAMS if stream != CAPTURED]
+    assert log() == f"unregister {SIZE}\n"
+    assert capture(0) == 1
 
 
 def check_a_forked_child_leaves_it_alone() -> None:
@@ -263,6 +284,7 @@ def pretend() -> None:
     fake.current_device = lambda: 0
     fake.current_stream = lambda device: Stream
     memory._node_of_gpu = lambda: None
+    memory._torch_streams = lambda: STREAMS
     ring._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
     fake.Stream = None
     fake.ExternalStream = OwnStream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -308,6 +309,22 @@ def test_numbers_on_both_sides() -> None:
         for slots, blocks, name in ((numbers, [0], "blocks"), (0, numbers, "slots")):
             with pytest.raises(TypeError, match=f"load: {name}: .* on the host, expected both or"):
                 engine.load(slots, blocks)
+
+
+@pytest.mark.cuda
+def test_a_pool_is_closed_beside_a_capture_of_another_thread() -> None:
+    pool, x = PinnedPool(1 << 20), torch.zeros(8, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        ThreadPoolExecutor(1) as threads,
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        x.add_(1)
+        threads.submit(pool.close).result(60)
+        x.add_(1)
+    graph.replay()
+    assert x.eq(2).all()
 
 
 @pytest.mark.cuda

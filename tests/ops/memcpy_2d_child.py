@@ -71,7 +71,7 @@ def check_no_copy_spans_two_registrations() -> None:
 
 def check_rows_of_a_pool() -> None:
     pool = memory.PinnedMemory(8192)
-    pool._register(0)
+    pool._register(0, [])
     log()
     memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4056:], 64, 128, 64, 2, "h2d")
     assert log() == "copy 2 x 64, pitches 64 128, types 2 1, on 0\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -250,6 +251,15 @@ def test_signals_of_an_empty_copy(device: torch.device) -> None:
             assert all(map(signals.done, range(LAYERS)))
 
 
+def test_a_copy_that_fails_signals_nothing() -> None:
+    """On the CPU the flags are set after the copy."""
+    src, dst, *_ = sides(CPU, "h2d", make_page_first, 64)
+    signals = LayerSignals(LAYERS, CPU)
+    with pytest.raises(IndexError):
+        copy_blocks(src, dst, torch.tensor([[0, BLOCKS]]), src_block_dim=0, signals=signals)
+    assert not any(map(signals.done, range(LAYERS)))
+
+
 @pytest.mark.cuda
 def test_signals_are_refused_in_a_graph() -> None:
     device = torch.device("cuda")
@@ -281,6 +291,24 @@ def test_signals_are_of_one_copy_at_a_time() -> None:
     with pytest.raises(ValueError, match=text):
         copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
     torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+def test_freed_signals_keep_their_memory_until_the_copy_has_ended() -> None:
+    """Otherwise the copy would set flags in memory that torch has given to others."""
+    device = torch.device("cuda")
+    src, dst, *_ = sides(device, "h2d", make_page_first, 64)
+    pairs = torch.tensor([[1, 1]], device=device)
+    signals = LayerSignals(LAYERS, device)
+    copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)  # loads the kernel
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
+    del signals
+    gc.collect()
+    others = [torch.zeros(LAYERS, dtype=torch.int32, pin_memory=True) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert not any(other.any() for other in others)
 
 
 def rows(*shape: int, **how: Any) -> Tensor:

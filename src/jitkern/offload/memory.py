@@ -73,7 +73,7 @@ class PinnedMemory:
             return
         begin = time.perf_counter()
         try:
-            self._register(torch.cuda.current_device())
+            self._register(torch.cuda.current_device(), _torch_streams())
         except RuntimeError as error:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
@@ -94,6 +94,14 @@ def _close_all() -> None:
     """Unregister before CUDA shuts down."""
     for memory in list(_registered):
         memory.close()
+
+
+def _torch_streams() -> list[int]:
+    """Return the handles of all streams that torch uses on the current GPU; 0 is its default."""
+    # torch hands out 32 streams of each of 4 priorities, in turn.
+    make: Any = torch.cuda.Stream
+    streams = [make(priority=priority) for priority in range(-3, 1) for _ in range(32)]
+    return [0, *{stream.cuda_stream for stream in streams}]
 
 
 def _node_of_gpu() -> int | None:

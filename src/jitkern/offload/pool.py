@@ -147,7 +147,8 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         """Wait for the GPUs and unregister the memory; a second call does nothing.
 
         Tensors stay valid on the CPU and keep the memory; ops that pass one to a GPU raise. While
-        a stream is being captured it raises RuntimeError, and the pool stays open.
+        torch's current stream is captured it raises RuntimeError, and the pool stays open. While
+        another stream is, only torch's other streams are waited for.
         """
         if self._memory is not None:
             self._memory.close()

@@ -33,8 +33,26 @@ constexpr i64 kPageBytes = i64(4) << 10;
 constexpr int kMadvPopulateWrite = 23;  // from Linux 5.14 on
 constexpr int kPreferred = 1;           // MPOL_PREFERRED
 
-// Waits for all work on this process's GPUs, which may still access the memory.
-void synchronize_devices() {
+// Waits for work on the streams, except those that are being captured.
+void synchronize_streams(const Array<int64_t>& streams) {
+  const RelaxedCapture relaxed;
+  const CUevent event = make_event();
+  for (const int64_t handle : streams) {
+    const auto stream = reinterpret_cast<CUstream>(handle);
+    if (is_capturing(stream)) continue;
+    record(event, stream);
+    wait_for(event);
+  }
+  destroy_event(event);
+}
+
+// Waits for all work on this process's GPUs, which may still access the memory. cuCtxSynchronize
+// would break the captures of all threads: if one of the streams, which are all of torch's on a
+// GPU, is being captured, waits for the others.
+void synchronize_devices(int ordinal_of_streams, const Array<int64_t>& streams) {
+  const auto captures = [](int64_t stream) {
+    return is_capturing(reinterpret_cast<CUstream>(stream));
+  };
   int count = 0;
   JITKERN_CU(cuDeviceGetCount, &count);
   for (int ordinal = 0; ordinal < std::min(count, kMaxDevices); ++ordinal) {
@@ -43,7 +61,14 @@ void synchronize_devices() {
     JITKERN_CU(cuDevicePrimaryCtxGetState, device_handle(ordinal), &flags, &active);
     if (active == 0) continue;
     const ContextScope scope(Device::get(ordinal));
-    JITKERN_CU(cuCtxSynchronize);
+    if (ordinal == ordinal_of_streams && std::any_of(streams.begin(), streams.end(), captures)) {
+      if (is_capturing(current_stream(ordinal))) {
+        raise_error("RuntimeError", "PinnedPool.close: a graph is captured here; close it later");
+      }
+      synchronize_streams(streams);
+    } else {
+      JITKERN_CU(cuCtxSynchronize);
+    }
   }
 }
 
@@ -142,7 +167,9 @@ class PinnedMemory {
 
   // Registers the memory for all GPUs and with the ops' address checks. RuntimeError with the
   // driver's text.
-  void register_it(int ordinal) {
+  void register_it(int ordinal, Array<int64_t> streams) {
+    ordinal_ = ordinal;
+    streams_ = std::move(streams);
     const Driver& driver = Driver::get();
     const ContextScope scope(Device::get(ordinal));
     driver.check(driver.cuMemHostRegister_v2(base_, static_cast<size_t>(bytes_),
@@ -155,7 +182,8 @@ class PinnedMemory {
   // Waits for the GPUs and unregisters the memory; tensors keep it.
   void close() {
     if (!is_registered_ || getpid() != owner_) return;
-    synchronize_devices();
+    synchronize_devices(ordinal_, streams_);
+    const RelaxedCapture relaxed;  // another thread may capture
     JITKERN_CU(cuMemHostUnregister, base_);
     is_registered_ = false;
     close_pool(base_);
@@ -169,6 +197,8 @@ class PinnedMemory {
   char* reserved_ = nullptr;
   char* base_ = nullptr;
   bool is_registered_ = false;
+  int ordinal_ = -1;
+  Array<int64_t> streams_;
 };
 
 // Returns a tensor of bytes, private or backed by a file descriptor, and bind, touch, register and
