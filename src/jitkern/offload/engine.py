@@ -318,15 +318,23 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
             if count > num_slots:
                 text = f"{count} numbers, expected at most {num_slots}, the blocks of tensor"
                 raise ValueError(f"{call}: blocks: {text}")
-            return torch.arange(count, device="cpu"), block_numbers
-        slot_numbers = _host_numbers(call, "slots", slots, num_slots)
-        if len(slot_numbers) != count:
-            text = f"{count} numbers, expected {len(slot_numbers)}, as many as slots"
-            raise ValueError(f"{call}: blocks: {text}")
-        return slot_numbers, block_numbers
+            slot_numbers = array("q", range(count))
+        else:
+            slot_numbers = _host_numbers(call, "slots", slots, num_slots)
+            if len(slot_numbers) != count:
+                text = f"{count} numbers, expected {len(slot_numbers)}, as many as slots"
+                raise ValueError(f"{call}: blocks: {text}")
+        if count == 0:  # torch.frombuffer refuses it
+            empty = torch.empty(0, dtype=torch.int64, device="cpu")
+            return empty, empty
+        return _vector(slot_numbers), _vector(block_numbers)
 
 
-def _host_numbers(call: str, name: str, values: Any, bound: int) -> Tensor:
+def _vector(numbers: array[int]) -> Tensor:
+    return torch.frombuffer(numbers, dtype=torch.int64)
+
+
+def _host_numbers(call: str, name: str, values: Any, bound: int) -> array[int]:
     """Return a copy of numbers on the host, each below `bound` and not repeated."""
     expected = "an int, a sequence of ints or a tensor"
     try:
@@ -346,13 +354,11 @@ def _host_numbers(call: str, name: str, values: Any, bound: int) -> Tensor:
     except OverflowError:
         text = f"{max(items, key=abs)}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}") from None
-    if not numbers:  # torch.frombuffer refuses it
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    if min(numbers) < 0 or max(numbers) >= bound:
+    if numbers and (min(numbers) < 0 or max(numbers) >= bound):
         i = next(i for i, number in enumerate(numbers) if not 0 <= number < bound)
         text = f"{numbers[i]} at position {i}, expected 0 to {bound - 1}"
         raise IndexError(f"{call}: {name}: {text}")
     if len(set(numbers)) < len(numbers):
         repeated = Counter(numbers).most_common(1)[0][0]
         raise ValueError(f"{call}: {name}: {repeated} twice, expected each number once")
-    return torch.frombuffer(numbers, dtype=torch.int64)
+    return numbers
