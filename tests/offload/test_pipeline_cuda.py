@@ -172,20 +172,23 @@ NEAR_MS = 2e-3  # a float of ms, and the clock of events
 
 def test_moments_of_iterations() -> None:
     """Their order and least length; slot_times_child.py tests what follows from them."""
-    p, blocks = pipeline(3, monitor=OverlapMonitor()), pinned(32)
+    monitor = OverlapMonitor()
+    p, blocks = pipeline(3, monitor=monitor), pinned(32)
     sleep_ms = SLOW_CYCLES / 4e6  # no clock is faster
 
     def copy(tensor: Tensor, block: Tensor) -> None:
         torch.cuda._sleep(SLOW_CYCLES)
         bring(tensor, block)
 
-    for _ in p.load(blocks, copy=copy):
-        torch.cuda._sleep(2 * SLOW_CYCLES)
+    with monitor._lock:  # the run leaves the times to the test
+        for _ in p.load(blocks, copy=copy):
+            torch.cuda._sleep(2 * SLOW_CYCLES)
     torch.cuda.synchronize()
     rows = [row[:4] for row in _ROW.iter_unpack(p._streams.harvest(32))]
-    for number, (load, loaded, body, done) in enumerate(rows[-8:], len(rows) - 8):
+    assert len(rows) == 32
+    for number, (load, loaded, body, done) in enumerate(rows):
         assert load + sleep_ms <= loaded + NEAR_MS
         assert loaded <= body + NEAR_MS
         assert body + 2 * sleep_ms <= done + NEAR_MS
-        assert load >= rows[number - 3][3] - NEAR_MS  # the slot was free
+        assert number < 3 or load >= rows[number - 3][3] - NEAR_MS  # the slot was free
     assert any(row[0] < before[3] for before, row in pairwise(rows))  # beside the body before

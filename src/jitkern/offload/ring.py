@@ -361,7 +361,8 @@ def _request_stop(stop: Tensor, pid: int) -> None:
 
 
 def _pinned_zero() -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+    with torch.inference_mode(False):  # inference tensors cannot be written outside of it
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 @cache
