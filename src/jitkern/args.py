@@ -69,7 +69,7 @@ def seconds_arg(
 
 def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
     """Return `value` if it is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
     return cast(str, value)
 

@@ -227,6 +227,7 @@ test_mistakes = refusals(
     ({"kind": "gqa"}, ValueError, "kind: 'gqa', expected one of kv, mla"),
     ({"layout": None}, ValueError, "layout: None, expected one of layer_first, block_first"),
     ({"method": "cpu"}, ValueError, "method: 'cpu', expected one of auto, sm, engine"),
+    ({"kind": numpy.array(["kv", "mla"])}, ValueError, "kind: array(['kv', 'mla'], "),
     ({"pool": 1 << 20}, TypeError, "pool: int, expected a PinnedPool or None"),
 )
 

@@ -220,7 +220,7 @@ def test_two_runs_at_once(pipeline: SlotPipeline) -> None:
         refused(NOT_OVER, again.__next__, pipeline.__enter__, pipeline.close)
     check_is_ready(pipeline)
     with pipeline:
-        text = "SlotPipeline: inside `with pipeline:` already; leave it first"
+        text = "SlotPipeline: inside `with pipeline:` already; leave it, or close() the pipeline"
         refused(text, pipeline.__enter__)
         for _ in pipeline.load(blocks, copy=bring):
             refused(NOT_OVER, lambda: next(iter(pipeline.store(blocks, copy=take))), pipeline.close)

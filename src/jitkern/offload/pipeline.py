@@ -264,10 +264,12 @@ class SlotPipeline:
         """
         if self._is_closed:
             return
-        # Ctrl-C may come between `with pipeline:` and its body, which nothing can tell from a body.
+        # After Ctrl-C between `with pipeline:` and its body, no `__exit__` ends the session.
         is_free = self._session.acquire(blocking=False)
-        if not is_free and (self._active_run() is not None or self._is_in_other_thread()):
-            raise RuntimeError(f"{_CALL}: {self._why_busy()}")
+        if not is_free:
+            is_elsewhere = self._in_with and self._thread != threading.get_ident()
+            if is_elsewhere or self._active_run() is not None:
+                raise RuntimeError(f"{_CALL}: {self._why_busy()}")
         self._is_closed, self._in_with = True, False  # the session stays acquired
         self._streams.leave()  # if the end of a session was cut short, or has not come
         self._all.clear()
@@ -409,9 +411,6 @@ class SlotPipeline:
     def _is_inside(self) -> bool:
         return self._in_with and self._thread == threading.get_ident()
 
-    def _is_in_other_thread(self) -> bool:
-        return self._in_with and self._thread != threading.get_ident()
-
     def _is_broken(self) -> bool:
         """Return whether a held session has no owner that would end it."""
         return not self._in_with and self._active_run() is None
@@ -428,7 +427,7 @@ class SlotPipeline:
                 "a run of it is not over; end it first, or use update() for both directions "
                 "at once, or a second pipeline"
             )
-        return "inside `with pipeline:` already; leave it first"
+        return "inside `with pipeline:` already; leave it, or close() the pipeline"
 
     # -- slots and times ---------------------------------------------------------------------------
 
