@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jitkern.args import device_arg, int_arg, optional_arg, type_text
+from jitkern.args import device_arg, int_arg, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 from jitkern.ops import dispatch
@@ -13,8 +13,6 @@ from jitkern.ops import dispatch
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-_MAX_LAYERS = 1 << 20
 
 
 class BlockBuffers:
@@ -192,13 +190,13 @@ class LayerSignals:
     def __init__(self, num_layers: int, device: torch.device | str | int = "cuda") -> None:
         import torch
 
-        self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1, _MAX_LAYERS)
+        self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1)
         self.device: torch.device = device_arg("LayerSignals", "device", device)
         on_gpu = self.device.type == "cuda"
-        with torch.inference_mode(False):  # both devices are explicit: torch's default may differ
-            shape, dtype = [self.num_layers], torch.int32
-            flags = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
-            num_past = torch.zeros(shape, dtype=dtype, device=self.device)
+        with torch.inference_mode(False):
+            how = {"dtype": torch.int32, "device": "cpu"}
+            flags = torch.zeros(self.num_layers, **how, pin_memory=on_gpu)
+            num_past = torch.zeros(self.num_layers, **{**how, "device": self.device})
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # before copies on other streams
         module: Any = host.module()
@@ -220,7 +218,9 @@ class LayerSignals:
         import torch
 
         layer = self._layer_arg("LayerSignals.wait", layer)
-        optional_arg("LayerSignals.wait", "stream", stream, torch.cuda.Stream)
+        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+            text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"
+            raise TypeError(f"LayerSignals.wait: stream: {text}")
         handle = 0
         if self.device.type == "cuda":
             handle = (stream or torch.cuda.current_stream(self.device)).cuda_stream
