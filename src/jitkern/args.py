@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,7 @@ def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
     """Return `value` if it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
-    return cast(str, value)
+    return value
 
 
 def optional_arg(call: str, name: str, value: Any, kind: type) -> None:

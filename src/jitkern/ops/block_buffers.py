@@ -194,7 +194,7 @@ class LayerSignals:
         self.device: torch.device = device_arg("LayerSignals", "device", device)
         on_gpu = self.device.type == "cuda"
         with torch.inference_mode(False):
-            how = {"dtype": torch.int32, "device": "cpu"}
+            how: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
             flags = torch.zeros(self.num_layers, **how, pin_memory=on_gpu)
             num_past = torch.zeros(self.num_layers, **{**how, "device": self.device})
         if on_gpu:
