@@ -24,7 +24,8 @@ from rings import LINE, is_mapped, rows
 import jitkern
 from jitkern import unpack
 from jitkern.jit.device import DeviceModule
-from jitkern.offload import DescriptorRing, PinnedPool, memory, ring
+from jitkern.offload import DescriptorRing, PinnedPool, memory
+from jitkern.offload import ring as ring_module
 
 # -- PinnedPool
 
@@ -195,14 +196,14 @@ words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
 
 
 def check_registered_with_the_gpu_and_given_back() -> None:
-    made = DescriptorRing(3, 5)
+    ring = DescriptorRing(3, 5)
     assert log() == f"register {BYTES}, flags 3, on 0\n"
-    assert repr(made) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
-    assert made.device == torch.device("cuda", 0)
-    made.push(rows((0, 0, 1)))
-    assert made.done(0) is False
+    assert repr(ring) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
+    assert ring.device == torch.device("cuda", 0)
+    ring.push(rows((0, 0, 1)))
+    assert ring.done(0) is False
     assert log() == "", "a push asked the driver for something"
-    made.close()
+    ring.close()
     assert log() == f"synchronize 0\nunregister {BYTES}\n"
 
 
@@ -221,37 +222,37 @@ def sides() -> tuple[Any, Any, torch.Tensor]:
 def check_a_call_is_made_and_then_an_earlier_fault_raised() -> None:
     """A call that launched nothing would leave its push to the next one, and so on for ever."""
     src, dst, host = sides()
-    with DescriptorRing(3, 5) as made:
-        unpack(src, dst, made)
+    with DescriptorRing(3, 5) as ring:
+        unpack(src, dst, ring)
         (line,) = (line for line in log().splitlines() if line.startswith("jitkern_unpack_ring of"))
         fault = Fault.from_address(*struct.unpack_from("=Q", params(line), FAULT_AT))
         assert fault.state == 0
         for target in (dst, host):
             fault.be(2, 0, 7, 900, 900)
             version = host._version
-            raises(IndexError, ".*index 900 at position 7.*", unpack, src, target, made)
+            raises(IndexError, ".*index 900 at position 7.*", unpack, src, target, ring)
             assert log().count("jitkern_unpack_ring of") == 1 and fault.state == 0
             assert host._version == version + (target is host)
-            unpack(src, target, made)
+            unpack(src, target, ring)
             assert log().count("jitkern_unpack_ring of") == 1
         # What is refused is not made, and leaves the fault to the next call.
         fault.state, version = 2, host._version
-        refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, made)
+        refused(ValueError, "unpack: dst: overlaps .*", unpack, host, host, ring)
         assert fault.state == 2 and host._version == version
         fault.state = 0
 
 
-def served(made: DescriptorRing) -> Any:
-    return made.serve(*sides()[:2])
+def served(ring: DescriptorRing) -> Any:
+    return ring.serve(*sides()[:2])
 
 
 def check_servers_have_a_stream_that_nobody_else_gets() -> None:
     """Torch hands out the same 32 in turn: what others queue there would wait for the server."""
     handles = set()
     for _ in range(2):
-        with DescriptorRing(3, 5) as made:
+        with DescriptorRing(3, 5) as ring:
             log()
-            with served(made) as server:
+            with served(ring) as server:
                 (line,) = (line for line in log().splitlines() if "_serve of" in line)
                 handles.add(re.search(r"stream (\d+)", line)[1])
                 assert server._stream.cuda_stream == int(*handles)
@@ -259,18 +260,18 @@ def check_servers_have_a_stream_that_nobody_else_gets() -> None:
 
 
 def check_close_ends_the_server_that_runs() -> None:
-    made = DescriptorRing(3, 5)
-    one, other = served(made), served(made)
-    with one:
-        made.close()
-        assert one._stop == 1 and not one.is_running
-    assert other._stop == 0
+    ring = DescriptorRing(3, 5)
+    first, second = served(ring), served(ring)
+    with first:
+        ring.close()
+        assert first._stop == 1 and not first.is_running
+    assert second._stop == 0
 
 
 def check_a_server_keeps_its_ring_until_it_has_ended() -> None:
-    made = DescriptorRing(3, 5)
-    server, ring_of = served(made), weakref.ref(made)
-    del made
+    ring = DescriptorRing(3, 5)
+    server, ring_of = served(ring), weakref.ref(ring)
+    del ring
     with server:
         assert ring_of() is not None
     assert ring_of() is None, "a cycle"
@@ -285,12 +286,12 @@ def pretend() -> None:
     fake.current_stream = lambda device: Stream
     memory._node_of_gpu = lambda: None
     memory._torch_streams = lambda: STREAMS
-    ring._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
+    ring_module._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
     fake.Stream = None
     fake.ExternalStream = OwnStream
     fake.get_device_capability = lambda _: (9, 0)
     fake.is_current_stream_capturing = lambda: False
-    ring._pinned_zero = lambda: next(words)
+    ring_module._pinned_zero = lambda: next(words)
 
 
 def end_while_a_server_runs() -> None:
@@ -300,9 +301,9 @@ def end_while_a_server_runs() -> None:
         print(f"pools are closed: stop is {server._stop.item()}", flush=True)
         close()
 
-    made = DescriptorRing(3, 5)
-    close, made._memory.close = made._memory.close, told_close
-    server = served(made)
+    ring = DescriptorRing(3, 5)
+    close, ring._memory.close = ring._memory.close, told_close
+    server = served(ring)
     server.__enter__()
     assert server.is_running and server._stop.item() == 0
 

@@ -1,4 +1,4 @@
-"""What the tests of SlotPipeline have in common: blocks, copies, and a run that has to work."""
+"""Blocks, copies and runs for the tests of SlotPipeline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SHAPE = (3, 5)
 
 
 def pipeline_of(device: torch.device, depth: int = 3, **how: Any) -> SlotPipeline:
-    given = {"num_slots": depth, "slot_shape": SHAPE, "dtype": torch.float32, "device": device}
-    return SlotPipeline(**{**given, **how})
+    options = {"num_slots": depth, "slot_shape": SHAPE, "dtype": torch.float32, "device": device}
+    return SlotPipeline(**{**options, **how})
 
 
 def host_blocks(count: int, device: torch.device, fill: bool = True) -> list[Tensor]:
@@ -50,7 +50,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def check_is_ready(pipeline: SlotPipeline) -> None:
-    """The caller's stream is back, no slot is missing, the next run works."""
+    """Check that the caller's stream is current, no slot is missing, and the next run works."""
     device = pipeline.device
     assert device.type == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
     assert len(pipeline._free) == pipeline.depth

@@ -1,4 +1,4 @@
-"""Pinned memory, a ring's as both/ring.h lays it out, to look at and to spoil; producers in C++."""
+"""Access to the memory of a DescriptorRing, laid out as in both/ring.h; random descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEALS_AT = (24, 56)  # in a descriptor
 
 
 class Memory:
-    """Its words, by slot, through memory that others have mapped as well."""
+    """Reads and writes a ring's words by slot."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._at = memory.data_ptr()
@@ -45,8 +45,8 @@ class Memory:
 
     def descriptor(self, slot: int, i: int) -> tuple[int, ...]:
         """(src_off, dst_off, len, count, src_stride, dst_stride, seal, seal)"""
-        given = ctypes.string_at(self._at + self.descriptor_at(slot, i), 64)
-        (*first, first_seal, src_stride, dst_stride, _, seal) = struct.unpack("<2q2IQ2q2Q", given)
+        values = ctypes.string_at(self._at + self.descriptor_at(slot, i), 64)
+        (*first, first_seal, src_stride, dst_stride, _, seal) = struct.unpack("<2q2IQ2q2Q", values)
         return (*first, src_stride, dst_stride, first_seal, seal)
 
     def descriptor_at(self, slot: int, i: int) -> int:
@@ -62,8 +62,8 @@ def is_mapped(address: int) -> bool:
         return any(int(a, 16) <= address < int(b, 16) for a, b in ranges)
 
 
-def rows(*given: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(given, dtype=torch.int64)
+def rows(*values: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def memory_of(ring: DescriptorRing) -> Memory:
@@ -86,9 +86,9 @@ def bytes_0_to(count: int) -> torch.Tensor:
 def take_next(
     dst: torch.Tensor, src: torch.Tensor, ring: DescriptorRing, ticket: int, timeout_s: float = 60
 ) -> bool:
-    """Have the CPU consume a push as soon as it is there, the next in turn; False: it never is.
+    """Consume the push `ticket` on the CPU as soon as it is there; False after the timeout.
 
-    Nothing but the call itself asks for it, so that it looks while the producer writes.
+    Polls by consuming only, so that it reads while the producer writes.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -102,7 +102,7 @@ def take_next(
 
 
 class Sides:
-    """A source and a destination, in the middle of others' bytes; and what should be there."""
+    """A source, a destination with guard bytes around it, and the expected destination."""
 
     def __init__(self, device: object, num_bytes: int, *, src_at: int = 0, dst_at: int = 0) -> None:
         source = torch.randint(256, (num_bytes + src_at,), dtype=torch.uint8)
@@ -125,12 +125,12 @@ class Sides:
 def random_rows(
     generator: torch.Generator, columns: int, count: int, num_bytes: int = 4096
 ) -> torch.Tensor:
-    """For so many bytes on each side; row i writes to a part of the destination of its own."""
+    """Return descriptors for `num_bytes` on each side; row i writes to its own part."""
 
     def below(bound: int) -> int:
         return int(torch.randint(bound, (1,), generator=generator))
 
-    made, part = [], num_bytes // max(1, count)
+    descriptors, part = [], num_bytes // max(1, count)
     for i in range(count):
         length, repeats = below(part // 3 + 1), 1 if columns == 3 else below(4)
         dst_stride = length + below(2)
@@ -138,5 +138,5 @@ def random_rows(
             repeats = 1
         src_stride = below(num_bytes // 4)
         src_off = below(num_bytes - length - max(0, repeats - 1) * src_stride + 1)
-        made.append([src_off, i * part, length, repeats, src_stride, dst_stride][:columns])
-    return torch.tensor(made, dtype=torch.int64).view(count, columns)
+        descriptors.append([src_off, i * part, length, repeats, src_stride, dst_stride][:columns])
+    return torch.tensor(descriptors, dtype=torch.int64).view(count, columns)

@@ -1,8 +1,8 @@
 """Random runs of a SlotPipeline on the streams of fake_driver.c, and proof that they are in order.
 
-What is queued is read as a partial order: what is behind each other on a stream, and what is behind
-a wait for an event and before its record. Two uses of a slot, the caller's work and a run: one has
-to be before the other in that order, or a GPU may do them at once.
+Queued operations are partially ordered: by their stream, and by events, whose record comes before
+their waits. Any two uses of a slot, and the caller's work and a run, have to be ordered; otherwise
+a GPU may run them at the same time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jitkern.offload.pipeline import SlotPipeline, Streams
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_trace.restype = ctypes.c_char_p
 Lane = tuple[int, int]  # a stream, and the number of the capture that it is in
-Use = tuple[Lane, int, str]  # where, as the how manieth there, what
+Use = tuple[Lane, int, str]  # lane, position in the lane, kind
 CALLERS = (1, 2)
 CAPTURING = 3  # torch.cuda.graph has a stream of its own
 COMPUTES, LOADS, STORES = 10, 20, 30
 
 
 class Machine:
-    """Torch's current stream, and what notes are of."""
+    """Torch's current stream, and notes in the trace."""
 
     current = CALLERS[0]
     is_timed = False  # also without a monitor
@@ -41,7 +41,7 @@ class Machine:
         driver.fake_note(handle, text.encode())
 
     def use(self, kind: str, slot: int) -> Iterator[None]:
-        """A use of a slot is two operations, with something of the host between them."""
+        """Note a use of a slot: two operations, between which the host works."""
         self.uses += 1
         number = self.uses
         self.note(f"{kind} {slot} {number}")
@@ -85,7 +85,7 @@ class FakeStreams(Streams):
         machine.current = self.all[access]
 
     def add_slot(self, index: int, *_: object) -> Any:
-        machine.note(f"compute {index} 0", self.compute)  # of who had the memory before
+        machine.note(f"compute {index} 0", self.compute)  # the memory's previous owner
         self._add_slot(index)
         return FakeTensor(index)
 
@@ -96,13 +96,13 @@ def disorder(trace: str) -> list[str]:
     uses: dict[int, list[Use]] = {}
     caller: list[Use] = []
     session: list[Use] = []
-    made: Use | None = None
-    found = []
+    fork_point: Use | None = None
+    errors = []
 
     def require(first: Use, text: str) -> None:
         where, count, what = first
         if clock[where] < count:
-            found.append(f"{what!r} is not before {text!r}")
+            errors.append(f"{what!r} is not before {text!r}")
 
     for line in trace.splitlines():
         what, stream_text, capture, rest = line.split(" ", 3)
@@ -120,14 +120,14 @@ def disorder(trace: str) -> list[str]:
                 for use in session if kind == "after" else ():
                     require(use, rest)
                 session.clear()
-                made = None
+                fork_point = None
                 caller.append(here)
                 continue
             if kind == "made":
-                made = here
+                fork_point = here
                 continue
-            if made is not None and kind in ("load", "store"):
-                require(made, rest)
+            if fork_point is not None and kind in ("load", "store"):
+                require(fork_point, rest)
             if caller and number != "0" and caller[-1][0][1] == lane[1]:
                 require(caller[-1], rest)
             for use in uses.setdefault(int(slot), []):
@@ -138,7 +138,7 @@ def disorder(trace: str) -> list[str]:
             uses[int(slot)].append(here)
             if number != "0":
                 session.append(here)
-    return found
+    return errors
 
 
 class StopError(Exception):
@@ -157,7 +157,9 @@ def copy(kind: str, fails_at: int) -> Callable[[FakeTensor, int], None]:
 
 
 def one_run(pipeline: SlotPipeline, rng: random.Random) -> None:
-    count = rng.randrange(rng.choice((12, 12, 12, 12, 60)))  # some beyond those that are all timed
+    count = rng.randrange(
+        rng.choice((12, 12, 12, 12, 60))
+    )  # some are sampled
     stop, fail = (rng.randrange(20) for _ in range(2))
     blocks: Any = range(count)
     if rng.random() < 0.3:
@@ -215,15 +217,15 @@ def role(stream: str) -> str:
 
 
 def kinds_of_waits(trace: str) -> list[tuple[str, tuple[str, str]]]:
-    """Return the trace's lines, each wait with who waits for whom."""
-    found, recorded = [], {}
+    """Return the trace's lines, and for each wait the waiting and the recording stream."""
+    kinds, recorded = [], {}
     for line in trace.splitlines():
         what, stream, _, event = line.split(" ", 3)
         if what == "record":
             recorded[event] = role(stream)
         is_wait = what == "wait"
-        found.append((line, (role(stream), recorded[event]) if is_wait else ("", "")))
-    return found
+        kinds.append((line, (role(stream), recorded[event]) if is_wait else ("", "")))
+    return kinds
 
 
 def set_up() -> None:
@@ -232,15 +234,15 @@ def set_up() -> None:
 
 
 def problems(num_seeds: int) -> list[str]:
-    """Return what is out of order in random runs, and which waits of theirs nobody needs."""
+    """Return uses that are not ordered in random runs, and kinds of waits that are not needed."""
     traces = [scenario(seed) for seed in range(num_seeds)]
     machine.is_timed = False
-    found = [f"seed {n}: {text}" for n, one in enumerate(traces) for text in disorder(one)]
+    errors = [f"seed {n}: {text}" for n, trace in enumerate(traces) for text in disorder(trace)]
     lines = [kinds_of_waits(trace) for trace in traces[:300]]
     # A store comes after a body, which has waited for the caller.
     not_needed = {("", ""), (str(STORES), "caller")}
     for kind in sorted({kind for trace in lines for _, kind in trace} - not_needed):
-        rest = ("\n".join(line for line, found in trace if found != kind) for trace in lines)
+        rest = ("\n".join(line for line, wait in trace if wait != kind) for trace in lines)
         if not any(map(disorder, rest)):
-            found.append("nobody notices that {} does not wait for {}".format(*kind))
-    return found
+            errors.append("nobody notices that {} does not wait for {}".format(*kind))
+    return errors

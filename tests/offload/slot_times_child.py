@@ -38,7 +38,7 @@ def pipeline_of(depth: int, **how: Any) -> SlotPipeline:
 
 
 def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
-    """Run over iterations that take so long; return ms of the run."""
+    """Run iterations of the given times; return the ms of the run."""
     if machine.current != COMPUTES:  # as under `with`
         machine.current = CALLERS[0]
     begin = time_of(machine.current)
@@ -58,15 +58,15 @@ def go(pipeline: SlotPipeline, kind: str, times: Times) -> float:
 
 
 def check_random_runs_are_in_order_and_no_wait_can_be_left_out() -> None:
-    assert not (found := slot_order.problems(1000)), found[:5]
+    assert not (errors := slot_order.problems(1000)), errors[:5]
 
 
 def iterations(times: Times) -> list[Iteration]:
-    return [Iteration(*one, 0.0, True) for one in times]
+    return [Iteration(*row, 0.0, True) for row in times]
 
 
 def check_runs_take_what_the_decision_on_depth_thinks_that_they_take() -> None:
-    """So far as the streams say it, which is all but the host and the memory."""
+    """As far as streams decide it, without the host and the memory."""
     rng = random.Random(1)
     for kind, depth in itertools.product(("load", "store", "update"), (1, 2, 3, 5, 30)):
         pipeline = pipeline_of(depth)
@@ -85,12 +85,12 @@ def check_copies_that_hide_and_that_do_not() -> None:
     ):
         monitor, (load_ms, compute_ms, _) = OverlapMonitor(window=19), times
         took = go(pipeline_of(4, monitor=monitor), kind, [times] * 20)
-        found, copies = monitor.snapshot(), 2 if kind == "update" else 1
-        assert (found.compute_ms, found.transfer_ms) == (compute_ms, load_ms), found
-        assert (found.stall_ms, found.stall_share) == (stall_ms, stall_ms / 3), found
-        assert found.ratio == compute_ms / load_ms, found
-        assert found.bytes_moved == 20 * copies * MIB, found
-        assert abs(found.gb_s - copies * MIB / 1e6 / load_ms) < 1e-9, found
+        snapshot, copies = monitor.snapshot(), 2 if kind == "update" else 1
+        assert (snapshot.compute_ms, snapshot.transfer_ms) == (compute_ms, load_ms), snapshot
+        assert (snapshot.stall_ms, snapshot.stall_share) == (stall_ms, stall_ms / 3), snapshot
+        assert snapshot.ratio == compute_ms / load_ms, snapshot
+        assert snapshot.bytes_moved == 20 * copies * MIB, snapshot
+        assert abs(snapshot.gb_s - copies * MIB / 1e6 / load_ms) < 1e-9, snapshot
         assert stall_ms or took == 2 + 20 * 3
 
 
@@ -100,11 +100,11 @@ def check_a_late_host_is_no_stall() -> None:
     machine.current = CALLERS[0]
     for _ in pipeline.load(range(10), copy=lambda *_: work(1.0)):
         work(2.0)
-        # The compute stream has nothing to do for a while after the body, as its events see it.
+        # The compute stream is idle for a while after the body.
         pipeline._streams.next(-1, 0)
         work(7.0)
-    found = monitor.snapshot()
-    assert (found.compute_ms, found.stall_ms) == (2.0, 0.0), found
+    snapshot = monitor.snapshot()
+    assert (snapshot.compute_ms, snapshot.stall_ms) == (2.0, 0.0), snapshot
 
 
 def check_sessions_do_not_wait_for_each_other() -> None:
@@ -115,8 +115,8 @@ def check_sessions_do_not_wait_for_each_other() -> None:
         go(pipeline, "load", [(4.0, 5.0, 0.0)] * 4)
         machine.current = CALLERS[0]
         work(100.0)
-    found = monitor.snapshot()
-    assert found.iterations == 12 and found.stall_share == 0.0, found
+    snapshot = monitor.snapshot()
+    assert snapshot.iterations == 12 and snapshot.stall_share == 0.0, snapshot
     chained = OverlapMonitor()
     pipeline = pipeline_of(2, monitor=chained)
     with pipeline:
@@ -137,8 +137,8 @@ def check_captures_are_not_timed() -> None:
     assert machine.current == CAPTURING
     driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
     go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
-    found = monitor.snapshot()
-    assert (found.iterations, found.compute_ms) == (20, 3.0), found
+    snapshot = monitor.snapshot()
+    assert (snapshot.iterations, snapshot.compute_ms) == (20, 3.0), snapshot
 
 
 def check_events_are_given_back() -> None:
@@ -153,7 +153,7 @@ def check_events_are_given_back() -> None:
 
 
 def bursts(count: int) -> Times:
-    """Every eighth load takes as long as ten others, which bodies can hide if they are ahead."""
+    """Every eighth load takes as long as ten others; more slots can hide it."""
     return [(10.0 if i % 8 == 5 else 1.0, 3.0, 0.0) for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""OffloadEngine against caches in PyTorch that are moved block by block; and used wrongly."""
+"""OffloadEngine against a model in PyTorch that copies block by block; wrong arguments."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def test_the_names_of_other_engines(model: Model, layer: int | None) -> None:
 
 
 def forms(device: torch.device, numbers: list[int]) -> list[Any]:
-    """What numbers may come as: all on the host, and on the GPU if there is one."""
+    """Return numbers as each accepted type: on the host, and on the GPU if there is one."""
     tensor = torch.tensor(numbers, dtype=torch.int64)
-    found = [numbers, tuple(numbers), tensor, tensor.int()]
-    return found if device.type == "cpu" else [*found, tensor.to(device), tensor.int().to(device)]
+    kinds = [numbers, tuple(numbers), tensor, tensor.int()]
+    return kinds if device.type == "cpu" else [*kinds, tensor.to(device), tensor.int().to(device)]
 
 
 @pytest.mark.parametrize("layer", [None, 1])

@@ -26,7 +26,7 @@ Row = tuple[float, float, float]
 """Milliseconds of compute, transfer and stall of an iteration."""
 
 
-class Given:
+class FakePipeline:
     slot_bytes = 1 << 20
     depth = 3
 
@@ -63,48 +63,48 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     with pipeline:
         list(pipeline.update(blocks, load=bring, store=take))
     sync(device)
-    found = monitor.snapshot()
-    assert found.name == "weights"
-    assert found.iterations == 21
-    assert found.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
+    now = monitor.snapshot()
+    assert now.name == "weights"
+    assert now.iterations == 21
+    assert now.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
     for _ in pipeline.load(blocks, copy=bring):
         break
     assert monitor.snapshot().iterations == 22  # a body that ends its run counts
-    assert found.compute_ms > 0 and found.transfer_ms > 0
-    assert found.ratio == pytest.approx(found.compute_ms / found.transfer_ms)
+    assert now.compute_ms > 0 and now.transfer_ms > 0
+    assert now.ratio == pytest.approx(now.compute_ms / now.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.depth = 4  # type: ignore[misc]
+        now.depth = 4  # type: ignore[misc]
 
 
 def test_means_of_a_window() -> None:
     monitor = OverlapMonitor(window=4)
-    given = Given(monitor)
-    given.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
-    given.add([(4.0, 4.0, 2.0)])
-    found = monitor.snapshot()
-    assert found.iterations == 9
-    assert (found.compute_ms, found.transfer_ms, found.stall_ms) == (3.0, 2.0, 1.0)
-    assert found.ratio == 1.5
-    assert found.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
-    assert found.gb_s == pytest.approx((1 << 20) / 2e6)
-    assert found.bytes_moved == 9 << 20
+    fake = FakePipeline(monitor)
+    fake.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
+    fake.add([(4.0, 4.0, 2.0)])
+    now = monitor.snapshot()
+    assert now.iterations == 9
+    assert (now.compute_ms, now.transfer_ms, now.stall_ms) == (3.0, 2.0, 1.0)
+    assert now.ratio == 1.5
+    assert now.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
+    assert now.gb_s == pytest.approx((1 << 20) / 2e6)
+    assert now.bytes_moved == 9 << 20
 
 
 def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     alarms: list[OverlapSnapshot] = []
     monitor = OverlapMonitor(window=4, min_ratio=1.5, on_alarm=alarms.append)
-    given = Given(monitor)
+    fake = FakePipeline(monitor)
     with caplog.at_level(logging.WARNING, "jitkern.offload"):
-        given.add([(1.0, 2.0, 1.0)] * 3)
+        fake.add([(1.0, 2.0, 1.0)] * 3)
         assert not alarms  # no full window
-        given.add([(1.0, 2.0, 1.0)])
+        fake.add([(1.0, 2.0, 1.0)])
         assert len(alarms) == 1
-        given.add([(1.0, 2.0, 1.0)] * 20)
-        given.add([(1.6, 1.0, 0.0)] * 20)  # above the limit, and not by a tenth
-        given.add([(1.4, 1.0, 0.0)] * 20)
+        fake.add([(1.0, 2.0, 1.0)] * 20)
+        fake.add([(1.6, 1.0, 0.0)] * 20)  # above the limit, and not by a tenth
+        fake.add([(1.4, 1.0, 0.0)] * 20)
         assert len(alarms) == 1
-        given.add([(1.7, 1.0, 0.0)] * 20)
-        given.add([(1.4, 1.0, 0.0)] * 4)
+        fake.add([(1.7, 1.0, 0.0)] * 20)
+        fake.add([(1.4, 1.0, 0.0)] * 4)
     assert [alarm.alarms for alarm in alarms] == [1, 2]
     assert alarms[0].ratio == 0.5
     assert caplog.messages == [
@@ -145,10 +145,10 @@ def test_asked_by_other_threads_while_it_runs() -> None:
         for _ in range(200):
             list(pipeline.load(range(50), copy=lambda tensor, block: None))
         over.set()
-    found = monitor.snapshot()
-    assert found.iterations == 10_000
-    assert found.compute_ms > 0
-    assert 0 < max(one.result() for one in asking) <= 10_000
+    now = monitor.snapshot()
+    assert now.iterations == 10_000
+    assert now.compute_ms > 0
+    assert 0 < max(future.result() for future in asking) <= 10_000
 
 
 def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:

@@ -1,4 +1,4 @@
-"""SlotPipeline: what a run gives and in which order, how it ends, and what it refuses."""
+"""SlotPipeline: the order of a run's steps, its ends, and wrong uses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DEPTHS = (1, 2, 3, 8)
 
 @pytest.fixture
 def pipeline(device: torch.device) -> Iterator[SlotPipeline]:
-    """One that a test leaves ready for the next run."""
-    made = pipeline_of(device)
-    yield made
-    check_is_ready(made)
+    """Yield a pipeline, and check that the test left it ready for the next run."""
+    new = pipeline_of(device)
+    yield new
+    check_is_ready(new)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -67,33 +67,33 @@ def test_stores_and_updates(device: torch.device, depth: int) -> None:
 
 
 def test_loads_run_ahead_as_far_as_there_are_slots() -> None:
-    """And no block is taken before there is a slot for it."""
-    said: list[str] = []
+    """No block is taken before there is a slot for it."""
+    events: list[str] = []
 
     def blocks() -> Iterator[int]:
         for number in range(5):
-            said.append(f"take {number}")
+            events.append(f"take {number}")
             yield number
 
     def copy(what: str) -> Callable[[Tensor, int], None]:
-        return lambda tensor, block: said.append(f"{what} {block}")
+        return lambda tensor, block: events.append(f"{what} {block}")
 
     pipeline = pipeline_of(torch.device("cpu"), 2)
     for slot in pipeline.load(blocks(), copy=copy("load")):
-        said.append(f"body {slot.block}")
-    assert said == [
+        events.append(f"body {slot.block}")
+    assert events == [
         *("take 0", "load 0", "take 1", "load 1", "body 0", "take 2", "load 2", "body 1"),
         *("take 3", "load 3", "body 2", "take 4", "load 4", "body 3", "body 4"),
     ]
-    said.clear()
+    events.clear()
     for slot in pipeline.store(blocks(), copy=copy("store")):
-        said.append(f"body {slot.block}")
+        events.append(f"body {slot.block}")
     expected = [[f"take {n}", f"body {n}", f"store {n}"] for n in range(5)]
-    assert said == [line for lines in expected for line in lines]
-    said.clear()
+    assert events == [line for lines in expected for line in lines]
+    events.clear()
     for slot in pipeline.update(range(3), load=copy("load"), store=copy("store")):
-        said.append(f"body {slot.block}")
-    assert said == [
+        events.append(f"body {slot.block}")
+    assert events == [
         *("load 0", "load 1", "body 0", "store 0", "load 2", "body 1", "store 1"),
         *("body 2", "store 2"),
     ]
@@ -134,7 +134,7 @@ def copies_until(number: int, copy: Any) -> Any:
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
 @pytest.mark.parametrize("raises", [False, True], ids=["break", "raise"])
 def test_a_body_that_ends_the_run(pipeline: SlotPipeline, kind: int, at: int, raises: bool) -> None:
-    """Also where the traceback is kept, with all its frames."""
+    """Also if the traceback, with all its frames, is kept."""
     with pytest.raises(WrongError) if raises else nullcontext() as kept:  # noqa: F841
         for number, _ in enumerate(runs(pipeline, host_blocks(10, pipeline.device))[kind]):
             if number == at and raises:
@@ -239,7 +239,7 @@ def test_another_thread(pipeline: SlotPipeline) -> None:
 
     slots = iter(pipeline.load(blocks, copy=bring))
     seen = [next(slots).block]
-    for use in (run, lambda: next(slots)):  # nor may it go on with the iterator
+    for use in (run, lambda: next(slots)):  # neither a new run nor this one
         error = in_thread(use)
         assert isinstance(error, RuntimeError) and str(error) == OTHER_THREAD
     seen += [slot.block for slot in slots]

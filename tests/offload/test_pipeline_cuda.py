@@ -1,4 +1,4 @@
-"""SlotPipeline on a GPU: races that a slow side would show, graphs, and no synchronisation."""
+"""SlotPipeline on a GPU: races with slow copies and bodies, graphs, no synchronisation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pinned(count: int) -> list[Tensor]:
 
 
 def slow(copy: Any) -> Any:
-    """A copy that begins late, and leaves the slot half done for a while."""
+    """Return a copy that begins late, and pauses when half of the slot is copied."""
 
     def run(tensor: Tensor, block: Tensor) -> None:
         torch.cuda._sleep(SLOW_CYCLES)
@@ -55,8 +55,7 @@ def test_slow_sides(depth: int, slow_side: str) -> None:
             slot.tensor.add_(1)
             if slow_side != "copies":
                 torch.cuda._sleep(SLOW_CYCLES)
-        # The caller's stream waits for the stores: a copy of the host's memory that it does
-        # comes behind them.
+        # The caller's stream waits for the stores, so its copies of host memory see them.
         seen = torch.stack([block.cuda(non_blocking=True) for block in blocks])
         wrong += (seen != torch.arange(24, device="cuda")[:, None] + turn + 1).sum()
         for number, slot in enumerate(p.load(blocks, copy=load)):
@@ -66,7 +65,7 @@ def test_slow_sides(depth: int, slow_side: str) -> None:
 
 
 def test_results_outlive_the_pipeline() -> None:
-    """Slots that are given back while their work is still queued are not given to others before."""
+    """The allocator does not reuse memory of closed slots before their queued work has ended."""
     blocks = pinned(4)
     for _ in range(10):
         p = pipeline(4)

@@ -1,4 +1,4 @@
-"""DescriptorRing: what is pushed is what is consumed, in turn; waits, threads and ends."""
+"""DescriptorRing: pushes are consumed in order; waits, threads, closing, wrong arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE = torch.tensor([[0, 0, 1]])
 def test_against_the_reference_around_the_ring(
     device: torch.device, columns: int, num_slots: int
 ) -> None:
-    """Some pushes, then a call that takes up to so many; those of a call go to places of theirs."""
+    """Some pushes, then a call that takes up to `most`; each push writes to its own part."""
     generator = torch.Generator().manual_seed(columns)
     draw, part = random.Random(columns), 5003
     with DescriptorRing(num_slots, 70, device) as ring:
@@ -60,7 +60,7 @@ def test_the_slot_in_memory() -> None:
         layout = memory_of(ring)
         assert (layout.num_slots, layout.max_descriptors, layout.descriptor_bytes) == (3, 5, 64)
         assert ring.address % 4096 == 0
-        # Each word that one side writes is on a line of its own.
+        # The words that either side writes are on lines of their own.
         assert layout.head_at == 128 and layout.dones_at == 256 and layout.done_bytes == 128
         assert layout.slots_at == 256 + 3 * 128 and layout.slot_bytes == 512
         assert layout.num_bytes == layout.slots_at + 3 * layout.slot_bytes
@@ -68,11 +68,11 @@ def test_the_slot_in_memory() -> None:
         ring.push(rows((1, 2, 3)))
         ring.push(rows((1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6), (7, 8, 9, 10, 11, 12)))
         assert layout.head().value == 2
-        one, two = ring_word(1, 1), ring_word(1, 2)
-        assert (layout.word(0).value, layout.word(1).value, layout.word(2).value) == (one, two, 0)
-        assert layout.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, one, one)
-        assert layout.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, two, two)
-        assert layout.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, two, two)
+        first, second = ring_word(1, 1), ring_word(1, 2)
+        assert [layout.word(slot).value for slot in range(3)] == [first, second, 0]
+        assert layout.descriptor(0, 0) == (1, 2, 3, 1, 0, 0, first, first)
+        assert layout.descriptor(1, 0) == (1, 2, 2**32 - 1, 2**32 - 1, 2**63 - 1, 6, second, second)
+        assert layout.descriptor(1, 1) == (7, 8, 9, 10, 11, 12, second, second)
         assert [layout.done(slot).value for slot in range(3)] == [0, 0, 0]
         dst = torch.zeros(5, dtype=torch.uint8)
         unpack(torch.zeros(4, dtype=torch.uint8), dst, ring)
@@ -91,7 +91,7 @@ def test_arrays_and_strided_tensors() -> None:
         assert layout.descriptor(1, 3)[:3] == (18, 20, 22)
         ring.push(wide.view(6, 4).t())
         assert layout.descriptor(2, 1)[:6] == (1, 5, 9, 13, 17, 21)
-        with torch.device("meta"):  # not where torch puts new tensors by default
+        with torch.device("meta"):  # torch's default device has no effect
             ring.push([[1, 2, 3]])
         assert layout.descriptor(3, 0)[:3] == (1, 2, 3)
 
@@ -111,7 +111,7 @@ def test_full_and_empty() -> None:
         unpack(src, dst, ring, num_slots=2)
         assert dst.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
         assert ring.try_push(rows((5, 5, 1))) == 2
-        # Of pushes that are there, those before a missing one are consumed.
+        # Pushes are consumed up to the first missing one.
         unpack(src, dst, ring, num_slots=2)
         assert ring.done(2) and dst[5] == 5
         assert ring.num_pushed == 3
@@ -136,7 +136,7 @@ def test_threads_push_one_after_the_other() -> None:
 
 
 def test_a_python_without_memfd_create(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as uv's: the C library has it all the same."""
+    """Such as uv's Python: the C library has it."""
     monkeypatch.delattr(os, "memfd_create")
     with DescriptorRing(2, 4, device="cpu") as ring:
         assert ring.push(rows((0, 0, 1))) == 0
@@ -180,9 +180,9 @@ def int64(*shape: int) -> torch.Tensor:
 
 
 def with_value(columns: int, column: int, value: int) -> torch.Tensor:
-    made = int64(4, columns)
-    made[3, column] = value
-    return made
+    descriptors = int64(4, columns)
+    descriptors[3, column] = value
+    return descriptors
 
 
 PUSHES: list[tuple[Any, type[Exception], str]] = [
@@ -202,13 +202,13 @@ PUSHES: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "kind", "text"), PUSHES, ids=lambda value: str(value)[:30])
-def test_mistakes_of_a_push(given: Any, kind: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(("descriptors", "kind", "text"), PUSHES, ids=lambda value: str(value)[:30])
+def test_mistakes_of_a_push(descriptors: Any, kind: type[Exception], text: str) -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         for name in ("push", "try_push"):
             expected = f"^DescriptorRing.push: descriptors: {re.escape(text)}"
             with pytest.raises(kind, match=expected):
-                getattr(ring, name)(given)
+                getattr(ring, name)(descriptors)
         assert ring.num_pushed == 0
         assert ring.push(ONE) == 0
 

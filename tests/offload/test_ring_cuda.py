@@ -1,4 +1,4 @@
-"""jitkern.unpack of a DescriptorRing on a GPU: what it copies and when, also in graphs."""
+"""jitkern.unpack of a DescriptorRing on a GPU, eagerly, in graphs, and by a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 512, 513, 2048])
 def test_counts_of_descriptors(count: int) -> None:
-    """Around those that come with the word, and those of one hand."""
+    """Around the number read together with the word, and the number staged at once."""
     generator = torch.Generator().manual_seed(count)
     sides = Sides("cuda", 64 * 2048, dst_at=3)
     with DescriptorRing(2, 2048) as ring:
@@ -37,7 +37,7 @@ def test_counts_of_descriptors(count: int) -> None:
 
 
 def test_out_of_range() -> None:
-    """Skipped, all others are copied, the next call says so, and the ring goes on."""
+    """The descriptor is skipped, all others are copied, and the next call raises."""
     sides = Sides("cuda", 60)
     wrong = [
         ((5, 0, 60), "src: bytes up to 65 in descriptor 2 of slot 1, expected at most 60"),
@@ -63,7 +63,7 @@ def test_out_of_range() -> None:
 
 
 def test_the_bytes_are_there_once_it_is_completed() -> None:
-    """For another stream, which waits for nothing but the host."""
+    """Another stream, ordered by the host only, reads them."""
     consuming, reading = torch.cuda.Stream(), torch.cuda.Stream()
     generator = torch.Generator().manual_seed(3)
     num_bytes = 4 << 20
@@ -91,7 +91,7 @@ BUSY = (
 
 
 def refused_if_busy(call: Callable[[], None]) -> None:
-    """Make a call that may find the ring busy, or say of an earlier one that it did."""
+    """Make a call that may find the ring busy, or raise that an earlier call did."""
     try:
         call()
     except RuntimeError as error:
@@ -123,7 +123,7 @@ def test_two_streams_at_once() -> None:
 
 
 def test_graphs_and_calls_of_one_ring() -> None:
-    """A replay takes what is there by then; the first call of all is captured as well."""
+    """A replay takes the pushes made until then; the very first call is captured, too."""
     part = 10_007
     sides, generator = Sides("cuda", 4 * part, src_at=3, dst_at=5), torch.Generator().manual_seed(1)
     waiting: list[Tensor] = []
@@ -178,7 +178,7 @@ def pair() -> tuple[Tensor, Tensor]:
 
 
 def test_what_is_pushed_is_copied(pair: tuple[Tensor, Tensor]) -> None:
-    """Around the ring, triples and sextuples, none and more than are handed over at once."""
+    """Around the ring, triples and sextuples, no descriptors, and more than are staged at once."""
     src, dst = pair
     generator = torch.Generator().manual_seed(1)
     wanted, source = dst.cpu(), src.cpu()
@@ -225,7 +225,7 @@ def test_made_in_inference_mode_and_ended_outside_of_it(pair: tuple[Tensor, Tens
 
 
 def test_it_ends_by_itself(pair: tuple[Tensor, Tensor]) -> None:
-    """A wait for the whole device is no longer than that; another one takes what is left."""
+    """A device synchronisation ends after the idle timeout; the next server takes the rest."""
     src, dst = pair
     with DescriptorRing() as ring:
         with ring.serve(src, dst, idle_timeout_s=0.2) as server:
@@ -246,8 +246,8 @@ def test_who_else_wants_the_ring_is_refused(pair: tuple[Tensor, Tensor]) -> None
         with ring.serve(src, dst):
             ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
             text = "DescriptorRing.serve: cuda:0 has a server; end that one first"
-            for one in (ring, other):
-                with pytest.raises(RuntimeError, match=f"^{text}$"), one.serve(src, dst):
+            for candidate in (ring, other):
+                with pytest.raises(RuntimeError, match=f"^{text}$"), candidate.serve(src, dst):
                     pass
             jitkern.unpack(src, dst, ring)
             torch.cuda.current_stream().synchronize()

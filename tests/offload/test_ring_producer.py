@@ -28,12 +28,12 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(EXAMPLE, target=target, flags=("-O2", "-shared", "-fPIC"))
 
 
-# Maps the memory that it has inherited, and says so once it has begun.
+# Maps the inherited memory, and prints a line when it begins.
 IN_ANOTHER_PROCESS = """
 import ctypes, mmap, sys
 library, *fds, seed = sys.argv[1], *map(int, sys.argv[2:])
 maps = [mmap.mmap(fd, 0) for fd in fds]
-pointers = [ctypes.byref(ctypes.c_char.from_buffer(one)) for one in maps]
+pointers = [ctypes.byref(ctypes.c_char.from_buffer(memory)) for memory in maps]
 produce = ctypes.CDLL(library).produce
 print("begins", flush=True)
 produce(*pointers, 1 << 30, seed)
@@ -41,7 +41,7 @@ produce(*pointers, 1 << 30, seed)
 
 
 def test_killed_in_another_process(example: Path) -> None:
-    """Wherever it is in a push, what the consumer sees is whole, and the next one goes on."""
+    """At any point of a push the consumer sees whole pushes only; another producer continues."""
     memory = os.memfd_create("bounce")
     os.ftruncate(memory, 5 * MESSAGE_BYTES)
     bounce = torch.frombuffer(mmap.mmap(memory, 0), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""jitkern.unpack of a DescriptorRing: which pushes a call takes, and what it refuses."""
+"""jitkern.unpack of a DescriptorRing: autograd, tracing, damaged memory, wrong arguments."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
 
 
 def test_rules_of_writing() -> None:
-    """Those of autograd and inference mode; what is refused takes nothing."""
+    """Rules of autograd and inference mode; a refused call consumes nothing."""
     with torch.inference_mode():
-        made = torch.zeros(8)
+        inner = torch.zeros(8)
     src, dst, leaf = torch.ones(8), torch.zeros(8), torch.zeros(8, requires_grad=True)
     with DescriptorRing(2, 5, device="cpu") as ring, forward_ad.dual_level():
         ring.push(rows((0, 0, 32)))
@@ -48,7 +48,7 @@ def test_rules_of_writing() -> None:
             ((src, leaf), "dst: requires a gradient, exp"),
             ((leaf, dst), "src: requires a gradient, exp"),
             ((src, forward_ad.make_dual(dst, src)), "dst: has a tangent of forward-mode"),
-            ((src, made), "dst: made in inference mode, expected a"),
+            ((src, inner), "dst: made in inference mode, expected a"),
         ):
             with pytest.raises(RuntimeError, match=f"^unpack: {text}"):
                 unpack(*sides, ring)
@@ -64,12 +64,12 @@ def test_rules_of_writing() -> None:
             product.sum().backward()
         ring.push(rows((0, 0, 32)))
         with torch.inference_mode():
-            unpack(src, made, ring)
-        assert made.tolist() == [1.0] * 8
+            unpack(src, inner, ring)
+        assert inner.tolist() == [1.0] * 8
 
 
 def test_inside_of_torch_compile() -> None:
-    """Between two graphs; in one graph it is refused, and nothing is taken."""
+    """Works between two graphs; with fullgraph=True it raises and consumes nothing."""
     torch._dynamo.reset()
     src, dst = bytes_0_to(8), torch.zeros(8, dtype=torch.uint8)
     with DescriptorRing(2, 5, device="cpu") as ring:
@@ -85,8 +85,8 @@ def test_inside_of_torch_compile() -> None:
             torch.compile(run, backend="eager", fullgraph=True)(dst, src)
         assert not ring.done(0)
         torch._dynamo.reset()
-        found = torch.compile(run, backend="eager")(dst, src)
-        assert found.tolist() == [1, 3, 5, 7, 1, 1, 13, 1]
+        copied = torch.compile(run, backend="eager")(dst, src)
+        assert copied.tolist() == [1, 3, 5, 7, 1, 1, 13, 1]
         assert ring.done(1)
 
 
@@ -109,14 +109,14 @@ def test_what_would_see_nothing_of_it() -> None:
 def test_many_threads_consume() -> None:
     rounds, num_threads, num_slots = 2000, 4, 7
     src = torch.ones(1, dtype=torch.uint8)
-    found = torch.zeros(num_threads, rounds, dtype=torch.uint8)
+    copied = torch.zeros(num_threads, rounds, dtype=torch.uint8)
     is_over = threading.Event()
     with DescriptorRing(num_slots, 2, device="cpu") as ring:
 
         def consume(number: int) -> None:
             draw = random.Random(number)
             while not is_over.is_set():
-                unpack(src, found[number], ring, num_slots=draw.randint(1, 3))
+                unpack(src, copied[number], ring, num_slots=draw.randint(1, 3))
 
         with ThreadPoolExecutor(num_threads) as threads:
             consumers = [threads.submit(consume, i) for i in range(num_threads)]
@@ -127,15 +127,15 @@ def test_many_threads_consume() -> None:
                     ring.wait(ticket, timeout_s=60)
             finally:
                 is_over.set()
-        assert [one.result() for one in consumers] == [None] * num_threads
+        assert [future.result() for future in consumers] == [None] * num_threads
         assert [memory_of(ring).done(i).value for i in range(num_slots)] == [
             (rounds - 1 - i) // num_slots + 1 for i in range(num_slots)
         ]
-    assert found.sum(0).tolist() == [1] * rounds
+    assert copied.sum(0).tolist() == [1] * rounds
 
 
 def test_never_torn_or_stale() -> None:
-    """Words and seals that a producer cannot have written, put there by hand."""
+    """Words and seals that no producer can have written."""
     src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     with DescriptorRing(2, 8, device="cpu") as ring:
         memory = memory_of(ring)
@@ -170,7 +170,7 @@ def test_never_torn_or_stale() -> None:
                 assert not is_there(), hex(wrong)
                 assert not ring.done(ticket)
             memory.word(slot).value = good
-            for seal in (one for i in range(3) for one in memory.seals(slot, i)):
+            for seal in (future for i in range(3) for future in memory.seals(slot, i)):
                 for wrong in (0, before, good - (1 << 16), good + 1):
                     seal.value = wrong
                     assert not is_there()
@@ -192,7 +192,7 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("wrong", "came", "limit"), OUT_OF_RANGE, ids=str)
 def test_out_of_range(wrong: tuple[int, ...], came: str, limit: str) -> None:
-    """Nothing of the slot is copied, it counts as consumed, and the next one is."""
+    """Nothing of the slot is copied; it counts as consumed, and the ring continues."""
     src, dst = torch.arange(1, 61, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     fits = (0, 0, 60, 1, 2**40, 2**40)
     with DescriptorRing(3, 8, device="cpu") as ring:
