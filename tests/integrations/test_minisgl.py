@@ -1,4 +1,4 @@
-"""``integrations.minisgl`` in a stand-in for the engine: its plug-in points, and no more."""
+"""``integrations.minisgl`` in a stand-in for the engine, which has its plug-in points only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from embedding_ranks import Meeting, ThreadComm, each
 
 
 class Kernel(ModuleType):
-    """``minisgl.kernel`` of commit 20fcd7f: what is replaced, by its parameters."""
+    """The replaced functions of ``minisgl.kernel``, commit 20fcd7f, with their parameters."""
 
     def __init__(self) -> None:
         super().__init__("minisgl.kernel")
@@ -37,7 +37,7 @@ class Kernel(ModuleType):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Put a stand-in for the engine in place; ``log`` is what it and its communicators do."""
+    """Put a stand-in for the engine in place; ``log`` has its and its communicators' steps."""
     done: list[str] = []
 
     class GraphRunner:

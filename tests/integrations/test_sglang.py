@@ -72,7 +72,7 @@ KERNELS = SimpleNamespace(TMA_BLOCK_QUOTA=4, use_hicache_tma_kernel=lambda **_: 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the engine's question in place, whether its TMA kernel takes a row."""
+    """Put in place the engine's function that says whether its TMA kernel takes a row."""
     where = SimpleNamespace(hicache=KERNELS)
     monkeypatch.setitem(sys.modules, "sglang.kernels.ops.kvcache", where)
 
@@ -81,7 +81,7 @@ LAYOUTS = {"lf": "LPTHD", "pf": "PTLHD", "ph": "PHTLD"}  # see make
 
 
 def make(layout: str, pages: int, head: int, parts: int, device: Any) -> Tensor:
-    """K and V, or the one pool of MLA; on the host, pinned if the device is given as None."""
+    """Return K and V, or the pool of MLA; device None is pinned host memory."""
     sizes = {"L": 3, "P": pages, "T": PAGE, "H": HEADS, "D": head}  # layers, ..., bytes of a head
     shape = parts, *(sizes[dim] for dim in LAYOUTS[layout])
     made = torch.randint(256, shape, dtype=torch.uint8)
@@ -89,12 +89,12 @@ def make(layout: str, pages: int, head: int, parts: int, device: Any) -> Tensor:
 
 
 def rows_of(layout: str, pools: Tensor) -> Tensor:
-    """The same bytes as ``[parts, layers, pages, tokens of a page, heads, bytes]``."""
+    """Return views as ``[parts, layers, pages, tokens of a page, heads, bytes]``."""
     return pools.permute(0, *(1 + LAYOUTS[layout].index(dim) for dim in "LPTHD"))
 
 
 def original_of(target: str, calls: list[Any] | None = None) -> Callable[..., Any]:
-    """The engine's function: its parameters, and a record of its calls."""
+    """Return a stand-in for the engine's function: its parameters, and a record of its calls."""
 
     def original(*args: Any, **kwargs: Any) -> str:
         assert calls is not None, "jitkern left it to the engine"
@@ -108,7 +108,7 @@ def original_of(target: str, calls: list[Any] | None = None) -> Callable[..., An
 
 
 def arguments(target: str, sides: Any, indices: Any, head: int, near: Any) -> dict[str, Any]:
-    """Every argument of a call, by the name that its function has for it."""
+    """Return the arguments of a call, by the names of the function's parameters."""
     item = HEADS * head
     found: dict[str, Any] = {"item_size": item, "num_layers": 3, "layer_id": LAYER}
     found |= {"page_size": PAGE, "head_num": HEADS, "element_dim": item}
@@ -133,7 +133,7 @@ def arguments(target: str, sides: Any, indices: Any, head: int, near: Any) -> di
 
 
 def check(case: Any, near: Any, head: int, of: Any = lambda side, x: x, count: int = 12) -> None:
-    """Call as the engine does and compare all bytes of both sides; ``of`` changes indices."""
+    """Call as the engine does, and compare all bytes of both sides; ``of`` changes indices."""
     target, layout, direction = case
     parts, step = 1 if "mla" in target else 2, 1 if direction == ">" else -1
     host = layout, make(layout, 6, head, parts, "cpu" if near.type == "cpu" else None)
@@ -175,7 +175,7 @@ def test_indices_are_of_any_kind(case: Any, of: str, device: torch.device) -> No
 
 
 def test_rows_of_the_device_may_have_a_distance(device: torch.device) -> None:
-    """A unified pool: a slot has K and V of each layer, and a gap, which stays as it is."""
+    """A unified pool: a slot has K and V of each layer, and a gap, which is not written."""
     slots = torch.arange(9 * 96, dtype=torch.int16, device=device).view(9, 96)
     k, v = (slots.as_strided((9, 2, 8), (96, 8, 1), offset) for offset in (16, 48))
     host = torch.zeros(2, 5, 2, 8, dtype=torch.int16, pin_memory=device.type == "cuda")
@@ -294,7 +294,7 @@ def test_host_pools_are_pinned_pools(other: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What is registered with an engine that is there by name only."""
+    """Return the hooks registered with a stand-in for the engine."""
     found: dict[str, Any] = {}
     registry = SimpleNamespace(register=lambda *args: found.update({args[0]: args[1:]}))
     hooks = SimpleNamespace(HookRegistry=registry, HookType=SimpleNamespace(AROUND="around"))

@@ -49,7 +49,7 @@ POINTS = {
 
 
 class Stream:
-    """A stream of the CPU, on which all is done at once; the model's writes down its waits."""
+    """A stream on the CPU, where calls are synchronous; the model's records its waits."""
 
     device = torch.device("cpu")
 
@@ -139,7 +139,7 @@ class Connector:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Put the stand-in in place, and return the plug-in as it loads there."""
+    """Put the stand-in in place, and return the plug-in loaded on it."""
     Stream.waits, Stream.of_model = [], Stream()
     streams = {"Stream": Stream, "current_stream": lambda: Stream.of_model}
     platform = SimpleNamespace(**streams, stream=lambda stream: nullcontext())
@@ -166,7 +166,7 @@ def group(**pages: int) -> list[Any]:
 
 
 def job(factor: int, sizes: Sequence[int], places: Sequence[int], to_cpu: bool) -> Any:
-    """Make the two sides of a job, whose blocks are in no order."""
+    """Return the two sides of a job; its blocks are in random order."""
     counted = [n + place % factor for n, place in zip(sizes, places, strict=True) if n]
     lengths = sum(sizes), sum(-(-n // factor) for n in counted)
     ids = [np.random.default_rng(3).permutation(9)[:n].astype(np.int32) for n in lengths]
@@ -175,7 +175,7 @@ def job(factor: int, sizes: Sequence[int], places: Sequence[int], to_cpu: bool) 
 
 
 def caches(factor: int) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Make tensors of 9 pages, and 9 rows of a chunk of each tensor and a gap."""
+    """Return tensors of 9 pages, and a region of 9 rows: a chunk of each tensor, and a gap."""
     pages, numbers = (24, 24, 40), torch.Generator().manual_seed(5)
     gpu = [torch.randint(99, (9, n), generator=numbers, dtype=torch.int8) for n in pages]
     region = torch.randint(99, (9, factor * sum(pages) + 8), generator=numbers, dtype=torch.int8)
@@ -286,7 +286,7 @@ def test_functions_are_replaced_if_named(engine: Any, monkeypatch: Any, caplog: 
 
 
 def test_overrides_have_vllms_parameters(engine: Any) -> None:
-    """Of functions of vLLM as well, if VLLM_SOURCE is where its package is."""
+    """Also compares vLLM's functions if VLLM_SOURCE is the folder of its package."""
     root = os.environ.get("VLLM_SOURCE")
     for point, wanted in POINTS.items():
         module, name = point.split()

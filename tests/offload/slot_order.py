@@ -157,9 +157,7 @@ def copy(kind: str, fails_at: int) -> Callable[[FakeTensor, int], None]:
 
 
 def one_run(pipeline: SlotPipeline, rng: random.Random) -> None:
-    count = rng.randrange(
-        rng.choice((12, 12, 12, 12, 60))
-    )  # some are sampled
+    count = rng.randrange(rng.choice((12, 12, 12, 12, 60)))  # some are sampled
     stop, fail = (rng.randrange(20) for _ in range(2))
     blocks: Any = range(count)
     if rng.random() < 0.3:

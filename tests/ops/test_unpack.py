@@ -1,4 +1,4 @@
-"""unpack against a loop over descriptors, with every byte around the pieces accounted for."""
+"""unpack against a loop over descriptors; every byte around the pieces is compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 SIZES = [1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 100, 255, 256, 511, 512, 513, 2048, 4096, 5000, 70_001]
 DIRECTIONS = ("within", "h2d", "d2h")
 
-# Of the kernel of rows of six, which is the one that was measured: 80 registers for 768 threads.
+# The kernel for rows of six: 80 registers for 768 threads.
 ALLOWED_SPILL_BYTES = 124
 
 
@@ -41,7 +41,7 @@ def buffers(
     src_offset: int = 0,
     dst_offset: int = 0,
 ) -> tuple[Buffer, Buffer]:
-    """A destination and a source so many bytes behind a line; on the CPU all are there."""
+    """Return a destination and a source at offsets from a line; one may be in host memory."""
     make_dst, make_src = (
         host_buffer if direction == way else make_buffer for way in ("d2h", "h2d")
     )
@@ -66,14 +66,14 @@ def run_and_compare(
 
 
 def places(device: torch.device) -> list[torch.device]:
-    """Where descriptors may be."""
+    """Return the devices that descriptors may be on."""
     return [CPU] if device.type == "cpu" else [device, CPU]
 
 
 def scattered(
     sizes: Sequence[int], src_bytes: int, dst_bytes: int, seed: int = 0
 ) -> list[tuple[int, int, int]]:
-    """Pieces from anywhere, to places of their own in random order."""
+    """Return pieces from random sources to distinct destinations, in random order."""
     rng = random.Random(seed)
     gaps = dst_bytes - sum(sizes)
     assert gaps >= 0
@@ -101,7 +101,7 @@ def test_sizes(device: torch.device, size: int, direction: str) -> None:
 @pytest.mark.parametrize("size", [13, 16, 300, 2100])
 @pytest.mark.parametrize("to", range(0, 16, 3))
 def test_misalignments(device: torch.device, to: int, size: int) -> None:
-    """Every place of both sides in their lines of 16 bytes, also where the tensors end."""
+    """All offsets of both sides in lines of 16 bytes, also at the ends of the tensors."""
     for at in range(16):
         dst, src = buffers(device, size + 40, size + 40, src_offset=at, dst_offset=to)
         for src_off, dst_off in ((0, 0), (40, 40), (at, to), (5, 17)):
@@ -132,7 +132,7 @@ def test_strides(
 
 
 def test_a_large_one_among_small_ones(device: torch.device) -> None:
-    """Which one warp would copy for long; short ones in front of it, behind, and none at all."""
+    """One warp would copy it for long; with short pieces before and after it, and alone."""
     for small in (0, 40, 1500):
         sizes = [256] * small + [3_000_001] + [700_000] * (small > 0)
         dst, src = buffers(device, 3_100_000, sum(sizes) + 100_000)
@@ -161,13 +161,13 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
     for where in places(device):
         dst, src = buffers(device, 500, 2000)
         rows = rows_of(scattered([77] * 9, 500, 2000), where)
-        rows[max(count, 0) :] = 2**40  # which nobody looks at
+        rows[max(count, 0) :] = 2**40  # never read
         counted = torch.tensor([count], dtype=dtype, device=where)
         run_and_compare(dst, src, rows, counted)
         run_and_compare(dst, src, rows, counted[0])
 
 
-# (one of six numbers, what it becomes, the part and how far it reaches) of 1,000 bytes to 900
+# Changed columns of a descriptor, and the error; the source has 1,000 bytes, the destination 900.
 OUTSIDE = [
     ({0: 990}, "src: bytes up to 1010 in descriptor 2, expected at most 1000"),
     ({0: -1}, "src: bytes from -1 on in descriptor 2, expected from 0 on"),
@@ -204,7 +204,7 @@ OUTSIDE_STRIDED = [
 
 @pytest.mark.parametrize(("change", "text"), [*OUTSIDE, *OUTSIDE_STRIDED])
 def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -> None:
-    """On the CPU nothing is written, on a GPU all but that descriptor."""
+    """On the CPU nothing is copied; on a GPU all other descriptors are."""
     widths = (6,) if max(change) > 2 else (3, 6)
     for where, width in ((p, w) for p in places(device) for w in widths):
         dst, src = buffers(device, 1000, 900)
@@ -227,7 +227,7 @@ def test_out_of_range(device: torch.device, change: dict[int, int], text: str) -
 @pytest.mark.parametrize("width", [3, 6])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_in_a_cuda_graph(direction: str, width: int) -> None:
-    """Descriptors and their count are read at each replay; the first call is captured as well."""
+    """Descriptors and their count are read at each replay; the first call is captured, too."""
     device = torch.device("cuda")
     dst, src = buffers(device, 90_000, 200_000, direction=direction)
     sizes = [7, 300, 4096, 60_000, 1, 16]
@@ -260,7 +260,7 @@ def test_in_a_cuda_graph(direction: str, width: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("which", [0, 1])
 def test_order_on_a_stream(which: int) -> None:
-    """Behind what was queued, also where that writes the descriptors; a call after a call."""
+    """After queued work, which may write the descriptors; calls in order."""
     device = torch.device("cuda")
     where = places(device)[which]
     dst, src = buffers(device, 90_000, 200_000)
@@ -294,7 +294,7 @@ def test_calls_that_depend_on_each_other() -> None:
     size, calls = 1 << 16, 40
     memory = torch.randint(0, 256, (calls + 1, size), dtype=torch.uint8, device=device)
     first = memory[0].clone()
-    # Off by three, so that every call moves what it brings.
+    # Each call shifts the bytes by three.
     rows = torch.tensor([[3, 0, size - 3]], device=device).repeat(calls, 1)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

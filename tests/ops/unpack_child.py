@@ -1,4 +1,4 @@
-"""What unpack has the driver do, on that of fake_driver.c; run by test_fake_driver.py."""
+"""Launches and copies of unpack on fake_driver.c; run by test_fake_driver.py."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ for name in ("i64x3", "i64x6"):
 
 
 def launched() -> tuple[str, int, tuple[int, ...]]:
-    """Return the last launch, its blocks, and what the kernel was told."""
+    """Return the last launch, its blocks and its parameters."""
     line = log().splitlines()[-1]
     grid = int(line.partition("grid ")[2].partition(",")[0])
     return line, grid, struct.unpack(PARAMS, params(line))
 
 
 def check_the_launch() -> None:
-    """The kernel of the format; blocks that copy, and others behind them if there may be a rest."""
+    """The kernel of the format; copying blocks, and further blocks if there may be a rest."""
     count = torch.tensor([3], dtype=torch.int32)
     six = torch.zeros(9000, 6, dtype=torch.int64)
     unpack(on_gpu(OTHER), on_gpu(DEVICE), on_gpu(six), count=on_gpu(count))
@@ -68,7 +68,7 @@ def check_the_launch() -> None:
 
 
 def check_host_memory() -> None:
-    """By few SMs; what is not pinned is refused, but for what has no bytes."""
+    """Few SMs; pageable memory is refused unless it is empty."""
     rows = torch.zeros(4000, 3, dtype=torch.int64)
     for dst, src in ((on_gpu(DEVICE), PINNED), (PINNED, on_gpu(DEVICE))):
         unpack(src, dst, on_gpu(rows))
@@ -86,7 +86,7 @@ def check_host_memory() -> None:
 
 
 def check_descriptors_of_the_host_are_uploaded() -> None:
-    """In rows of six, in as few pieces as possible, and no more of them than count."""
+    """As rows of six, in as few pieces as possible, at most `count`."""
     sides = (foreign(PINNED), on_gpu(DEVICE))
     rows = torch.tensor(
         [[7, 9, 5, 1, 0, 0], [0, 0, 0, 9, 9, 9], [1, 2, 8, 4, 8, 8], [0, 0, 4, 9, 5, 0], [-1] * 6]
