@@ -19,7 +19,7 @@ import torch
 import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import Fault, OnCuda, cuda, driver, log, params, pinned, raises, refused
-from rings import LINE, is_mapped, rows
+from rings import LINE, is_mapped
 
 import jitkern
 from jitkern import unpack
@@ -193,25 +193,6 @@ class OwnStream(Stream):
 
 
 words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
-
-
-def check_registered_with_the_gpu_and_given_back() -> None:
-    ring = DescriptorRing(3, 5)
-    assert log() == f"register {BYTES}, flags 3, on 0\n"
-    assert repr(ring) == "DescriptorRing(3 slots of 5 descriptors on cuda:0, 0 pushed)"
-    assert ring.device == torch.device("cuda", 0)
-    ring.push(rows((0, 0, 1)))
-    assert ring.done(0) is False
-    assert log() == "", "a push asked the driver for something"
-    ring.close()
-    assert log() == f"synchronize 0\nunregister {BYTES}\n"
-
-
-def check_not_registered_is_raised_and_nothing_is_left() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    driver.fake_refusal(0)
-    raises(RuntimeError, "PinnedPool: .* were not registered: .*", DescriptorRing, 3, 5)
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def sides() -> tuple[Any, Any, torch.Tensor]:

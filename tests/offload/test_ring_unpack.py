@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -104,34 +101,6 @@ def test_what_would_see_nothing_of_it() -> None:
             unpack(src, dst, ring)
 
         assert not dst.any() and not ring.done(0)
-
-
-def test_many_threads_consume() -> None:
-    rounds, num_threads, num_slots = 2000, 4, 7
-    src = torch.ones(1, dtype=torch.uint8)
-    copied = torch.zeros(num_threads, rounds, dtype=torch.uint8)
-    is_over = threading.Event()
-    with DescriptorRing(num_slots, 2, device="cpu") as ring:
-
-        def consume(number: int) -> None:
-            draw = random.Random(number)
-            while not is_over.is_set():
-                unpack(src, copied[number], ring, num_slots=draw.randint(1, 3))
-
-        with ThreadPoolExecutor(num_threads) as threads:
-            consumers = [threads.submit(consume, i) for i in range(num_threads)]
-            try:
-                for ticket in range(rounds):
-                    assert ring.push(rows((0, ticket, 1)), timeout_s=60) == ticket
-                for ticket in range(rounds - num_slots, rounds):
-                    ring.wait(ticket, timeout_s=60)
-            finally:
-                is_over.set()
-        assert [future.result() for future in consumers] == [None] * num_threads
-        assert [memory_of(ring).done(i).value for i in range(num_slots)] == [
-            (rounds - 1 - i) // num_slots + 1 for i in range(num_slots)
-        ]
-    assert copied.sum(0).tolist() == [1] * rounds
 
 
 def test_never_torn_or_stale() -> None:
