@@ -19,7 +19,7 @@ import torch
 import tvm_ffi
 from fake_gpu import report_checks
 from launch_fake import Fault, OnCuda, cuda, driver, log, params, pinned, raises, refused
-from rings import LINE, is_mapped
+from rings import is_mapped
 
 import jitkern
 from jitkern import unpack
@@ -154,7 +154,6 @@ def on_gpu(tensor: torch.Tensor) -> Any:
     return tvm_ffi.from_dlpack(OnCuda(tensor))
 
 
-BYTES = 256 + 3 * LINE + 3 * 4 * LINE  # of 3 slots of 5 descriptors
 STREAM = 4711
 FAULT_AT = 112  # the address of the record that the kernel may write to, in ConsumeParams
 driver.fake_kernel(b"jitkern_unpack_ring", ctypes.c_uint64(232), 512)
@@ -193,6 +192,13 @@ class OwnStream(Stream):
 
 
 words = iter(pinned(torch.zeros(64, dtype=torch.int32)).split(1))
+
+
+def check_not_registered_is_raised_and_nothing_is_left() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    driver.fake_refusal(0)
+    raises(RuntimeError, "PinnedPool: .* were not registered: .*", DescriptorRing, 3, 5)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def sides() -> tuple[Any, Any, torch.Tensor]:
