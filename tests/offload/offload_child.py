@@ -93,7 +93,7 @@ def check_a_capture_keeps_it_open() -> None:
     capture(1)
     try:
         with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), CAPTURED):
-            raises(RuntimeError, "PinnedPool.close: a graph is captured here; .*", pool.close)
+            raises(RuntimeError, "close: a graph is captured on the current stream; .*", pool.close)
             assert "unregister" not in log()
             assert pool.stats.is_registered
             del pool, tensor
@@ -272,7 +272,7 @@ def pretend() -> None:
     fake.current_device = lambda: 0
     fake.current_stream = lambda device: Stream
     memory._node_of_gpu = lambda: None
-    memory._torch_streams = lambda: STREAMS
+    memory._torch_streams = lambda device: STREAMS
     ring_module._zeros_on = lambda _, num_bytes: torch.zeros(num_bytes, dtype=torch.uint8)
     fake.Stream = None
     fake.ExternalStream = OwnStream

@@ -313,8 +313,10 @@ def test_numbers_on_both_sides() -> None:
 
 
 @pytest.mark.cuda
-def test_a_pool_is_closed_beside_a_capture_of_another_thread() -> None:
-    pool, x = PinnedPool(1 << 20), torch.zeros(8, device="cuda")
+@pytest.mark.parametrize("kind", ["pool", "engine"])
+def test_closing_leaves_a_capture_of_another_thread_alone(kind: str) -> None:
+    closed: Any = PinnedPool(1 << 20) if kind == "pool" else engine_of(torch.device("cuda"))
+    x = torch.zeros(8, device="cuda")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with (
@@ -322,7 +324,7 @@ def test_a_pool_is_closed_beside_a_capture_of_another_thread() -> None:
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
     ):
         x.add_(1)
-        threads.submit(pool.close).result(60)
+        threads.submit(closed.close).result(60)
         x.add_(1)
     graph.replay()
     assert x.eq(2).all()

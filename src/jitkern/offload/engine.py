@@ -211,12 +211,13 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         """Wait for the GPU and free the memory; a second call does nothing.
 
         A pool passed as ``pool`` stays open. Tensors that are still referenced stay valid on the
-        CPU. While a stream is being captured it raises RuntimeError, and the engine stays open.
+        CPU. While torch's current stream is captured it raises RuntimeError, and the engine stays
+        open.
         """
         if not self._is_open:
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            memory.synchronize(self.device)
         if self._own_pool is not None:
             self._own_pool.close()
         self._is_open = False

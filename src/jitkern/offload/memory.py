@@ -73,7 +73,8 @@ class PinnedMemory:
             return
         begin = time.perf_counter()
         try:
-            self._register(torch.cuda.current_device(), _torch_streams())
+            device = torch.cuda.current_device()
+            self._register(device, _torch_streams(device))
         except RuntimeError as error:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft)
@@ -96,11 +97,16 @@ def _close_all() -> None:
         memory.close()
 
 
-def _torch_streams() -> list[int]:
-    """Return the handles of all streams that torch uses on the current GPU; 0 is its default."""
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU like ``torch.cuda.synchronize``, without breaking other threads' captures."""
+    host.module()["synchronize_gpu"](device.index, _torch_streams(device.index))
+
+
+def _torch_streams(device: int) -> list[int]:
+    """Return the handles of all streams that torch uses on a GPU; 0 is its default."""
     # torch hands out 32 streams of each of 4 priorities, in turn.
     make: Any = torch.cuda.Stream
-    streams = [make(priority=priority) for priority in range(-3, 1) for _ in range(32)]
+    streams = [make(device, priority=priority) for priority in range(-3, 1) for _ in range(32)]
     return [0, *{stream.cuda_stream for stream in streams}]
 
 

@@ -33,26 +33,32 @@ constexpr i64 kPageBytes = i64(4) << 10;
 constexpr int kMadvPopulateWrite = 23;  // from Linux 5.14 on
 constexpr int kPreferred = 1;           // MPOL_PREFERRED
 
-// Waits for work on the streams, except those that are being captured.
-void synchronize_streams(const Array<int64_t>& streams) {
+// Waits for all work on a GPU. cuCtxSynchronize would break the captures of all threads: if one of
+// the streams, all of torch's on the GPU, is being captured, waits for the others.
+void synchronize_gpu(int ordinal, const Array<int64_t>& streams) {
+  const ContextScope scope(Device::get(ordinal));
+  const auto captures = [](int64_t stream) {
+    return is_capturing(reinterpret_cast<CUstream>(stream));
+  };
+  if (std::none_of(streams.begin(), streams.end(), captures)) {
+    JITKERN_CU(cuCtxSynchronize);
+    return;
+  }
+  if (is_capturing(current_stream(ordinal))) {
+    raise_error("RuntimeError", "close: a graph is captured on the current stream; close it later");
+  }
   const RelaxedCapture relaxed;
   const CUevent event = make_event();
-  for (const int64_t handle : streams) {
-    const auto stream = reinterpret_cast<CUstream>(handle);
-    if (is_capturing(stream)) continue;
-    record(event, stream);
+  for (const int64_t stream : streams) {
+    if (captures(stream)) continue;
+    record(event, reinterpret_cast<CUstream>(stream));
     wait_for(event);
   }
   destroy_event(event);
 }
 
-// Waits for all work on this process's GPUs, which may still access the memory. cuCtxSynchronize
-// would break the captures of all threads: if one of the streams, which are all of torch's on a
-// GPU, is being captured, waits for the others.
-void synchronize_devices(int ordinal_of_streams, const Array<int64_t>& streams) {
-  const auto captures = [](int64_t stream) {
-    return is_capturing(reinterpret_cast<CUstream>(stream));
-  };
+// Waits for all work on this process's GPUs, which may still access the memory.
+void synchronize_gpus(int ordinal_of_streams, const Array<int64_t>& streams) {
   int count = 0;
   JITKERN_CU(cuDeviceGetCount, &count);
   for (int ordinal = 0; ordinal < std::min(count, kMaxDevices); ++ordinal) {
@@ -60,15 +66,7 @@ void synchronize_devices(int ordinal_of_streams, const Array<int64_t>& streams) 
     int active = 0;
     JITKERN_CU(cuDevicePrimaryCtxGetState, device_handle(ordinal), &flags, &active);
     if (active == 0) continue;
-    const ContextScope scope(Device::get(ordinal));
-    if (ordinal == ordinal_of_streams && std::any_of(streams.begin(), streams.end(), captures)) {
-      if (is_capturing(current_stream(ordinal))) {
-        raise_error("RuntimeError", "PinnedPool.close: a graph is captured here; close it later");
-      }
-      synchronize_streams(streams);
-    } else {
-      JITKERN_CU(cuCtxSynchronize);
-    }
+    synchronize_gpu(ordinal, ordinal == ordinal_of_streams ? streams : Array<int64_t>());
   }
 }
 
@@ -182,7 +180,7 @@ class PinnedMemory {
   // Waits for the GPUs and unregisters the memory; tensors keep it.
   void close() {
     if (!is_registered_ || getpid() != owner_) return;
-    synchronize_devices(ordinal_, streams_);
+    synchronize_gpus(ordinal_, streams_);
     const RelaxedCapture relaxed;  // another thread may capture
     JITKERN_CU(cuMemHostUnregister, base_);
     is_registered_ = false;
@@ -217,5 +215,6 @@ Array<Any> make_pinned_memory(i64 num_bytes, int fd) {
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_pinned_memory, make_pinned_memory);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize_gpu, synchronize_gpu);
 
 }  // namespace jitkern
