@@ -255,6 +255,13 @@ def test_calls_left_to_the_engine_are_logged_once(
     assert record.message.endswith(f"{target} to sglang: {reason}")
 
 
+@pytest.mark.parametrize("target", plug_in.HOOKS)
+def test_a_missing_argument_is_no_key_error(target: str) -> None:
+    calls = list[Any]()
+    assert plug_in.HOOKS[target](original_of(target, calls)) == "the engine's"
+    assert calls == [((), {})]
+
+
 @pytest.mark.parametrize(
     ("row", "is_packed", "is_its_own"),
     [(512, True, True), (656, True, True), (512, False, True), (656, False, False)],
