@@ -149,7 +149,7 @@ def test_a_read_only_cache_is_never_written(cache: Cache) -> None:
 def test_what_cannot_be_published_is_named_with_its_path(cache: Cache) -> None:
     folder = make(cache.base) / str(key())
     folder.touch(0o600)
-    with pytest.raises(CacheError, match=f"^{folder}: cannot publish an entry: File exists$"):
+    with pytest.raises(CacheError, match=f"^{folder}: cannot publish an entry: Not a directory$"):
         publish(cache)
 
 

@@ -92,6 +92,12 @@ def test_a_wrong_command_line_is_one_line(capsys: Capture, argv: str, message: s
         ("ARCH", "99", 2, "JITKERN_ARCH: "),
         ("ARCH", "", 2, "archs: none is given, JITKERN_ARCH is not set, and there is no GPU"),
         ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),
+        (
+            "CACHE_DIR",
+            "/dev/null",
+            1,
+            "/dev/null: cannot be written: Not a directory; set JITKERN_C",
+        ),
         ("CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
         ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],

@@ -142,7 +142,7 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
     except FileExistsError:
         if not path.is_dir():
             path.lstat()  # FileNotFoundError if another process has just removed it
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", str(path)) from None
         return
     is_setgid = path.stat().st_mode & stat.S_ISGID  # inherited from its parent
     if stat.S_IMODE(path.stat().st_mode) != mode | is_setgid:

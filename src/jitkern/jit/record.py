@@ -88,13 +88,13 @@ def replay(file: str | os.PathLike[str]) -> list[Specialisation]:
     Raises ValueError if it is no record, or if other users could have written it; OSError if it
     cannot be read, or is no regular file.
     """
-    folder = os.path.dirname(os.path.abspath(file))
     with open(fs.open_regular(Path(file), follow=True), "rb") as stream:
         if reason := written_by_others(os.fstat(stream.fileno())):
             raise ValueError(f"{file}: {reason}; it is code: replay a copy of your own")
         raw = stream.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
         raise ValueError(f"{file}: more than {MAX_BYTES} bytes, which jitkern does not write")
+    folder = os.path.dirname(os.path.abspath(file))
     recorded: dict[bytes, Specialisation] = {}
     for number, line in enumerate(raw.split(b"\n"), start=1):
         if not line or line in recorded:
