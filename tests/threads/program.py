@@ -61,7 +61,7 @@ def race_ops(folder: Path) -> subprocess.CompletedProcess[str]:
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.parent.name}-{source.stem}.o"
-        flags = (*TSAN, "-Wno-unused-parameter", "-c", "-fPIC")
+        flags = (*TSAN, "-w", "-c", "-fPIC")
         return compiled(source, target=target, flags=flags, folders=folders)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
