@@ -146,7 +146,7 @@ def test_interrupted() -> None:
 
 
 MISTAKES = {
-    "all_reduce([1.0])": "TypeError: all_reduce: x: list, expected a tensor",
+    "all_reduce([1.0])": "TypeError: all_reduce: x: list or tuple, expected a tensor",
     "all_reduce(ones(3).double())": "TypeError: all_reduce: x: dtype float64, expected float32,",
     "all_reduce(ones(4, 4).tril().T)": "ValueError: all_reduce: x: not contiguous",
     "all_reduce(ones(3), output=ones(3).half())": "TypeError: all_reduce: output: dtype float16,",

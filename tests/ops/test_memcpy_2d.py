@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from buffers import random_bytes, synchronize
 from hypothesis import given
 from hypothesis import strategies as st
 from mistakes import Mistake, not_ints, not_tensors, not_words, overlap_text, read_only
 from torch import Tensor
 
-from jitkern import memcpy_2d_async
+from jitkern import fast_compare_key, memcpy_2d_async
 from jitkern.offload import PinnedPool
 
 CPU = torch.device("cpu")
@@ -128,6 +129,20 @@ def test_any_call_within_one_storage(data: st.DataObject) -> None:
         source = before[begins[1] :]
         ref_memcpy_2d(before[begins[0] :], source.clone(), *pitches, width, height)
     assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("op", ["memcpy_2d_async", "fast_compare_key"])
+def test_a_graph_of_torch_compile_names_the_op(op: str) -> None:
+    good, keys = good_arguments(), (torch.arange(3), torch.arange(5))
+
+    def step() -> Any:
+        return memcpy_2d_async(**good) if op == "memcpy_2d_async" else fast_compare_key(*keys)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"{op}: no operator of PyTorch"):
+        torch.compile(step, backend="eager", fullgraph=True)()
+    assert good["dst"].eq(0).all()
+    torch.compile(step, backend="eager")()
+    assert good["dst"].eq(1).all() == (op == "memcpy_2d_async")
 
 
 def test_a_tracer_is_refused() -> None:

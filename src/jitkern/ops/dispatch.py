@@ -160,7 +160,7 @@ def traced_as(function: Callable[..., Any]) -> Callable[[F], F]:
 def untraced(function: F) -> F:
     """Make ``torch.compile`` break its graph at calls, or raise the reason with ``fullgraph``.
 
-    As ``torch.compiler.disable``, which imports the compiler.
+    PyTorch's public way, ``torch.compiler.disable``, imports its compiler.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
