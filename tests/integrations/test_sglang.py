@@ -66,6 +66,7 @@ for line in TABLE.strip().splitlines():
     CASES += [(target, one[:-1], one[-1]) for one in tried.split()]
 HICACHE, KVCACHEIO, COMMON = (SHORT[x] for x in ("HICACHE ", "KVCACHEIO ", "COMMON "))
 
+CPU = torch.device("cpu")
 LAYER, HEADS, PAGE = 1, 4, 4
 KERNELS = SimpleNamespace(TMA_BLOCK_QUOTA=4, use_hicache_tma_kernel=lambda **_: False)
 
@@ -192,9 +193,9 @@ def test_rows_of_the_device_may_have_a_distance(device: torch.device) -> None:
 def test_a_table_is_read_once(device: torch.device) -> None:
     table = torch.tensor([4096, 8192], dtype=torch.uint64, device=device)
     side = plug_in.Table("src_indices", ("src_layers",))
-    buffers = side.blocks({"src_layers": table}, 64)
+    buffers = side.blocks(plug_in.Call(src_layers=table), 64)
     table.view(torch.int64).zero_()
-    assert side.blocks({"src_layers": table}, 64) is buffers
+    assert side.blocks(plug_in.Call(src_layers=table), 64) is buffers
     assert not vars(table)  # nothing is written on the engine's tensors
 
 
@@ -255,11 +256,22 @@ def test_calls_left_to_the_engine_are_logged_once(
     assert record.message.endswith(f"{target} to sglang: {reason}")
 
 
-@pytest.mark.parametrize("target", plug_in.HOOKS)
-def test_a_missing_argument_is_no_key_error(target: str) -> None:
-    calls = list[Any]()
+@pytest.mark.parametrize("value", [None, 0, -1, "x", 1.5, torch.zeros(())], ids=repr)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_wrong_arguments_are_left_to_the_engine(case: Any, value: Any) -> None:
+    """As of another version: no KeyError, AttributeError or ZeroDivisionError is raised."""
+    target, layout, direction = case
+    calls, parts = list[Any](), 1 if "mla" in target else 2
+    pools = [(name, make(name, 6, 64, parts, CPU)) for name in (layout, "lf")]
+    sides = dict(zip(("src", "dst"), pools if direction == ">" else pools[::-1], strict=True))
+    good = arguments(target, sides, [torch.arange(4)] * 2, 64, CPU)
+    optional = {"element_dim", "element_size", "page_size"}
+    for name in {*good} - (optional if HICACHE in target else set()):
+        if (name, value) != ("layer_id", 0):
+            plug_in.HOOKS[target](original_of(target, calls), **{**good, name: value})
+            assert calls.pop()[1][name] is value
+    assert not calls
     assert plug_in.HOOKS[target](original_of(target, calls)) == "the engine's"
-    assert calls == [((), {})]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,18 @@ class Call(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise LeftToEngineError(f"no argument {name}")
 
+    def tensor(self, name: str) -> Tensor:
+        value = self[name]
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise LeftToEngineError(f"argument {name} is no tensor of rows")
+        return value
+
+    def size(self, name: str, least: int = 1) -> int:
+        value = self[name]
+        if type(value) is not int or value < least:
+            raise LeftToEngineError(f"argument {name} is no int from {least} on")
+        return value
+
 
 # -- the parameters of the engine's functions ------------------------------------------------------
 
@@ -62,15 +74,15 @@ class Side(ABC):
     def is_packed(self, call: Call, row_bytes: int) -> bool:
         """Tell whether no bytes lie between one row and the next."""
         if self.stride:
-            return bool(call[self.stride] == row_bytes)
-        return all(call[name].is_contiguous() for name in self.tensors)
+            return call.size(self.stride) == row_bytes
+        return all(call.tensor(name).is_contiguous() for name in self.tensors)
 
 
 class Rows(Side):
     """Tensors of one layer; a row is a token."""
 
     def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
-        pools = [call[name] for name in self.tensors]
+        pools = [call.tensor(name) for name in self.tensors]
         pool, num_rows, stride = pools[0], _num_rows(pools, row_bytes), row_bytes
         if not pool.is_contiguous():
             if pool[0].nbytes != row_bytes or not pool[0].is_contiguous():
@@ -84,7 +96,7 @@ class PageFirst(Side):
     """Tensors of all layers; `stride` bytes of a token are its rows in one layer after another."""
 
     def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
-        pools, stride = [call[name] for name in self.tensors], call[self.stride]
+        pools, stride = [call.tensor(name) for name in self.tensors], call.size(self.stride)
         num_rows = _num_rows(pools, stride)
         if not pools[0].is_contiguous():
             raise LeftToEngineError("a page-first pool that is not contiguous")
@@ -97,12 +109,12 @@ class PageHead(Side):
     """Host tensors of all layers: ``[pages, heads, page_size, layers, head_dim]``."""
 
     def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
-        pools = [call[name] for name in self.tensors]
+        pools = [call.tensor(name) for name in self.tensors]
         if any(pool.is_cuda or not pool.is_contiguous() for pool in pools):
             raise LeftToEngineError("page heads that are not contiguous, or not in host memory")
         memory = tuple((pool.data_ptr(), pool.nbytes) for pool in pools)
-        shape = call["page_size"], call["head_num"]
-        return _head_buffers(memory, row_bytes, call[self.stride], _layers(call), *shape)
+        shape = call.size("page_size"), call.size("head_num")
+        return _head_buffers(memory, row_bytes, call.size(self.stride), _layers(call), *shape)
 
 
 @dataclass(frozen=True)
@@ -112,10 +124,11 @@ class Table(Side):
     is_on_host: bool = False  # the memory that the addresses are of; tables may be on the GPU
 
     def blocks(self, call: Call, row_bytes: int) -> BlockBuffers:
-        tables, count = [call[name] for name in self.tensors], call.get("num_layers")
+        tables = [call.tensor(name) for name in self.tensors]
+        count = call.size("num_layers") if "num_layers" in call else None
         starts = tuple(address for table in tables for address in _addresses(table)[:count])
         device = -1 if self.is_on_host else tables[0].get_device()
-        stride = call[self.stride] if self.stride else row_bytes
+        stride = call.size(self.stride) if self.stride else row_bytes
         return _table_buffers(starts, row_bytes, stride, device)
 
 
@@ -190,8 +203,9 @@ COPIES = {
 def _layers(call: Call) -> range:
     """Return the layers that a call copies of a pool of all layers."""
     if "layer_id" in call:
-        return range(call["layer_id"], call["layer_id"] + 1)
-    return range(call["num_layers"])
+        layer = call.size("layer_id", 0)
+        return range(layer, layer + 1)
+    return range(call.size("num_layers"))
 
 
 def _num_rows(pools: list[Tensor], row_bytes: int) -> int:
@@ -274,11 +288,12 @@ def _head_buffers(
 def _row_bytes(copy: Copy, call: Call) -> int:
     """Return the bytes of a token in one layer."""
     if copy.size == "item_size":
-        return int(call["item_size"])
+        return call.size("item_size")
     if copy.size == "element_size":
-        return int(call.get("element_size") or call[copy.dst.stride])
-    pool = call[copy.dst.tensors[0]]
-    return int((call.get("element_dim") or pool.size(-1)) * pool.element_size())
+        return call.size(copy.dst.stride if call.get("element_size") is None else "element_size")
+    pool = call.tensor(copy.dst.tensors[0])
+    dim = pool.size(-1) if call.get("element_dim") is None else call.size("element_dim")
+    return dim * pool.element_size()
 
 
 def _leave_to_tma(copy: Copy, call: Call, row_bytes: int) -> None:
@@ -312,7 +327,7 @@ def _copy(copy: Copy, call: Call) -> None:
     if copy.size != "item_size":
         _leave_to_tma(copy, call, row_bytes)
     src, dst = copy.src.blocks(call, row_bytes), copy.dst.blocks(call, row_bytes)
-    pairs = _on_one_device(call[copy.src.indices], call[copy.dst.indices])
+    pairs = _on_one_device(call.tensor(copy.src.indices), call.tensor(copy.dst.indices))
     copy_blocks(src, dst, pairs, method="sm", num_sms=call.get("block_quota"))
 
 
