@@ -137,3 +137,13 @@ def not_a_tensor(call: str, **arguments: object) -> TypeError | None:
             expected = "a torch.Tensor" if hasattr(value, "__dlpack__") else "a tensor"
             return TypeError(f"{call}: {name}: {type_text(value)}, expected {expected}")
     return None
+
+
+def refuse_lazy(op: str, **tensors: Any) -> None:
+    """Raise ValueError for a lazy view, whose memory holds the values before conj() or neg()."""
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()):
+            raise ValueError(
+                f"{op}: {name}: a lazy view of conj() or neg(), expected the values in memory; "
+                ".resolve_conj().resolve_neg() makes a copy, for tensors that are only read"
+            )

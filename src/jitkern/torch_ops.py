@@ -15,10 +15,9 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
-from jitkern.args import not_a_tensor
+from jitkern.args import not_a_tensor, refuse_lazy
 from jitkern.errors import name_unreadable
 from jitkern.ops._ops import OPS, TorchOverload
-from jitkern.ops.dispatch import refuse_lazy
 
 _unpack_dual: Any = forward_ad.unpack_dual
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jitkern.args import device_arg, int_arg, type_text
+from jitkern.args import device_arg, int_arg, refuse_lazy, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
-from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,7 @@ class BlockBuffers:
                 text = "requires a gradient, expected none; pass .detach()"
                 raise ValueError(f"{name}: {argument}: {text}")
             if isinstance(tensor, torch.Tensor):
-                dispatch.refuse_lazy(name, **{argument: tensor})
+                refuse_lazy(name, **{argument: tensor})
                 layers[i] = tensor.detach()  # `tensor.data = other` leaves it as it is
         self._length = len(layers)
         try:

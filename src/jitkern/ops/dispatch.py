@@ -187,16 +187,6 @@ def refuse_transformed(op: str, **arguments: Any) -> None:
     torch_ops.refuse_transformed(op, arguments)
 
 
-def refuse_lazy(op: str, **tensors: Any) -> None:
-    """Raise ValueError for a lazy view, whose memory holds the values before conj() or neg()."""
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "is_conj") and (tensor.is_conj() or tensor.is_neg()):
-            raise ValueError(
-                f"{op}: {name}: a lazy view of conj() or neg(), expected the values in memory; "
-                ".resolve_conj().resolve_neg() makes a copy, for tensors that are only read"
-            )
-
-
 def refuse_tracing(op: str) -> None:
     """Raise RuntimeError if a tracer or dispatch mode is active, which would not see the op."""
     if _num_modes() > 0 or _tracing_state() is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from jitkern.args import type_text
+from jitkern.args import refuse_lazy, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 from jitkern.ops import dispatch
@@ -77,7 +77,7 @@ def memcpy_2d_async(
         arguments = (dst, src, dpitch, spitch, width, height, kind, handle, ordinal)
         outcome = call(*arguments, None)
         if outcome == _STORAGE_IS_NEEDED:
-            dispatch.refuse_lazy("memcpy_2d_async", dst=dst, src=src)
+            refuse_lazy("memcpy_2d_async", dst=dst, src=src)
             outcome = call(*arguments, (*_storage(dst), *_storage(src)))
     except UNREADABLE as error:
         name_unreadable(error, "memcpy_2d_async", dst=dst, src=src)
