@@ -54,7 +54,7 @@ def test_the_page_has_messages() -> None:
 
 
 def test_a_compile_error_holds_all_of_it_also_after_pickling() -> None:
-    """One rank's failure is handed to the ranks that waited for it."""
+    """Ranks and processes of a pool hand it on."""
     error = errors.CompileError(
         "store.cu: NVRTC failed", command="-arch=sm_90", log="line 2: no such type\n", source="a\nb"
     )
