@@ -66,9 +66,9 @@ def by_engine(
 def check_one_strided_copy_for_each_block() -> None:
     gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 3, 20, 80)
     pairs = [(7, 0), (-1, 4), (2, 8), (5, -3), (19, 3)]
-    wanted = 3 * ["copy 3 x 80, pitches 720 1600, types 2 1, on 0"]
+    wanted = 3 * ["copy 3 x 80, pitches 720 1600, types 4 4, on 0"]
     assert by_engine(gpu, pool, pairs, True) == wanted
-    wanted = 3 * ["copy 3 x 80, pitches 1600 720, types 1 2, on 0"]
+    wanted = 3 * ["copy 3 x 80, pitches 1600 720, types 4 4, on 0"]
     assert by_engine(pool, gpu, [(b, a) for a, b in pairs], False) == wanted
 
 
@@ -77,7 +77,7 @@ def check_runs_are_one_copy() -> None:
     gpu, pool = view(DEVICE, 3, 9, 80), view(PINNED, 3, 20, 80)
     pairs = [(7, 0), (8, 1), (-1, -1), (9, 2), (11, 3), (12, 5), (13, 6), (5, 7), (4, 8)]
     assert by_engine(gpu, pool, pairs, True) == [
-        f"copy 3 x {80 * blocks}, pitches 720 1600, types 2 1, on 0" for blocks in (3, 1, 2, 1, 1)
+        f"copy 3 x {80 * blocks}, pitches 720 1600, types 4 4, on 0" for blocks in (3, 1, 2, 1, 1)
     ]
     gap = view(DEVICE, 3, 9, 100)[:, :, :80]  # blocks that do not touch
     assert len(by_engine(gap, pool, pairs, True)) == 8
@@ -96,7 +96,7 @@ def check_blocks_of_one_piece() -> None:
     ]
     apart = view(DEVICE, 9, 4, 80)[:, :3]
     assert by_engine(apart, pool, pairs, True, **dims) == [
-        "copy 3 x 240, pitches 320 240, types 2 1, on 0",
+        "copy 3 x 240, pitches 320 240, types 4 4, on 0",
         *(2 * ["h2d 240 on 0"]),
     ]
 

@@ -19,14 +19,14 @@ def rows(
 def check_each_kind_is_one_strided_copy() -> None:
     there, back = rows(DEVICE, 100, 16, 4), rows(PINNED, 40, 16, 4, 2000)
     twin, source = rows(DEVICE, 60, 16, 4, 1000), rows(PINNED, 160, 16, 4)
-    for dst, src, dpitch, spitch, kind, types in (
-        (there, source, 100, 160, "h2d", "2 1"),
-        (back, there, 40, 100, "d2h", "1 2"),
-        (twin, there, 60, 100, "d2d", "4 4"),
+    for dst, src, dpitch, spitch, kind in (
+        (there, source, 100, 160, "h2d"),
+        (back, there, 40, 100, "d2h"),
+        (twin, there, 60, 100, "d2d"),
     ):
         ends = (dst if dst is back else on_gpu(dst)), (src if src is source else on_gpu(src))
         memcpy_2d_async(*ends, dpitch, spitch, 16, 4, kind)
-        assert log() == f"copy 4 x 16, pitches {dpitch} {spitch}, types {types}, on 0\n"
+        assert log() == f"copy 4 x 16, pitches {dpitch} {spitch}, types 4 4, on 0\n"
         assert torch.equal(dst, src)
     assert DEVICE[16:100].eq(0).all()
 
@@ -52,18 +52,14 @@ def check_pageable_memory() -> None:
 
 
 def check_no_copy_spans_two_registrations() -> None:
-    """Rows of one registration go together; one that lies in both in two parts."""
+    """Then rows go one by one; one that lies in both in two parts."""
     source = rows(PINNED, 100, 64, 6, HALF - 250)  # the third row crosses
     memcpy_2d_async(on_gpu(DEVICE), source, 80, 100, 64, 6, "h2d")
-    assert log().splitlines() == [
-        "copy 2 x 64, pitches 80 100, types 2 1, on 0",
-        "h2d 50 on 0",
-        "h2d 14 on 0",
-        "copy 3 x 64, pitches 80 100, types 2 1, on 0",
-    ]
+    sizes = (64, 64, 50, 14, 64, 64, 64)
+    assert log().splitlines() == [f"h2d {size} on 0" for size in sizes]
     assert torch.equal(rows(DEVICE, 80, 64, 6), source)
     memcpy_2d_async(source, on_gpu(DEVICE), 100, 80, 64, 6, "d2h")
-    assert log().splitlines()[1:3] == ["d2h 50 on 0", "d2h 14 on 0"]
+    assert log().splitlines() == [f"d2h {size} on 0" for size in sizes]
     memcpy_2d_async(on_gpu(DEVICE), PINNED[HALF - 1024 :], 512, 512, 512, 4, "h2d")  # one piece
     assert log().splitlines() == ["h2d 1024 on 0", "h2d 1024 on 0"]
     assert torch.equal(DEVICE[:2048], PINNED[HALF - 1024 : HALF + 1024])
@@ -74,7 +70,7 @@ def check_rows_of_a_pool() -> None:
     pool._register(0, [])
     log()
     memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4056:], 64, 128, 64, 2, "h2d")
-    assert log() == "copy 2 x 64, pitches 64 128, types 2 1, on 0\n"
+    assert log() == "copy 2 x 64, pitches 64 128, types 4 4, on 0\n"
     pool.close()
     text = "memcpy_2d_async: src: memory of a PinnedPool that was closed, expected an open pool.*"
     refused(ValueError, text, memcpy_2d_async, on_gpu(DEVICE), pool.tensor, 64, 128, 64, 2, "h2d")
@@ -83,7 +79,7 @@ def check_rows_of_a_pool() -> None:
 def narrow_pitches_beyond_the_limit_go_row_by_row() -> None:
     """The largest pitch is 256 here."""
     memcpy_2d_async(on_gpu(DEVICE), PINNED, 256, 200, 16, 3, "h2d")
-    assert log() == "copy 3 x 16, pitches 256 200, types 2 1, on 0\n"
+    assert log() == "copy 3 x 16, pitches 256 200, types 4 4, on 0\n"
     for dpitch, spitch in ((257, 16), (16, 257)):
         memcpy_2d_async(on_gpu(DEVICE), PINNED, dpitch, spitch, 16, 3, "h2d")
         assert log() == 3 * "h2d 16 on 0\n"

@@ -1,7 +1,6 @@
 // memcpy_2d_async: checks, then one strided copy by the copy engine, or by the CPU.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
-#include <tvm/ffi/string.h>
 
 #include <algorithm>
 #include <limits>
