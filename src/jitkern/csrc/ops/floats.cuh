@@ -23,23 +23,6 @@ __device__ inline void floats_of_pair(u32 pair, float* values) {
   values[1] = float_of<kType>(static_cast<Bits<kType>>(pair >> 16));
 }
 
-template <int kType>
-__device__ inline Bits<kType> rounded(float value) {
-#ifndef JITKERN_EMULATED
-  if constexpr (kType == kFloat16) {
-    Bits<kType> bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-  }
-  if constexpr (kType == kBFloat16) {
-    Bits<kType> bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-  }
-#endif
-  return bits_as<kType>(value);
-}
-
 // Rounds two values to a 16-bit type, by one instruction.
 template <int kType>
 __device__ inline u32 rounded_pair(const float* values) {
@@ -97,7 +80,7 @@ template <int kType, int kCount>
 __device__ inline Words<kCount * item_bytes_of(kType)> words_of(const float* values) {
   Words<kCount * item_bytes_of(kType)> to;
   if constexpr (kCount == 1) {
-    to.words[0] = rounded<kType>(values[0]);
+    to.words[0] = bits_as<kType>(values[0]);
   } else if constexpr (kType == kFloat32) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) to.words[i] = bits_of_float(values[i]);

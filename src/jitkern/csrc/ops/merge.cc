@@ -12,8 +12,6 @@ namespace {
 // -- on the CPU ----------------------------------------------------------------------------------
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Values of a row that are summed in a buffer: few enough for L1, enough for vectorised loops.
-constexpr i64 kPartDim = 512;
 
 template <int kIn>
 void add(const char* from, float share, float* values, i64 count) {
@@ -67,29 +65,18 @@ struct Shares {
   }
 };
 
-void merge_row(const MergeCall& call, const Shares& shares, float scale, i64 token, i64 head) {
-  const auto add_part = kAdd[call.in_type];
-  const auto store_part = kStore[call.out_type];
-  char* const to = call.out->row(token, head);
-  float values[kPartDim];
-  for (i64 begin = 0; begin < call.dim; begin += kPartDim) {
-    const i64 count = std::min(kPartDim, call.dim - begin);
-    std::fill_n(values, count, shares.sum == 0 ? 0.0f : -0.0f);
-    for (i64 i = 0; i < call.num_states(); ++i) {
-      if (shares.of[i] == 0) continue;
-      const char* const from = call.outs[i].row(token, head);
-      add_part(from + begin * item_bytes_of(call.in_type), shares.of[i], values, count);
-    }
-    store_part(to + begin * item_bytes_of(call.out_type), values, 1 / scale, count);
-  }
-}
-
 void merge_by_cpu(const MergeCall& call) {
   const float scale = call.scale ? *reinterpret_cast<const float*>(call.scale->data()) : 1;
+  std::vector<float> values(static_cast<size_t>(call.dim));  // the sum of a row
   for (i64 row = 0; row < call.num_rows(); ++row) {
     const i64 token = row / call.out->inner, head = row % call.out->inner;
     const Shares shares(call, token, head);
-    merge_row(call, shares, scale, token, head);
+    std::fill(values.begin(), values.end(), shares.sum == 0 ? 0.0f : -0.0f);
+    for (i64 i = 0; i < call.num_states(); ++i) {
+      if (shares.of[i] == 0) continue;
+      kAdd[call.in_type](call.outs[i].row(token, head), shares.of[i], values.data(), call.dim);
+    }
+    kStore[call.out_type](call.out->row(token, head), values.data(), 1 / scale, call.dim);
     if (call.lse) *reinterpret_cast<float*>(call.lse->row(token, head)) = shares.lse;
   }
 }

@@ -13,10 +13,6 @@ constexpr int kMostStates = 8;
 struct HeadStrides {
   i64 token;
   i64 head;
-
-  JITKERN_HOST_DEVICE i64 offset(i64 token_number, i64 head_number) const {
-    return token_number * token + head_number * head;
-  }
 };
 
 // One partial result: rows [token, head] of values, and an fp32 lse for each row.
