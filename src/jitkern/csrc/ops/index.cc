@@ -47,15 +47,10 @@ struct Range {
   i64 start;
   i64 length;
 
-  u64 end() const { return static_cast<u64>(start) + static_cast<u64>(length); }
+  i64 end() const { return start + length; }
   std::string text() const { return str("(", start, ", ", length, ")"); }
   bool overlaps(const Range& other) const {
-    return length > 0 && other.length > 0 && static_cast<u64>(start) < other.end() &&
-           static_cast<u64>(other.start) < end();
-  }
-  // The length up to kMaxIndex. Kernels subtract unsigned: beyond it negative indices would match.
-  i64 length_in_use() const {
-    return length - 1 > kMaxIndex - start ? kMaxIndex - start + 1 : length;
+    return length > 0 && other.length > 0 && start < other.end() && other.start < end();
   }
 };
 
@@ -65,10 +60,13 @@ Range range_arg(const char* arg, AnyView value, i64 num_rows, const char* rows) 
   if (!pair || pair->size() != 2) raise_type_error(kOp, arg, value, "(start, length)");
   Range range{arg, int_arg(kOp, str(arg, "[0]").c_str(), (*pair)[0]), 0};
   range.length = int_arg(kOp, str(arg, "[1]").c_str(), (*pair)[1]);
-  if (range.start < 0 || range.length < 0 || range.length > num_rows) {
-    raise_value_error(
-        kOp, arg, range.text(),
-        str("(start, length) with start >= 0 and 0 <= length <= ", num_rows, ", ", rows));
+  // Kernels subtract unsigned: beyond kMaxIndex negative indices would match.
+  if (range.start < 0 || range.length < 0 || range.length > num_rows ||
+      range.start > kMaxIndex - range.length) {
+    raise_value_error(kOp, arg, range.text(),
+                      str("(start, length) with start >= 0, start + length < 2^63 and 0 <= length "
+                          "<= ",
+                          num_rows, ", ", rows));
   }
   return range;
 }
@@ -93,16 +91,16 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
   if (!is_none(vocab_size)) {
     const i64 size = int_arg(kOp, "vocab_size", vocab_size);
     for (const Range& range : {vocab, added}) {
-      if (size >= 0 && static_cast<u64>(size) >= range.end()) continue;
+      if (size >= range.end()) continue;
       raise_value_error(kOp, "vocab_size", std::to_string(size),
                         str("at least ", range.end(), ", the end of ", range.arg));
     }
     p.last_index = size - 1;
   }
   p.vocab_start = vocab.start;
-  p.vocab_length = vocab.length_in_use();
+  p.vocab_length = vocab.length;
   p.added_start = added.start;
-  p.added_length = added.length_in_use();
+  p.added_length = added.length;
   p.added_row = vocab.length;
 }
 
