@@ -63,7 +63,11 @@ CallStatus NcclCommunicator::failed(const std::string& why) {
   return kCallFailed;
 }
 
-CallStatus NcclCommunicator::run_now(const char* op, int peer, const Queue& run) {
+CallStatus NcclCommunicator::call(const char* op, int peer, const Queue& run) {
+  const std::lock_guard<std::mutex> turn(turn_);
+  if (is_stopped_) return kCallStopped;
+  if (is_broken_) return kCallFailed;
+  refuse_tracers(op);
   const ContextScope scope(device_);
   const auto stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, ordinal));
   const bool is_captured = is_capturing(stream);

@@ -41,14 +41,7 @@ class NcclCommunicator {
   const int size;
 
   // Queues a call on torch's current stream. `peer` is the other rank of a send or recv, else -1.
-  template <class Run>
-  CallStatus call(const char* op, int peer, const Run& run) {
-    const std::lock_guard<std::mutex> turn(turn_);
-    if (is_stopped_) return kCallStopped;
-    if (is_broken_) return kCallFailed;
-    refuse_tracers(op);
-    return run_now(op, peer, std::cref(run));  // without a copy
-  }
+  CallStatus call(const char* op, int peer, const Queue& run);
 
   // Makes NCCL's communicator; collective. It has no deadline: call it in a thread of its own.
   CallStatus open(const tvm::ffi::Bytes& unique_id);
@@ -87,7 +80,6 @@ class NcclCommunicator {
     CUevent event;  // recorded after the call; null while NCCL queues it
   };
 
-  CallStatus run_now(const char* op, int peer, const Queue& run);
   CallStatus queue_now(CUstream stream, const Queue& run);
   CallStatus wait_for_room();
   CallStatus wait_until(CUevent event);

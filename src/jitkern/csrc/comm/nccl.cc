@@ -3,8 +3,7 @@
 #include <dlfcn.h>
 #include <tvm/ffi/string.h>
 
-#include <cstring>
-#include <mutex>
+#include <atomic>
 
 namespace jitkern {
 
@@ -13,9 +12,7 @@ namespace {
 using tvm::ffi::Bytes;
 using tvm::ffi::String;
 
-std::mutex loading;
-Nccl library{};
-std::atomic<bool> is_loaded{false};
+std::atomic<const Nccl*> library{nullptr};  // never freed
 
 // Returns "2.28.9" for 22809.
 std::string name_of(int version) {
@@ -27,11 +24,9 @@ void resolve(void* handle, const char* name, F& function) {
   function = reinterpret_cast<F>(dlsym(handle, name));
 }
 
-// Loads the library unless one is loaded, and returns the version, such as "2.28.9". RuntimeError
-// if it is not NCCL, or too old.
+// Loads the library, and returns the version, such as "2.28.9". RuntimeError if it is not NCCL, or
+// too old.
 String nccl_load(String path) {
-  const std::lock_guard<std::mutex> lock(loading);
-  if (is_loaded) return name_of(library.version);
   void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) raise_error("RuntimeError", dlerror());
   Nccl loaded{};
@@ -44,15 +39,14 @@ String nccl_load(String path) {
   resolve(handle, "ncclGetErrorString", loaded.ncclGetErrorString);
   resolve(handle, "ncclGetLastError", loaded.ncclGetLastError);
   if (loaded.ncclGetVersion != nullptr) loaded.ncclGetVersion(&loaded.version);
-  if (!is_complete || loaded.version < kLeastNccl || loaded.ncclGetErrorString == nullptr) {
+  if (!is_complete || loaded.version < kLeastNccl) {
     const std::string came = loaded.version > 0 ? "NCCL " + name_of(loaded.version) : "no NCCL";
     dlclose(handle);
     raise_error("RuntimeError",
                 str(std::string(path), ": ", came, ", expected NCCL 2.27 or newer"));
   }
-  library = loaded;
-  is_loaded = true;
-  return name_of(library.version);
+  library = new Nccl(loaded);
+  return name_of(loaded.version);
 }
 
 Bytes nccl_unique_id() {
@@ -64,13 +58,13 @@ Bytes nccl_unique_id() {
 }  // namespace
 
 const Nccl& Nccl::get() {
-  if (!is_loaded.load(std::memory_order_acquire)) raise_error("RuntimeError", "NCCL is not loaded");
-  return library;
+  if (library == nullptr) raise_error("RuntimeError", "NCCL is not loaded");
+  return *library;
 }
 
 std::string Nccl::text_of(NcclResult result) const {
   // The last error of the process: NCCL ignores the communicator.
-  const char* const last = ncclGetLastError == nullptr ? nullptr : ncclGetLastError(nullptr);
+  const char* const last = ncclGetLastError(nullptr);
   const std::string text = ncclGetErrorString(result);
   return last == nullptr || *last == '\0' ? text : text + ": " + last;
 }

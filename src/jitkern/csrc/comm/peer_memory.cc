@@ -3,7 +3,6 @@
 #include <jitkern/launch.h>
 #include <sys/mman.h>
 #include <tvm/ffi/container/map.h>
-#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/string.h>
 #include <unistd.h>
@@ -24,10 +23,6 @@ using tvm::ffi::Bytes;
 using tvm::ffi::Function;
 using tvm::ffi::Map;
 using tvm::ffi::String;
-
-VmmProperties properties_of(int ordinal) {
-  return {kVmmPinned, kVmmAsFd, {kVmmOnDevice, ordinal}, nullptr, {}};
-}
 
 // Whether this GPU has memory that other processes can map.
 bool gpu_shares_memory(int ordinal) {
@@ -61,15 +56,13 @@ class PeerRange {
 class HostRange : public PeerRange {
  public:
   HostRange(i64 size, i64 share_bytes) : PeerRange(size, share_bytes) {
-    // Reserves addresses that begin at a huge page, as a GPU's do.
-    reserved_bytes_ = static_cast<size_t>(bytes() + kHugePageBytes);
-    reserved_ = mmap(nullptr, reserved_bytes_, PROT_NONE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved_ == MAP_FAILED) raise_errno();
+    const size_t length = static_cast<size_t>(bytes());
+    constexpr int kReserve = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* const begin = mmap(nullptr, length, PROT_NONE, kReserve, -1, 0);
+    if (begin == MAP_FAILED) raise_errno();
     // A forked child would keep the memory of ranks that have ended.
-    madvise(reserved_, reserved_bytes_, MADV_DONTFORK);
-    char* const first = static_cast<char*>(reserved_);
-    base = first + -address(first) % kHugePageBytes;
+    madvise(begin, length, MADV_DONTFORK);
+    base = static_cast<char*>(begin);
   }
   ~HostRange() { release(); }
 
@@ -88,21 +81,16 @@ class HostRange : public PeerRange {
   Bytes read(i64 offset, size_t bytes) { return Bytes(base + offset, bytes); }
   void clear(i64 offset, size_t bytes) { std::memset(base + offset, 0, bytes); }
   void release() noexcept {
-    if (reserved_ != nullptr && !is_forked()) munmap(reserved_, reserved_bytes_);
-    reserved_ = nullptr;
+    if (base != nullptr && !is_forked()) munmap(base, static_cast<size_t>(bytes()));
+    base = nullptr;
   }
   DLDevice device() const { return {kDLCPU, 0}; }
 
  private:
-  static constexpr i64 kHugePageBytes = i64(2) << 20;
-
   [[noreturn]] static void raise_errno() {
     raise_error(errno == ENOMEM || errno == ENOSPC ? "MemoryError" : "RuntimeError",
                 str("PeerMemory: mmap: ", std::strerror(errno)));
   }
-
-  void* reserved_ = nullptr;
-  size_t reserved_bytes_ = 0;
 };
 
 class GpuRange : public PeerRange {
@@ -121,7 +109,8 @@ class GpuRange : public PeerRange {
   // Makes the memory of `rank` and maps it. Returns a descriptor, which the caller closes.
   int create(i64 rank) {
     const ContextScope scope(device_);
-    const VmmProperties properties = properties_of(device_.ordinal);
+    const VmmProperties properties{
+        kVmmPinned, kVmmAsFd, {kVmmOnDevice, device_.ordinal}, nullptr, {}};
     Handle handle;
     const CUresult result = Driver::get().cuMemCreate(&handle.value, length_, &properties, 0);
     if (result == kCudaErrorOutOfMemory) {
