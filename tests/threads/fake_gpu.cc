@@ -1,16 +1,10 @@
-#include <linux/futex.h>
 #include <semaphore.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
-#include <map>
 #include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -23,8 +17,6 @@ using fake::i64;
 using fake::Point;
 using namespace jitkern;
 
-constexpr CUresult kNoKernels = 801;  // "operation not supported"
-
 // Kept for good, as its threads are.
 template <class T>
 T& global() {
@@ -34,35 +26,6 @@ T& global() {
 
 std::atomic<bool> has_capture{false};
 std::atomic<i64> living_events{0};
-
-struct Range {
-  i64 bytes;
-  u32 type;
-  int ordinal;
-};
-struct Memories {
-  std::shared_mutex mutex;
-  std::map<u64, Range> ranges;
-
-  void add(const void* at, Range range) {
-    const std::lock_guard<std::shared_mutex> lock(mutex);
-    ranges[reinterpret_cast<u64>(at)] = range;
-  }
-  void forget(const void* at) {
-    const std::lock_guard<std::shared_mutex> lock(mutex);
-    if (ranges.erase(reinterpret_cast<u64>(at)) == 0) fake::fail_program("frees what is no memory");
-  }
-  // The range that holds these bytes, of type 0 if none does.
-  std::pair<u64, Range> find(u64 at, i64 bytes) {
-    const std::shared_lock<std::shared_mutex> lock(mutex);
-    auto next = ranges.upper_bound(at);
-    if (next == ranges.begin()) return {};
-    --next;
-    const bool inside = at + static_cast<u64>(bytes) <= next->first + next->second.bytes;
-    return inside ? std::pair(next->first, next->second) : std::pair<u64, Range>{};
-  }
-};
-Memories& memories() { return global<Memories>(); }
 
 }  // namespace
 
@@ -147,17 +110,8 @@ void fail_program(const std::string& what) {
   std::fprintf(stderr, "FAILED: the GPU %s\n", what.c_str());
   std::abort();
 }
-void require_memory(const void* at, i64 bytes, const char* what) {
-  if (bytes == 0 || memories().find(reinterpret_cast<u64>(at), bytes).second.type != 0) return;
-  fail_program(std::string("touches what is no memory of it: ") + what);
-}
-
-void Point::set() {
-  is_set_.store(1, std::memory_order_release);
-  syscall(SYS_futex, &is_set_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
-}
 void Point::wait() const {
-  while (!is_set()) syscall(SYS_futex, &is_set_, FUTEX_WAIT_PRIVATE, 0, nullptr, nullptr, 0);
+  while (!is_set) usleep(100);
 }
 
 CUstream make_stream(int device) { return add_stream(device); }
@@ -170,14 +124,9 @@ bool is_capturing() { return has_capture; }
 i64 num_events() { return living_events; }
 
 void run_on(CUstream stream, std::function<void()> work) { stream->put(std::move(work)); }
-std::shared_ptr<Point> hold(CUstream stream) {
-  auto point = std::make_shared<Point>();
-  stream->put([point] { point->wait(); });
-  return point;
-}
 void synchronize(CUstream stream) {
   const auto reached = std::make_shared<Point>();
-  stream->put([reached] { reached->set(); });
+  stream->put([reached] { reached->is_set = true; });
   reached->wait();
 }
 void synchronize_all() {
@@ -190,11 +139,6 @@ void synchronize_all() {
 }
 void set_capturing(bool capturing) { has_capture = capturing; }
 
-void know(const char* memory, i64 bytes, u32 type, int device) {
-  memories().add(memory, {bytes, type, device});
-}
-void forget(const char* memory) { memories().forget(memory); }
-
 }  // namespace fake
 
 extern "C" {
@@ -205,9 +149,6 @@ CUresult cuInit(unsigned) { return 0; }
 CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
 CUresult cuDeviceGetCount(int* count) { return *count = fake::kNumDevices, 0; }
 CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, 0; }
-CUresult cuDeviceGetName(char* name, int length, CUdevice) {
-  return std::snprintf(name, static_cast<size_t>(length), "a fake GPU") < 0;
-}
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
   *value = attribute == kAttributeComputeMajor ? 9 : attribute == kAttributeComputeMinor ? 0 : 132;
   return 0;
@@ -222,37 +163,26 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
 CUresult cuCtxSynchronize() { return 0; }
 CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, 0; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
-CUresult cuModuleLoadDataEx(CUmodule*, const void*, unsigned, int*, void**) { return kNoKernels; }
-CUresult cuModuleGetFunction(CUfunction*, CUmodule, const char*) { return kNoKernels; }
-CUresult cuModuleGetGlobal_v2(CUdeviceptr*, size_t*, CUmodule, const char*) { return kNoKernels; }
-CUresult cuFuncGetAttribute(int*, int, CUfunction) { return kNoKernels; }
-CUresult cuFuncSetAttribute(CUfunction, int, int) { return kNoKernels; }
-CUresult cuLaunchKernelEx(const LaunchConfig*, CUfunction, void**, void**) { return kNoKernels; }
-CUresult cuMemsetD8Async(CUdeviceptr at, unsigned char value, size_t bytes, CUstream stream) {
-  return queue(stream, [=] { std::memset(reinterpret_cast<void*>(at), value, bytes); });
-}
-static CUresult copy(void* to, const void* from, size_t bytes, CUstream stream) {
-  fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy");
-  fake::require_memory(from, static_cast<i64>(bytes), "the source of a copy");
-  return queue(stream, [=] {
-    fake::require_memory(to, static_cast<i64>(bytes), "the target of a copy, freed since");
-    std::memcpy(to, from, bytes);
-  });
-}
-CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr device, const void* host, size_t bytes, CUstream stream) {
-  return copy(reinterpret_cast<void*>(device), host, bytes, stream);
-}
-CUresult cuMemcpyDtoHAsync_v2(void* host, CUdeviceptr device, size_t bytes, CUstream stream) {
-  return copy(host, reinterpret_cast<const void*>(device), bytes, stream);
-}
-CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream) {
-  return copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), bytes, stream);
-}
-CUresult cuMemcpy2DAsync_v2(const PitchedCopy*, CUstream) { return kNoKernels; }
+// What a communicator does not call.
+#define NOT_CALLED(name) \
+  CUresult name() { return 801; }  // "operation not supported"
+NOT_CALLED(cuModuleLoadDataEx)
+NOT_CALLED(cuModuleGetFunction)
+NOT_CALLED(cuModuleGetGlobal_v2)
+NOT_CALLED(cuFuncGetAttribute)
+NOT_CALLED(cuFuncSetAttribute)
+NOT_CALLED(cuLaunchKernelEx)
+NOT_CALLED(cuMemsetD8Async)
+NOT_CALLED(cuMemcpyHtoDAsync_v2)
+NOT_CALLED(cuMemcpyDtoHAsync_v2)
+NOT_CALLED(cuMemcpyAsync)
+NOT_CALLED(cuMemcpy2DAsync_v2)
+NOT_CALLED(cuStreamCreateWithPriority)
+NOT_CALLED(cuEventElapsedTime)
+NOT_CALLED(cuMemHostRegister_v2)
+NOT_CALLED(cuMemHostUnregister)
+NOT_CALLED(cuPointerGetAttributes)
 
-CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
-  return *stream = add_stream(current->device), 0;
-}
 CUresult cuStreamIsCapturing(CUstream, int* status) { return *status = has_capture, 0; }
 CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 CUresult cuEventCreate(CUevent* event, unsigned) {
@@ -261,7 +191,7 @@ CUresult cuEventCreate(CUevent* event, unsigned) {
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   const auto point = std::make_shared<Point>();
-  const CUresult result = queue(stream, [point] { point->set(); });
+  const CUresult result = queue(stream, [point] { point->is_set = true; });
   if (result != kCudaSuccess) return result;
   const std::lock_guard<std::mutex> lock(event->mutex);
   event->point = point;
@@ -279,37 +209,18 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
 }
 CUresult cuEventQuery(CUevent event) {
   const auto point = point_of(event);
-  return point == nullptr || point->is_set() ? kCudaSuccess : kCudaErrorNotReady;
+  return point == nullptr || point->is_set ? kCudaSuccess : kCudaErrorNotReady;
 }
-CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 0, 0; }
 CUresult cuEventDestroy_v2(CUevent event) {
   --living_events;
   return delete event, 0;
 }
 
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
-  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  std::memset(*pointer, 0, bytes);
-  memories().add(*pointer, {static_cast<i64>(bytes), kMemoryTypeHost, 0});
-  return 0;
+  return *pointer = std::calloc(1, bytes), 0;
 }
-CUresult cuMemHostRegister_v2(void*, size_t, unsigned) { return 1; }
-CUresult cuMemHostUnregister(void*) { return 1; }
 CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* device, void* pointer, unsigned) {
   return *device = reinterpret_cast<CUdeviceptr>(pointer), 0;
-}
-CUresult cuPointerGetAttributes(unsigned count, int* attributes, void** values, CUdeviceptr at) {
-  const auto [begin, range] = memories().find(at, 1);
-  if (range.type == 0 || current == nullptr) return 0;
-  for (unsigned i = 0; i < count; ++i) {
-    const int which = attributes[i];
-    if (which == kPointerMemoryType) *static_cast<u32*>(values[i]) = range.type;
-    if (which == kPointerDeviceOrdinal) *static_cast<int*>(values[i]) = range.ordinal;
-    if (which == kPointerDevicePointer) *static_cast<CUdeviceptr*>(values[i]) = at;
-    if (which == kPointerRangeStart) *static_cast<CUdeviceptr*>(values[i]) = begin;
-    if (which == kPointerRangeSize) *static_cast<size_t*>(values[i]) = size_t(range.bytes);
-  }
-  return 0;
 }
 CUresult cuGetErrorName(CUresult, const char** text) { return *text = "CUDA_ERROR_FAKE", 0; }
 CUresult cuGetErrorString(CUresult, const char** text) { return *text = "as the test wants", 0; }

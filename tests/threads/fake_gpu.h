@@ -17,14 +17,9 @@ using jitkern::i64;
 constexpr int kNumDevices = 8;
 
 // Something that becomes true once.
-class Point {
- public:
-  void set();
-  bool is_set() const { return is_set_.load(std::memory_order_acquire) != 0; }
+struct Point {
+  std::atomic<bool> is_set{false};
   void wait() const;
-
- private:
-  std::atomic<int> is_set_{0};
 };
 
 CUstream make_stream(int device);
@@ -35,18 +30,11 @@ bool is_capturing();
 i64 num_events();
 // Queues something of a test's own.
 void run_on(CUstream stream, std::function<void()> work);
-// What is queued from now on waits for the point.
-std::shared_ptr<Point> hold(CUstream stream);
 void synchronize(CUstream stream);
 void synchronize_all();
 
 void set_capturing(bool capturing);
 
 [[noreturn]] void fail_program(const std::string& what);
-
-// Device memory, and pinned memory: what the GPU touches outside of it ends the program.
-void know(const char* memory, i64 bytes, jitkern::u32 type, int device);
-void forget(const char* memory);
-void require_memory(const void* at, i64 bytes, const char* what);
 
 }  // namespace fake
