@@ -80,19 +80,14 @@ int64_t device_count() {
   return count;
 }
 
-// 10 * major + minor of a device's compute capability. Makes no context.
-int arch_of(CUdevice handle) {
-  return 10 * device_attribute(handle, kAttributeComputeMajor) +
-         device_attribute(handle, kAttributeComputeMinor);
-}
-
 std::unique_ptr<Device> open_device(int ordinal) {
   const RelaxedCapture relaxed;
   auto device = std::make_unique<Device>();
   device->ordinal = ordinal;
   const CUdevice handle = device_handle(ordinal);
   JITKERN_CU(cuDevicePrimaryCtxRetain, &device->context, handle);
-  device->arch = arch_of(handle);
+  device->arch = 10 * device_attribute(handle, kAttributeComputeMajor) +
+                 device_attribute(handle, kAttributeComputeMinor);
   device->num_sms = device_attribute(handle, kAttributeMultiprocessorCount);
   device->max_shared_bytes = device_attribute(handle, kAttributeMaxSharedBytesPerBlockOptin);
   device->max_pitch = device_attribute(handle, kAttributeMaxPitch);

@@ -41,10 +41,9 @@ double link_gt_s(const std::string& folder) {
 }
 
 std::string sysfs_folder(int ordinal) {
-  const auto attribute = [ordinal](int which) {
-    int value = 0;
-    JITKERN_CU(cuDeviceGetAttribute, &value, which, device_handle(ordinal));
-    return static_cast<unsigned>(value);
+  const CUdevice handle = device_handle(ordinal);
+  const auto attribute = [handle](int which) {
+    return static_cast<unsigned>(device_attribute(handle, which));
   };
   char folder[64];
   std::snprintf(folder, sizeof(folder), "/sys/bus/pci/devices/%04x:%02x:%02x.0/",

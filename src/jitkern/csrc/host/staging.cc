@@ -13,8 +13,6 @@ namespace {
 
 constexpr i64 kAlignBytes = 128;
 
-std::array<std::atomic<Uploads*>, kMaxDevices> all_uploads;
-
 struct Pool {
   u64 begin;
   u64 end;
@@ -38,13 +36,6 @@ std::optional<Pool> pool_of(u64 begin, u64 end) {
 
 i64 now_ns() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-// Yields to the core's other hardware thread.
-void pause_core() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
 }
 
 std::string range_text(u64 begin, u64 end) {
@@ -160,7 +151,7 @@ void Backoff::wait() {
   constexpr i64 kLongestSleepNs = 500'000;
   if (waited_ns_ == 0) started_ns_ = now_ns();
   waited_ns_ = std::max<i64>(1, now_ns() - started_ns_);
-  if (waited_ns_ < kSpinNs) return pause_core();
+  if (waited_ns_ < kSpinNs) return std::this_thread::yield();
   std::this_thread::sleep_for(std::chrono::nanoseconds(std::min(waited_ns_ / 2, kLongestSleepNs)));
 }
 
@@ -173,12 +164,8 @@ void copy_to_host(char* host, const char* device, i64 bytes, CUstream stream) {
 }
 
 Uploads& Uploads::get(const LaunchScope& scope) {
-  std::atomic<Uploads*>& slot = all_uploads[scope.device.ordinal];
-  if (Uploads* uploads = slot.load(std::memory_order_acquire)) return *uploads;
-  static std::mutex mutex;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (slot.load() == nullptr) slot = new Uploads();
-  return *slot;
+  static auto& all = *new std::array<Uploads, kMaxDevices>();
+  return all[static_cast<size_t>(scope.device.ordinal)];
 }
 
 char* Uploads::take(i64 bytes) {

@@ -56,11 +56,8 @@ class RingReader {
  public:
   static constexpr u32 kAtOnce = kThreads / 4;  // descriptors that are read with the word
 
-  struct Shared {
-    u64 word;
-  };
-
-  __device__ RingReader(const RingParams& p, Shared& shared) : p_(p), shared_(shared) {}
+  // `word` is in shared memory.
+  __device__ RingReader(const RingParams& p, u64& word) : p_(p), word_(word) {}
 
   // Reads a slot's word, with its first descriptors if `whole`; 0 if it is invalid. Meanwhile one
   // thread calls `alongside`; all threads then see what it wrote to shared memory.
@@ -72,10 +69,10 @@ class RingReader {
     __syncthreads();  // all threads have read the word of the push before
     if (whole && threadIdx.x / 4 < p_.ring.max_descriptors)
       first_ = load_fresh(&vectors_[threadIdx.x]);
-    if (threadIdx.x == 0) shared_.word = load_acquire(reinterpret_cast<const u64*>(slot));
+    if (threadIdx.x == 0) word_ = load_acquire(reinterpret_cast<const u64*>(slot));
     if (threadIdx.x == 32) alongside();
     __syncthreads();
-    const u64 word = shared_.word;
+    const u64 word = word_;
     return ring_count(word) <= p_.ring.max_descriptors ? word : 0;
   }
 
@@ -122,7 +119,7 @@ class RingReader {
   }
 
   const RingParams& p_;
-  Shared& shared_;
+  u64& word_;
   const uint4* vectors_ = nullptr;
   uint4 first_{};
   bool has_first_ = false;

@@ -48,20 +48,8 @@ struct Unpack {
     return count < 0 ? 0 : count < p.num_descriptors ? static_cast<u32>(count) : p.num_descriptors;
   }
 
-  struct Sizes {
-    i64 len;
-    i64 count;
-  };
-
-  static __device__ const i64* row_of(const Params& p, u64 i) {
-    return static_cast<const i64*>(p.descriptors) + kFormat * i;
-  }
-  static __device__ Sizes sizes_of(const Params& p, u64 i) {
-    const i64* row = row_of(p, i);
-    return {row[2], kFormat == kSextuples ? row[3] : 1};
-  }
   static __device__ Pieces pieces_of(const Params& p, u64 i) {
-    const i64* row = row_of(p, i);
+    const i64* row = static_cast<const i64*>(p.descriptors) + kFormat * i;
     if constexpr (kFormat == kTriples) return {row[0], row[1], row[2], 1, 0, 0};
     return {row[0], row[1], row[2], row[3], row[4], row[5]};
   }
@@ -91,8 +79,8 @@ struct Unpack {
   static __device__ bool see_rest(const Params& p, u32 num, const Team& team) {
     bool seen = false;
     for (u64 i = threadIdx.x; i < num; i += kThreads) {
-      const Sizes sizes = sizes_of(p, i);
-      seen |= is_longer(sizes.len, sizes.count, most_segments(team));
+      const Pieces pieces = pieces_of(p, i);
+      seen |= is_longer(pieces.len, pieces.count, most_segments(team));
     }
     return seen;
   }

@@ -41,7 +41,7 @@ struct ConsumeRing {
 
  private:
   struct Lead {
-    typename Reader::Shared reader;
+    u64 word;
     u64 owner;
     Turn begin;  // the first push to take
     u32 num_taken;
@@ -57,7 +57,7 @@ struct ConsumeRing {
     if (threadIdx.x == 0) own.begin = turn_of(ring);
     __syncthreads();
     const Turn begin = own.begin;
-    Reader reader(ring, own.reader);
+    Reader reader(ring, own.word);
     Turn turn = begin;
     u32 num_taken = 0, num_staged = 0;
     bool has_long = false;
@@ -121,7 +121,7 @@ struct ServeRing {
   static __device__ void run(const Params& p) {
     wait_for_earlier_kernels<kUsePdl>();
     __shared__ Shared own;
-    Reader reader(p.ring, own.reader);
+    Reader reader(p.ring, own.word);
     Turn turn = take_over(p.ring, own);
     for (bool ends = false; !ends; turn = turn.next(p.ring.ring.num_slots)) {
       wait_for_push(p, reader, turn, own);
@@ -130,7 +130,7 @@ struct ServeRing {
         if (!own.ends) stage(p, reader, turn, begin, own);
         __syncthreads();
         ends = own.ends;
-        count = ring_count(own.reader.word);
+        count = ring_count(own.word);
         const u32 warp = threadIdx.x / 32, size = size_of(count, begin);
         if (!ends) Copy::copy(p.unpack, own.vectors, size, own.has_long, warp, kWarps);
         begin += kChunk;
@@ -143,7 +143,7 @@ struct ServeRing {
  private:
   struct Shared {
     uint4 vectors[4 * kChunk];
-    typename Reader::Shared reader;
+    u64 word;
     u64 owner;
     Turn turn;  // the server's first
     bool has_long;
@@ -184,7 +184,7 @@ struct ServeRing {
   // Reads the descriptors of the push from `begin` on into shared memory.
   static __device__ void stage(const Params& p, Reader& reader, const Turn& turn, u32 begin,
                                Shared& own) {
-    const u64 word = own.reader.word;
+    const u64 word = own.word;
     const u32 size = size_of(ring_count(word), begin);
     bool is_long = false;
     const bool is_whole = reader.read(word, turn, begin, begin + size, own.vectors, is_long);
