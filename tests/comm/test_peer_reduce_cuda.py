@@ -16,7 +16,6 @@ import torch
 from needs import needs_cxx
 from rows_ranks import Ranks, any_call
 
-import jitkern
 from jitkern.errors import CommTimeoutError
 
 pytestmark = [needs_cxx, pytest.mark.cuda]
@@ -90,17 +89,3 @@ def test_graphs_of_one_process(make: Make) -> None:
             x.fill_(1)
         ranks.each(lambda rank: graphs[rank].replay(), wait=False)
         assert all(bool((x == ranks.size).all()) for xs in of_calls for x in xs)
-
-
-def test_over_what_another_op_has_left() -> None:
-    device = torch.device("cuda")
-    ranks = Ranks(2, device, deadline_s=5.0)
-    tensors = [torch.full((5,), rank + 1.0, device=device) for rank in range(2)]
-    for number in range(3):
-        jitkern.indexing(torch.ones(5, 8, device=device), torch.tensor([5], device=device))
-        torch.cuda.synchronize()
-        errors = ranks.errors(lambda rank: ranks.reducers[rank].all_reduce(tensors[rank]))
-        assert isinstance(errors[0], IndexError) and errors[1] is None
-        for x in tensors:
-            assert x.tolist() == [3.0 * 2**number] * 5
-    jitkern.check()

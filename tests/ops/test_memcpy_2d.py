@@ -67,16 +67,6 @@ def test_widths_pitches_and_offsets(
         run_and_compare(sides, width + gaps[0], width + gaps[1], width, height, offsets)
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "gap"),
-    [(1 << 20, 9, 64), (3_000_001, 3, 1), (20_000_003, 1, 0), (4096, 4000, 0), (100, 70_000, 28)],
-)
-def test_megabytes(device: torch.device, width: int, height: int, gap: int) -> None:
-    """Several threads on the CPU share rows, and cut long ones."""
-    for sides in all_sides(device):
-        run_and_compare(sides, width, width + gap, width, height, (0, 8))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64], ids=str)
 def test_one_block_of_every_layer(device: torch.device, dtype: torch.dtype) -> None:
     """A view says where to begin; rows may lie beyond it, as far as its storage goes."""

@@ -78,12 +78,6 @@ def test_types(device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype)
     call_of(outs, lses, out_dtype).run_and_compare(scale=scale_for(out_dtype, device))
 
 
-def test_large_calls_on_several_threads(device: torch.device) -> None:
-    """20 MB: above the size from which the CPU implementation uses more than one thread."""
-    outs, lses = partials(device, 5, 1003, 8, 128, F32)
-    call_of(outs, lses).run_and_compare()
-
-
 def test_empty_partials_count_nothing(device: torch.device) -> None:
     for n in (2, 3, 9, 17):
         for garbage, none in itertools.product((NAN, INF, -INF, 1e38), (-INF, INF)):

@@ -132,29 +132,3 @@ def test_strides_beyond_2_32_bytes(memory: torch.Tensor, dtype: torch.dtype, by:
     assert_same(result, merge_states(outs.cuda(), lses.cuda()))
     merge_states(some, logs, output=some[1], lse=logs[2])
     assert_same((some[1].contiguous(), logs[2].contiguous()), result)
-
-
-@pytest.mark.slow
-def test_more_than_2_31_elements(memory: torch.Tensor) -> None:
-    """2.2e9 values in and out, in as many rows as a grid has blocks for."""
-    tokens, heads, dim = 2_200_000, 125, 8
-    count = tokens * heads
-    values = memory.view(BF16)[: count * dim].view(tokens, heads, dim)
-    values[:] = torch.arange(dim, device=GPU)
-    logs = torch.zeros(count, device=GPU).view(tokens, heads)
-    some = torch.randint(0, tokens, (1000,), device=GPU)
-    values[some] = -7
-    logs[some] = 3
-    other = torch.ones(1, 1, dim, dtype=BF16, device=GPU).expand(tokens, heads, dim)
-    zero = torch.zeros(1, 1, device=GPU).expand(tokens, heads)
-    usual = merge_states([values[:1], other[:1]], [logs[:1], zero[:1]])
-    odd = merge_states([values[some[:1]], other[:1]], [logs[some[:1]], zero[:1]])
-    merge_states([values, other], [logs, zero], output=values, lse=logs)
-    for start in range(0, tokens, 200_000):
-        part = slice(start, start + 200_000)
-        here = torch.zeros(tokens, dtype=torch.bool, device=GPU)
-        here[some] = True
-        wanted = torch.where(here[part, None, None], odd[0][0, 0], usual[0][0, 0])
-        assert torch.equal(values[part], wanted.expand(-1, heads, -1))
-        wanted_lse = torch.where(here[part, None], odd[1][0, 0], usual[1][0, 0])
-        assert torch.equal(logs[part], wanted_lse.expand(-1, heads))
