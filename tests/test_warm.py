@@ -10,21 +10,18 @@ from typing import Any
 import pytest
 from fake_toolkit import calls
 from needs import needs_cxx, needs_nvrtc
-from stems import ON_GPU
 from tiny import SM_90, Use, compiles, tiny, write_lines
 
 import jitkern
 from jitkern.arch import Arch, target_archs
 from jitkern.cache import get
 from jitkern.cache.store import Cache
-from jitkern.cli import _parser, main
+from jitkern.cli import main
 from jitkern.env import settings
 from jitkern.errors import CacheError, FrozenError, WarmError
-from jitkern.jit import device, native
+from jitkern.jit import native
 from jitkern.jit.loader import load_aot, load_jit
-from jitkern.ops import device_ops
-from jitkern.ops._ops import op_names, op_sizes
-from jitkern.warming import Outcome, op_jobs
+from jitkern.warming import Outcome
 
 Capture = pytest.CaptureFixture[str]
 
@@ -166,30 +163,6 @@ def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
     sizes: dict[str, Any] = {"element_sizes": iter([60488]), "head_dims": iter([120])}
     some = sized(jitkern.warm(iter(["store", "merge_state"]), **sizes, **how))  # type: ignore[arg-type]
     assert some == {("store", "60488"), ("merge", "120")}
-
-
-@pytest.mark.parametrize("op", ON_GPU)
-def test_the_advice_of_a_missing_kernel_builds_it(op: str) -> None:
-    """Some named an op that there is not."""
-    sizes = op_sizes()
-    for kernel in device_ops()[op].kernels(656):
-        command = kernel.hint(SM_90).partition("jitkern ")[2].split()
-        args = _parser().parse_args(command)
-        ops = [op_names()[name] for name in args.op or [op]]
-        wanted = [(one, size) for one in ops for size in getattr(args, sizes[one].name)]
-        built = map(str, op_jobs(wanted, args.arch))
-        assert f"{kernel.op}<{', '.join(kernel.args)}> for 9.0" in built, command
-
-
-def test_kernels_that_no_size_builds_are_to_be_recorded() -> None:
-    merge = device_ops()["merge"]
-    usual = {"vec_elems": 8, "out_type": 2}  # 16 bytes of bf16, to bf16
-    rest = {"dim": 128, "in_type": 2, "capacity": 2, "plain": 1}
-    hint = merge.kernel(**usual, **rest).hint(SM_90)
-    assert re.search(r"warm --op merge --head-dim 128 --arch 9\.0$", hint)
-    for unusual in ({"vec_elems": 4}, {"out_type": 3}):
-        kernel = merge.kernel(**{**usual, **unusual}, **rest)
-        assert kernel.hint(SM_90) == device.record_hint(SM_90)
 
 
 @needs_nvrtc

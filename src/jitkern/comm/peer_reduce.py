@@ -15,7 +15,7 @@ from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.args import call_cpp, namespace
 from jitkern.errors import CommError, CommTimeoutError, EarlierFault
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, record_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import RowShape, load_entries
 
@@ -47,8 +47,8 @@ def kernel(dtype: int, ranks: int, access_bytes: int, way: int, several: int) ->
     args = make_cpp_args(dtype, ranks, access_bytes, way, _CONFIG, in_flight)
     name = f"jitkern_peer_{WAYS[way]}_v{access_bytes}_r{ranks}_n{in_flight}_{_TYPES[dtype]}"
     entries = [(name, f"PeerReduce<{args}>", _CONFIG)]
-    file, hint = "comm/peer_reduce.cu", record_hint  # `jitkern warm` has no option for it
-    return load_entries("peer_reduce", file, entries, args, RowShape(in_flight), hint)
+    shape = RowShape(in_flight)
+    return load_entries("peer_reduce", "comm/peer_reduce.cu", entries, args, shape)
 
 
 host.builds("peer_reduce", kernel)

@@ -13,7 +13,7 @@ from jitkern.comm.args import call_cpp
 from jitkern.comm.peer_comm import PeerCommunicator
 from jitkern.comm.peer_reduce import MAX_RANKS, PeerReducer
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, record_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.ops.d2h_scatter import d2h_scatter
 from jitkern.ops.h2d_gather import h2d_gather
 from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels
@@ -28,7 +28,7 @@ _GATHER_NAMES = [
 
 def copy_kernels(op: str) -> host.Builder:
     """Return the cached builder of an op; see ``pair_kernels`` for its arguments."""
-    copy = partial(pair_kernels, op, *_COPIES[op], file="comm/peer_copy.cu", hint=record_hint)
+    copy = partial(pair_kernels, op, *_COPIES[op], file="comm/peer_copy.cu")
     return cache(copy)
 
 
@@ -37,7 +37,7 @@ def list_kernel(index_bytes: int, host_target: int) -> DeviceModule:
     """Return the device module that lists a rank's part of the pairs."""
     (side, verb), spec = HOST_SIDES[host_target], (index_bytes, host_target)
     kernels = ("peer_lists", "comm/peer_lists.cu", "PeerPairs", f"peer_{verb}")
-    return load_sort(*kernels, spec, side, record_hint)
+    return load_sort(*kernels, spec, side)
 
 
 host.builds("peer_lists", list_kernel)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -49,33 +48,24 @@ class CpuForm(NamedTuple):
 
 
 def record_hint(arch: object = "") -> str:
-    """Advise to record a run and to build its kernels before the next one."""
+    """Advise to record a run and to build its kernels before the next one.
+
+    The same for jitkern's own kernels: an op and a size build the most common ones only.
+    """
     advice = "record a run with JITKERN_RECORD=FILE and build it beforehand with"
     return f"{advice}: jitkern warm --replay FILE" + (f" --arch {arch}" if arch else "")
-
-
-def warm_hint(op: str, size: str, arch: object, *, sized_by: str = "element_size") -> str:
-    """Advise the command that builds the kernels of an op beforehand."""
-    option = sized_by.replace("_", "-")
-    return f"build it beforehand with: jitkern warm --op {op} --{option} {size} --arch {arch}"
-
-
-def rows_hint(arch: object) -> str:
-    """Advise the command that builds kernels that ops share: any row size does."""
-    return f"build it beforehand with: jitkern warm --element-size 16 --arch {arch}"
 
 
 class DeviceModule:
     """Kernels of one translation unit, compiled for each arch that is asked for.
 
     Made by ``load_jit`` with ``device_files``. Nothing is compiled before an image is
-    needed. Threads may share it. FrozenError ends with `hint`: how to build an arch beforehand.
+    needed. Threads may share it.
     """
 
     def __init__(
         self,
         used: Specialisation,
-        hint: Callable[[Arch], str] = record_hint,
         *,
         params: ParamsOf = MappingProxyType({}),
         cpu: CpuForm = CpuForm(),  # noqa: B008 - a NamedTuple
@@ -88,7 +78,6 @@ class DeviceModule:
         self.wrappers = tuple((name, kernel) for name, kernel, *_ in options["device_wrappers"])
         self.exports = tuple(export for export, _ in self.wrappers)
         self.files: tuple[Path, ...] = tuple(map(Path, options["device_files"]))
-        self.hint = hint
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
         includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
@@ -261,13 +250,11 @@ def load_own(
     *args: str,
     device_files: Sequence[str],
     device_wrappers: Sequence[Wrapper],
-    sized_by: str = "element_size",
 ) -> DeviceModule:
-    """Load a kernel of jitkern's own, as ``load_jit`` does; it is sized by the first of `args`."""
+    """Load a kernel of jitkern's own, as ``load_jit`` does."""
     files = [str(CSRC / file) for file in device_files]
     options = {"device_files": files, "device_wrappers": list(map(list, device_wrappers))}
-    hint = partial(warm_hint, name, args[0], sized_by=sized_by)
-    return DeviceModule(Specialisation("load_jit", (name, *args), options, ""), hint)
+    return DeviceModule(Specialisation("load_jit", (name, *args), options, ""))
 
 
 def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:
@@ -373,7 +360,7 @@ class DeviceImage(Buildable[bytes]):
         return entry.data
 
     def hint(self) -> str:
-        return self._module.hint(self._arch)
+        return record_hint(self._arch)
 
     def build(self) -> Entry:
         with gate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jitkern.jit.device import DeviceModule, load_own
@@ -31,9 +31,6 @@ def entry_name(stem: str, row_bytes: int, vec_bytes: int, index_bytes: int, kind
 Entry = tuple[str, str, KernelConfig]
 """An entry point of a module: its name, its type in ``jitkern::``, its launch configuration."""
 
-Hint = Callable[[object], str] | None
-"""Advises how to build a kernel beforehand; None: by its row size."""
-
 
 class RowShape(NamedTuple):
     """How the threads of a kernel share rows."""
@@ -48,7 +45,6 @@ def load_entries(
     entries: Sequence[Entry],
     args: CppArgs,
     shape: tuple[int, int],
-    hint: Hint = None,
 ) -> DeviceModule:
     """Return the device module of some entry points in a file of csrc.
 
@@ -57,6 +53,5 @@ def load_entries(
     """
     wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
     module = load_own(op, *args, device_files=[file], device_wrappers=wrappers)
-    module.hint = hint or module.hint
     configs = [config for *_, config in entries]
     return module.launched_with(*configs, shape=shape)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jitkern.args import not_a_tensor, type_text
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, record_hint, warm_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
-from jitkern.ops.common import Hint, load_entries, widest_vec_bytes
+from jitkern.ops.common import load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import inference_mode
 
 if TYPE_CHECKING:
@@ -90,11 +90,8 @@ def kernel(
     if not plain:
         name += "_any_strides"
     entry = (name, f"Merge<{args}>", config)
-    hint: Hint = partial(warm_hint, "merge", str(dim), sized_by="head_dim")
-    if (*spec, plain) not in _common_specs(dim):
-        hint = record_hint  # a --head-dim gives the most common ones only
     merge_shape = MergeShape(shape.times, shape.rows)
-    return load_entries("merge", "ops/merge.cu", [entry], args, merge_shape, hint)
+    return load_entries("merge", "ops/merge.cu", [entry], args, merge_shape)
 
 
 host.builds("merge", kernel)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, rows_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
 from jitkern.ops.common import (
     INDEX_BYTES,
-    Hint,
     RowShape,
     entry_name,
     load_entries,
@@ -53,7 +52,6 @@ def pair_kernels(
     large: int,
     *,
     file: str = "ops/pairs.cuh",
-    hint: Hint = None,
 ) -> DeviceModule:
     """Return the device module of an op on pairs, whose kernel is ``jitkern::<copy>``."""
     in_flight = large_in_flight if large else SMALL_IN_FLIGHT
@@ -61,7 +59,7 @@ def pair_kernels(
     args = pair_copy_args(*sizes, line_aligned, large, in_flight)
     name = entry_name(op, *sizes, kind="large" if large else "small")
     entry = (name, f"{copy}<{args}>", pair_config(large))
-    return load_entries(op, file, [entry], args, RowShape(in_flight), hint)
+    return load_entries(op, file, [entry], args, RowShape(in_flight))
 
 
 def load_sort(
@@ -71,7 +69,6 @@ def load_sort(
     label: str,
     spec: Sequence[int],
     side: str = "",
-    hint: Hint = None,
 ) -> DeviceModule:
     """Return the device module that sorts the rows of large calls by their place in host memory.
 
@@ -88,7 +85,7 @@ def load_sort(
         (f"jitkern_place_{label}_i{bits}", f"Place{rows}<{listed}>", LIST_CONFIG),
     ]
     args = make_cpp_args(*spec, *threads, *scan_threads)
-    return load_entries(op, file, entries, args, RowShape(in_flight=1), hint or rows_hint)
+    return load_entries(op, file, entries, args, RowShape(in_flight=1))
 
 
 HOST_SIDES = ((", jitkern::kHostSource", "sources"), (", jitkern::kHostTarget", "targets"))

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, record_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
@@ -35,8 +35,7 @@ def kernel(
     kind = f"{first_row_bytes}B_first" if first else ""
     name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"StoreKernel<{args}>", CONFIG)
-    hint = record_hint if first else None  # `jitkern warm` takes one row size
-    return load_entries("store", "ops/store.cu", [entry], args, RowShape(IN_FLIGHT), hint)
+    return load_entries("store", "ops/store.cu", [entry], args, RowShape(IN_FLIGHT))
 
 
 host.builds("store_cache", kernel)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule, rows_hint
+from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
@@ -68,7 +68,7 @@ def ring_kernel() -> DeviceModule:
         ("jitkern_unpack_ring_serve", f"ServeRing<{serve}>", SERVE_CONFIG),
     ]
     file, shape = "ops/unpack_ring.cu", RowShape(RING_IN_FLIGHT)
-    return load_entries("unpack_ring", file, entries, consume, shape, rows_hint)
+    return load_entries("unpack_ring", file, entries, consume, shape)
 
 
 host.builds("unpack", kernel)
