@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import stat
 import subprocess
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from jitkern.cache import get
 from jitkern.cache.store import Cache
 from jitkern.cache.trust import UntrustedError, written_by_others
 from jitkern.errors import CacheError
-from jitkern.fs import scratch_folder
 
 
 @pytest.fixture
@@ -155,49 +150,3 @@ def test_a_read_only_cache_of_others_is_skipped_with_one_warning(
     (warning,) = warned
     text = f"jitkern: this cache is not searched: {cache_root}: its mode, 0777, lets others write "
     assert str(warning.message).startswith(text)
-
-
-@pytest.fixture
-def tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def age(path: Path, seconds: float) -> None:
-    os.utime(path, (time.time() - seconds,) * 2, follow_symlinks=False)
-
-
-def test_a_killed_build_is_swept_by_the_next(tmpdir: Path) -> None:
-    child = os.fork()
-    if child == 0:
-        os.umask(0)
-        with scratch_folder("build") as folder:
-            (folder / "inner").mkdir()
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    (left,) = tmpdir.iterdir()
-    assert stat.S_IMODE(left.stat().st_mode) == 0o700
-    for seconds, is_left in ((60, True), (7200, False)):  # it might live in another container
-        age(left, seconds)
-        with scratch_folder("build"):
-            assert left.exists() == is_left
-
-
-def test_what_is_not_a_dead_build_stays(tmpdir: Path, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    theirs = ["jitkern-build-theirs.scratch"] if os.geteuid() == 0 else []
-    for name in ("jitkern-build-notes", "other-build-abcdefgh.scratch", *theirs):
-        (tmpdir / name).mkdir()
-    (tmpdir / "jitkern-build-link.scratch").symlink_to(victim)
-    for name in theirs:
-        os.chown(tmpdir / name, OTHER, OTHER)
-    stay = sorted(os.listdir(tmpdir))
-    for name in stay:
-        age(tmpdir / name, 7200)
-    with scratch_folder("build"):
-        pass
-    assert sorted(os.listdir(tmpdir)) == stay
-    assert victim.exists()

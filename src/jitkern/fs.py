@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,17 +90,17 @@ def open_regular(file: Path | str, *, follow: bool = False, append: bool = False
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_whole(file: Path, data: bytes, *, flush: bool = False) -> None:
+def write_whole(file: Path, data: bytes) -> None:
     """Replace the content of `file` by one rename; its directory is made if need be.
 
-    A link in its place is replaced. `flush` waits for the disk.
+    A link in its place is replaced.
     """
     if not file.name:  # `.` and `/`
         raise OSError(errno.EISDIR, "a directory, expected a file", str(file))
     partial = file.with_name(f".{file.name}.{private_name()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_new(partial, data, flush=flush)
+        write_new(partial, data)
         os.replace(partial, file)
     except OSError:
         with suppress(OSError):
@@ -109,8 +108,11 @@ def write_whole(file: Path, data: bytes, *, flush: bool = False) -> None:
         raise
 
 
-def write_new(file: Path, data: bytes, *, flush: bool, mode: int | None = None) -> None:
-    """Write a file that does not exist yet, with `mode`; by default 0644 less the umask."""
+def write_new(file: Path, data: bytes, *, flush: bool = False, mode: int | None = None) -> None:
+    """Write a file that does not exist yet, with `mode`; by default 0644 less the umask.
+
+    `flush` waits for the disk.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with open(os.open(file, flags, 0o644 if mode is None else 0o600), "wb") as out:
         if mode is not None:
@@ -185,45 +187,14 @@ def is_abandoned(name: str, age_s: float) -> bool:
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Make a directory as ``make_scratch_folder`` does, and delete it after the body."""
-    folder, descriptor = make_scratch_folder(purpose)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
-
-
-def make_scratch_folder(purpose: str) -> tuple[Path, int]:
-    """Make a directory ``jitkern-<purpose>-...`` in TMPDIR; return it and a descriptor of it.
-
-    The descriptor holds a lock until it is closed or the process ends. Folders without a lock were
-    left by killed processes and are deleted. Pids and ages cannot tell: a server runs for weeks,
-    and pods that share /tmp need not see each other's processes.
-    """
+    """Make a directory ``jitkern-<purpose>-...`` in TMPDIR, and delete it after the body."""
     import tempfile
 
-    for left in Path(tempfile.gettempdir()).glob("jitkern-*.scratch"):
-        _delete_unlocked(left)
-    folder = Path(tempfile.mkdtemp(".scratch", f"jitkern-{purpose}-"))
-    descriptor = os.open(folder, os.O_DIRECTORY)
-    with suppress(OSError):  # NFS locks no directory; nothing is deleted there
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return folder, descriptor
-
-
-def _delete_unlocked(folder: Path) -> None:
-    """Delete a directory of this user's that is an hour old and that no process has locked."""
-    with suppress(OSError):  # a link, gone meanwhile, or locked
-        descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            status = os.fstat(descriptor)
-            is_old = abs(time.time() - status.st_mtime) > _DEAD_S
-            if status.st_uid == os.geteuid() and is_old:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+    folder = tempfile.mkdtemp(prefix=f"jitkern-{purpose}-")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- processes and memory --------------------------------------------------------------------------
@@ -290,6 +261,14 @@ def _control_groups(controller: str) -> list[Path]:
             parts = Path(path.lstrip("/")).parts
             return [root.joinpath(*parts[:count]) for count in range(len(parts) + 1)]
     return [root]
+
+
+def size_text(num_bytes: float) -> str:
+    """Return ``812 bytes``, ``7.9 KiB`` or ``1.25 GiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def text_of(file: Path) -> str:

@@ -9,6 +9,7 @@ from jitkern.cache.store import Cache
 from jitkern.cli import ui
 from jitkern.env import settings
 from jitkern.errors import CacheError
+from jitkern.fs import size_text
 
 SUMMARY = "show the caches of compiled kernels, or empty yours"
 DESCRIPTION = """\
@@ -29,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for searched in caches():
         ui.say(f"{searched.origin:18} {describe(searched.cache)}")
-    ui.say(f"JITKERN_CACHE_DIR holds at most {ui.bytes_text(settings().cache_max_bytes)}")
+    ui.say(f"JITKERN_CACHE_DIR holds at most {size_text(settings().cache_max_bytes)}")
     return 0
 
 
 def describe(cache: Cache) -> str:
     """Return the folder, the number of entries, their size, and why nothing is loaded if so."""
     sizes = [entry.size_bytes for entry in cache.entries()]
-    text = f"{cache.root}: {len(sizes):,} entries, {ui.bytes_text(sum(sizes))}"
+    text = f"{cache.root}: {len(sizes):,} entries, {size_text(sum(sizes))}"
     try:
         cache.check()
     except CacheError as error:

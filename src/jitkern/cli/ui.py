@@ -90,11 +90,3 @@ def say(text: str) -> None:
 def visible(text: str) -> str:
     """Escape control characters: a name in a record could be an escape sequence."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def bytes_text(count: int) -> str:
-    """Return ``812 B``, ``7.9 KiB``, ``1.2 GiB``."""
-    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

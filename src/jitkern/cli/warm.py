@@ -13,6 +13,7 @@ from jitkern.arch import requested_archs
 from jitkern.cache.get import user_cache
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
+from jitkern.fs import size_text
 from jitkern.ops._ops import OPS, SIZES, op_names
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         ui.say(ui.table(COLUMNS, map(_cells, shown)))
     sources = [job.source for job in outcomes]
     counts = [f"{sources.count(source)} {source}" for source in SOURCES if source in sources]
-    size = ui.bytes_text(sum(job.bytes or 0 for job in outcomes))
+    size = size_text(sum(job.bytes or 0 for job in outcomes))
     took_s = time.perf_counter() - start
     ui.say(f"{', '.join(counts)}, {size} in {took_s:.1f} s, in {user_cache().root}")
     if args.out is not None:

@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -23,7 +24,6 @@ from jitkern.arch import Arch
 from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Tool, find_nvrtc, header_hint
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
 from jitkern.errors import CompileError, ToolchainError, UnsupportedError
-from jitkern.fs import make_scratch_folder
 from jitkern.gate import gate
 
 # Without this option NVRTC also opens files in the current directory, which the key does not hold.
@@ -31,8 +31,6 @@ from jitkern.gate import gate
 # that cannot exist instead.
 _NO_CURRENT_DIRECTORY = "-no-source-include"
 _NOWHERE = "/dev/null/"
-
-_FIRST_MINIMAL = (12, 4)  # the version that knows -minimal
 
 
 class Image(NamedTuple):
@@ -50,15 +48,13 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
     headers: Mapping[str, str],
     arch: Arch,
     options: Sequence[str] = (),
-    minimal: bool = False,
     cuda_headers: CudaHeaders = CudaHeaders(),  # noqa: B008 - a NamedTuple
     library: Tool | None = None,
 ) -> Image:
     """Compile device code; threads may do so at the same time.
 
     `headers` are include name -> text, see `sources.include_closure`; no other file is read, except
-    `cuda_headers`. `options` are NVRTC's. `minimal` leaves out the declarations of textures,
-    surfaces and the device side of the CUDA runtime: 3.5 of 40 ms.
+    `cuda_headers`. `options` are NVRTC's.
 
     Raises CompileError (with options, log and source), ToolchainError if NVRTC does not load,
     ValueError for an option that names a file.
@@ -72,8 +68,6 @@ def compile(  # noqa: A001 - nvrtc.compile(...) is what it is
         includes = _include_options(cuda_headers, library)
         defaults = [DEVICE_STD, *(includes or [_NO_CURRENT_DIRECTORY])]
         arguments = [f"-arch={target}", *with_defaults(defaults, options)]
-        if minimal and api.release >= _FIRST_MINIMAL:
-            arguments.append("-minimal")
         place = _NOWHERE if includes else ""
         unit = (source, place + name, {**STANDINS, **headers})
         status, code, log = api.compile(*unit, arguments, kind)
@@ -141,7 +135,7 @@ DEVICE_ABI."""
 @lru_cache(maxsize=8)
 def _unpacked(library: Path, pid: int) -> Path:
     """Return where process `pid` has the headers of `library`; NVRTC unpacks them in 0.2 s."""
-    folder, _ = make_scratch_folder("headers")  # the lock ends with the process
+    folder = Path(tempfile.mkdtemp(prefix="jitkern-headers-"))
 
     @atexit.register
     def remove() -> None:
@@ -168,7 +162,6 @@ class _Api:
             self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         except (OSError, AttributeError) as error:
             raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
-        self.release = (major.value, minor.value)
         self.version = f"{major.value}.{minor.value}"
         # CUDA 13.0's wheel has no rpath, so NVRTC would not find this beside itself.
         with suppress(OSError):

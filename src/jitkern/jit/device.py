@@ -376,8 +376,6 @@ class DeviceImage(Buildable[bytes]):
             headers=module.closure.headers,
             arch=self._arch,
             options=module.options,
-            # The sources of the package do not need what -minimal leaves out.
-            minimal=all(file.is_relative_to(CSRC) for file in module.files),
             cuda_headers=headers,
         )
         files = {f"{slug(module.op)}.{image.kind}": image.data}

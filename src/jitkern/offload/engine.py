@@ -21,6 +21,7 @@ from jitkern.args import (
     shape_arg,
     type_text,
 )
+from jitkern.fs import size_text
 from jitkern.offload import memory
 from jitkern.offload.pool import PinnedPool
 from jitkern.ops.copy_blocks import copy_blocks
@@ -231,7 +232,7 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
     def __repr__(self) -> str:
         if not self._is_open:
             return "OffloadEngine(closed)"
-        gpu, cpu = (memory.size_text(side.nbytes) for side in (self._gpu, self._cpu))
+        gpu, cpu = (size_text(side.nbytes) for side in (self._gpu, self._cpu))
         return (
             f"OffloadEngine({self.kind}, {self.num_layers} layers of {self.dtype}, "
             f"{self.num_cpu_blocks} blocks of {self.block_size} tokens, {self.layout}, {cpu}; "

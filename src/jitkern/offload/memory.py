@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from jitkern.fs import free_bytes
+from jitkern.fs import free_bytes, size_text
 from jitkern.host import library as host
 
 _GIB = 1 << 30
@@ -149,11 +149,3 @@ def taking(num_bytes: int) -> Iterator[None]:
     finally:
         fcntl.flock(folder, fcntl.LOCK_UN)  # a forked child may hold the descriptor too
         os.close(folder)
-
-
-def size_text(num_bytes: float) -> str:
-    """Return a size for messages."""
-    for unit, size in (("GiB", _GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes} bytes"

@@ -164,7 +164,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         state = "closed" if self._memory is None else state
         node = "" if stats.numa_node is None else f" on node {stats.numa_node}"
         registered = f", registered in {stats.register_s:.2f} s" if stats.register_s else ""
-        size = memory.size_text(stats.num_bytes)
+        size = fs.size_text(stats.num_bytes)
         return f"PinnedPool({size}, {state}{node}; touched in {stats.touch_s:.2f} s{registered})"
 
 
