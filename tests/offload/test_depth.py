@@ -115,18 +115,6 @@ def test_it_settles(name: str) -> None:
     assert changes(1500, 3000) <= 3
 
 
-def test_slots_that_do_not_help_are_removed() -> None:
-    """A slow host serialises copies and bodies: the computed gain does not appear."""
-    controller = DepthController(2, 8)
-    depths = []
-    for number in range(400):
-        load_ms = 10.0 if number % 8 == 5 else 1.0
-        controller.observe(Iteration(load_ms, 3.0, 0.0, load_ms, number > 0), number + 1)
-        depths.append(controller.depth)
-    assert max(depths) > 2
-    assert depths[60:] == [2] * 340
-
-
 def test_the_time_of_iterations_that_do_not_follow_each_other() -> None:
     """slot_times_child.py covers iterations that do."""
     apart = [Iteration(2.0, 3.0, 0.0, 0.0, False)] * 4

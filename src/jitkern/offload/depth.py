@@ -51,15 +51,13 @@ class DepthController:
         self._least, self._most = least, most
         self._history: deque[Iteration] = deque(maxlen=_HISTORY)
         self._count = 0
-        self._previous = least  # the depth before slots were added
-        self._judge_at = 0  # the iteration at which to check that they help; 0: no check is due
+        self._next_count = 0  # no decision before the added slots are in use
         self._keep = _HISTORY  # how long added slots are kept: longer each time
         self._keep_until = 0
 
     def refuse(self, depth: int) -> None:
         """Choose at most `depth` from now on."""
         self.depth = self._most = max(depth, self._least)
-        self._judge_at = 0
 
     def observe(self, iteration: Iteration, num_queued: int) -> None:
         """Add the times of a completed iteration.
@@ -68,12 +66,8 @@ class DepthController:
         """
         self._history.append(iteration)
         self._count += 1
-        if self._count % _EVERY != 0:
-            return
-        if self._judge_at == 0:
+        if self._count % _EVERY == 0 and self._count >= self._next_count:
             self._decide(num_queued)
-        elif self._count >= self._judge_at:
-            self._judge()
 
     def _decide(self, num_queued: int) -> None:
         """Choose the smallest depth that is almost as fast as the best one."""
@@ -89,24 +83,9 @@ class DepthController:
                 return
             if len(iterations) < _HISTORY:
                 enough *= 2  # few iterations do not show the worst case
-            self._previous, self.depth = self.depth, min(enough, self._most)
-            self._judge_at = num_queued + 2 * _EVERY + self.depth
+            self.depth = min(enough, self._most)
+            self._next_count = num_queued + 2 * _EVERY + self.depth
             self._keep_until = self._count + self._keep
             self._keep = min(4 * self._keep, 32 * _HISTORY)
         elif self._count >= self._keep_until:
             self.depth = enough
-
-    def _judge(self) -> None:
-        """Remove the added slots for good if less than a quarter of the promised time is saved.
-
-        The computation assumes that copies and bodies run concurrently, which a slow host prevents.
-        """
-        recent = list(self._history)[-2 * _EVERY :]
-        before_ms, now_ms = (total_ms(recent, depth) for depth in (self._previous, self.depth))
-        if before_ms <= (1 + _GAIN) * now_ms:  # the difference is too small to decide
-            self._judge_at = self._count + _EVERY
-            return
-        self._judge_at = 0
-        actual_ms = sum(iteration.compute_ms + iteration.stall_ms for iteration in recent)
-        if before_ms - actual_ms < (before_ms - now_ms) / 4:
-            self.depth = self._most = self._previous
