@@ -172,12 +172,7 @@ class TPEmbedding(torch.nn.Module):
             except (TypeError, ValueError, IndexError) as error:
                 _name_ids(error, weight, ids, self.num_embeddings)
                 raise
-        call = weight, ids, self._part, self.num_embeddings, self.comm
-        if torch.compiler.is_dynamo_compiling():
-            from jitkern.nn import untraced
-
-            return cast("Tensor", untraced.call(look_up, *call))
-        return look_up(*call)
+        return look_up(weight, ids, self._part, self.num_embeddings, self.comm)
 
     def load_full(self, weight: Any) -> None:
         """Copy this rank's rows of the whole table into ``weight``; read no other rows.
@@ -254,6 +249,7 @@ class TPEmbedding(torch.nn.Module):
 # -- a look-up that sums over ranks ----------------------------------------------------------------
 
 
+@dispatch.untraced
 def look_up(weight: Tensor, ids: Tensor, part: Part, num_ids: int, comm: Communicator) -> Tensor:
     """Return the rows of all ranks: collective. `weight` holds this rank's `part` of them."""
     dispatch.refuse_tracing(OP)
