@@ -34,8 +34,6 @@ def test_graphs_streams_and_registered_memory(gpus: Pool, ranks: list[Rank]) -> 
     assert all_do(ranks, "buffer()") == [[float(size * n) for n in (1, 2, 3, 4)]] * size
     assert ranks[0].ask("list(comm.buffer.shape)") == [8192]
     assert ranks[0].ask("comm.get_buffer() == comm.buffer.data_ptr() > 0")
-    text = "ValueError: empty: shape (512,) of torch.float32: 2048 bytes, expected at most 0,"
-    assert ranks[0].refuses("comm.empty((512,), torch.float32)").startswith(text)
 
 
 MISTAKES = {

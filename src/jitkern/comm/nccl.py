@@ -7,7 +7,6 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -26,7 +25,6 @@ from jitkern.errors import CommError, UnsupportedError
 from jitkern.fs import ForkLocal
 from jitkern.host import library as host
 
-_ALIGN_BYTES = 512  # the alignment of PyTorch's allocator
 # How long to wait:
 _ABORT_S = 1.5  # until an abort returns, which may wait for graphs of the communicator
 _GRAPHS_S = 10.0  # until graphs are deleted, when a communicator is closed
@@ -56,7 +54,7 @@ def init_pynccl(
     tp_cpu_group : torch.distributed.ProcessGroup or torch.distributed.Store
         A gloo group of just these ranks, or a store of its own. It carries no calls.
     max_size_bytes : int
-        Device memory that is registered with NCCL, for ``PyNCCLCommunicator.empty``; 1 GiB at most.
+        Device memory that is registered with NCCL, as ``buffer``; 1 GiB at most.
     device : torch.device, optional
         This rank's GPU, by default the current one.
     timeout_s : float
@@ -124,9 +122,9 @@ class PyNCCLCommunicator(Closing):
             unique_id = self._rendezvous.exchange("unique_id", own_id.decode("latin-1"), str)[0]
             self._connect(unique_id.encode("latin-1", "replace"))
             self._unused = _zeros(1, "int32", device)  # the tensor of calls without one
-            self._used_bytes = 0  # the part of the buffer that `empty` has given away
             self.buffer: Tensor = _zeros(0, "uint8", device)
-            """The registered memory, uint8: tensors in it are sent without a copy."""
+            """The registered memory, uint8: views of it at the same offset on every rank, such as
+            ``buffer[:4096].view(torch.bfloat16)``, are sent without a copy."""
             if num_bytes:
                 self.buffer = as_torch(host.module()["nccl_allocate"](device.index, num_bytes))
                 status = self._calls.register_memory(self.buffer.data_ptr(), num_bytes)
@@ -209,22 +207,6 @@ class PyNCCLCommunicator(Closing):
     def get_buffer(self) -> int:
         """Return the address of ``buffer``, 0 if there is none."""
         return self.buffer.data_ptr()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return new memory from ``buffer``, at the same offset on every rank.
-
-        All ranks make the same calls, in the same order. Raises ValueError if the memory is full.
-        """
-        num_bytes = math.prod(shape) * dtype.itemsize
-        begin, left = self._used_bytes, self.buffer.numel() - self._used_bytes
-        if num_bytes > left:
-            raise ValueError(
-                f"empty: shape {tuple(shape)} of {dtype}: {num_bytes} bytes, expected at most "
-                f"{left}, which are left of the {self.buffer.numel()} of the communicator's "
-                "buffer; give a larger max_size_bytes"
-            )
-        self._used_bytes += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        return self.buffer[begin : begin + num_bytes].view(dtype).view(tuple(shape))
 
     # -- the end -----------------------------------------------------------------------------------
 
