@@ -51,7 +51,7 @@ def test_a_rank_ends_or_hangs(some: Pool, number: int) -> None:
     ranks[1].kill(number)
     ranks[0].tell("call()")
     answer = ranks[0].error(BOUND_S)
-    state = "has ended" if number == signal.SIGKILL else "does not answer: it is stopped"
+    state = "has ended" if number == signal.SIGKILL else "does not answer: it has ended, is stop"
     assert answer["error"].startswith("CommTimeoutError: all_reduce: call 2 on rank 0 of 2 ")
     assert f"{gone(1, ranks[1])}{os.uname().nodename}) {state}" in answer["error"]
     assert (answer["missing"], answer["number"], answer["op"]) == ([1], 2, "all_reduce")

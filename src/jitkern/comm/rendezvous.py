@@ -17,7 +17,6 @@ import socket
 import time
 import uuid
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -30,6 +29,7 @@ from jitkern.args import seconds_arg
 from jitkern.comm.args import store_of
 from jitkern.comm.threads import call_with_timeout, polls, watch
 from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
+from jitkern.fs import parse_json
 from jitkern.version import __version__
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ _ANSWER_S = 2.0  # until other ranks tell their position
 _NEWS_S = 1.0  # NCCL may see a closed connection before Linux reports the end of the process
 _LEAVE_S = 1.0  # until the store has the reason of an end
 _NOT_COME = "has not come to it"
+_ENDED = "has ended"
 _STEP_ERRORS = {kind.__name__: kind for kind in (UnsupportedError, MemoryError, RuntimeError)}
 
 
@@ -56,20 +57,15 @@ class PeerInfo(NamedTuple):
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
-    def trouble(self, is_late: bool = True) -> str | None:
-        """Say if the process has ended or, unless it has time left, is stopped; None if not known.
-
-        Only Linux is asked, so only processes of this machine are known.
-        """
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; False for one of another machine."""
         if self.pids != _pids():
-            return None
+            return False
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            state = "X"
-        if state in "ZX":
-            return "has ended"
-        return "does not answer: it is stopped" if is_late and state in "Tt" else None
+            return True
+        return state in "ZX"
 
 
 class Position(NamedTuple):
@@ -117,7 +113,7 @@ class Rendezvous:
         self._num_exchanges = 0
         self._last_keys: list[str] = []  # those of the last exchange
         self._position = None if position is None else weakref.WeakMethod(position)
-        facts = {"called": name, "size": size, **(facts or {})}
+        facts = {"called": name, "size": size, "jitkern": __version__, **(facts or {})}
         process = os.getpid(), socket.gethostname(), _pids()
         self._own = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
         self._known = {rank: self._own}  # the ranks that have come so far
@@ -269,7 +265,7 @@ class Rendezvous:
             except Exception as error:
                 self._store = None  # it hangs, or is gone
                 why = f"is not known: the store has failed: {short(error)}"
-                return {}, self._in_trouble() or dict.fromkeys(ranks, why)
+                return {}, self._ended() or dict.fromkeys(ranks, why)
         for rank in ranks:
             if rank not in positions:
                 gone.setdefault(rank, why)
@@ -308,7 +304,7 @@ class Rendezvous:
         except (TimeoutError, RuntimeError) as error:
             hangs = isinstance(error, TimeoutError)
             text = "the store hangs" if hangs else f"the store has failed: {short(error)}"
-            missing = self._in_trouble() or dict.fromkeys(self._others, f"{_NOT_COME}; {text}")
+            missing = self._ended() or dict.fromkeys(self._others, f"{_NOT_COME}; {text}")
         limit_s = timeout_s if time.monotonic() - begin_s >= timeout_s else None
         late = self._late_error(op or self.name, number, -1, missing, limit_s)
         self.fail(late)
@@ -322,7 +318,7 @@ class Rendezvous:
         A store may be used again, and may hold keys of an earlier run: all are overwritten, and
         ranks compare a token made of all nonces.
         """
-        own_text, token = _packed(self._own), ""
+        own_text, token = json.dumps(self._own), ""
         seen: list[str] = []  # the keys by which ranks say that they have seen all
         keys = [f"rank/{rank}" for rank in range(self.size)]
         root.set(keys[self.rank], own_text)
@@ -348,19 +344,19 @@ class Rendezvous:
                 token = self._token()
                 seen = [f"{token}/seen/{rank}" for rank in range(self.size)]
                 root.set(seen[self.rank], "1")
-        in_trouble = self._in_trouble()
-        late = [rank for rank in self._others if rank not in self._known or rank in in_trouble]
+        ended = self._ended()
+        late = [rank for rank in self._others if rank not in self._known or rank in ended]
         late = late or [rank for rank in self._others if not root.check([seen[rank]])]
-        raise _RanksMissing({rank: in_trouble.get(rank, _NOT_COME) for rank in late})
+        raise _RanksMissing({rank: ended.get(rank, _NOT_COME) for rank in late})
 
     def _exchange(self, store: Store, name: str, value: Any, kind: Any, until: float) -> list[Any]:
         self._num_exchanges += 1
         keys = [f"{self._num_exchanges}/{name}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], _packed([value]))
+        store.set(keys[self.rank], json.dumps([value]))
         for is_last in polls(until):
             if store.check(keys):
                 break
-            ends = {rank: self._end_of(store, rank, is_last) for rank in self._others}
+            ends = {rank: self._end_of(store, rank) for rank in self._others}
             # Read after `ends`: a value that a rank gave before it ended counts.
             absent = [rank for rank in self._others if not store.check([keys[rank]])]
             ended = {rank: end for rank in absent if (end := ends[rank])}
@@ -373,10 +369,10 @@ class Rendezvous:
         self._last_keys = keys
         return values
 
-    def _end_of(self, store: Store, rank: int, is_last: bool) -> str | None:
+    def _end_of(self, store: Store, rank: int) -> str | None:
         """Return why another rank cannot come any more, None if it can."""
-        if trouble := self.peers[rank].trouble(is_last):
-            return trouble
+        if self.peers[rank].has_ended():
+            return _ENDED
         position = self._position_of(store, rank)
         return None if position is None else position.end
 
@@ -398,8 +394,8 @@ class Rendezvous:
                     continue
                 if position is not None:
                     positions[rank] = position
-                if trouble := self.peers[rank].trouble(is_late):
-                    gone[rank] = trouble
+                if self.peers[rank].has_ended():
+                    gone[rank] = _ENDED
             has_news = is_late or gone or time.monotonic() > begin_s + _NEWS_S
             if has_news and all(rank in gone or rank in positions for rank in ranks):
                 break
@@ -416,7 +412,7 @@ class Rendezvous:
         position = None if self._position is None else self._position()
         num_calls, last_op = (-1, "") if position is None else position()
         own = Position(num_calls, last_op, self._end, self._has_failed)
-        store.set(f"at/{self.rank}", _packed(own))
+        store.set(f"at/{self.rank}", json.dumps(own))
 
     # -- on the answering thread -------------------------------------------------------------------
 
@@ -430,9 +426,9 @@ class Rendezvous:
 
     # -- on any thread -----------------------------------------------------------------------------
 
-    def _in_trouble(self) -> Missing:
-        """Return the ranks that have ended or are stopped."""
-        return {rank: why for rank, info in self._known.items() if (why := info.trouble())}
+    def _ended(self) -> Missing:
+        """Return the ranks whose processes have ended."""
+        return {rank: _ENDED for rank, info in self._known.items() if info.has_ended()}
 
     def _token(self) -> str:
         nonces = "".join(self._known[rank].nonce for rank in sorted(self._known))
@@ -446,13 +442,11 @@ class Rendezvous:
 
         Raises CommError if a stranger or another version of jitkern wrote it.
         """
-        head, _, text = data.partition(b" ")
-        if head.decode(errors="replace") == _head(text):
-            with suppress(ValueError):
-                values = json.loads(text)
-                is_list = isinstance(values, list) and len(values) == len(types)
-                if is_list and all(map(isinstance, values, types)):
-                    return cast("list[Any]", values)
+        with suppress(ValueError):
+            values = parse_json(data)
+            is_list = isinstance(values, list) and len(values) == len(types)
+            if is_list and all(map(isinstance, values, types)):
+                return cast("list[Any]", values)
         raise CommError(
             f"{self.name}: {key} in the ranks' store: {data[:40]!r}, expected a value of jitkern "
             f"{__version__}; install one version on all ranks, and give each set of ranks a "
@@ -463,16 +457,6 @@ class Rendezvous:
 class _RanksMissing(Exception):  # noqa: N818 - never leaves this file
     def __init__(self, ranks: Missing) -> None:
         self.ranks = ranks
-
-
-def _packed(values: Sequence[Any]) -> str:
-    """Return JSON after this version and a checksum: strangers may write to the store."""
-    text = json.dumps(values)
-    return f"{_head(text.encode())} {text}"
-
-
-def _head(text: bytes) -> str:
-    return f"jitkern-{__version__}-{zlib.crc32(text):08x}"
 
 
 def short(error: BaseException | None) -> str:
