@@ -217,10 +217,6 @@ def test_without_a_compiler_the_error_says_what_to_install(
 ) -> None:
     edit_meta(shipped, tvm_ffi="0.9.0")
     no_compiler(monkeypatch)
-    with pytest.raises(ToolchainError, match=r"pip install apache-tvm-ffi==0\.9\.0$"):
-        host.module()
-    (library,) = shipped.rglob("*.so")
-    library.write_bytes(library.read_bytes()[:5000])  # damaged: as if it were not there
     with pytest.raises(ToolchainError, match=r"is not shipped .* install g\+\+"):
         host.module()
 

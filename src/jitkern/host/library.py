@@ -24,7 +24,7 @@ from jitkern.cache import get
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, get_or_build
 from jitkern.cache.lock import build_folder
-from jitkern.cache.store import EXACT, NO_USE, Cache
+from jitkern.cache.store import EXACT, NO_USE
 from jitkern.compilers import cxx
 from jitkern.compilers.load import load_library, platform_abi
 from jitkern.compilers.sources import CSRC, include_dirs
@@ -186,10 +186,13 @@ class HostModule(Buildable["Module"]):
 
     def build(self) -> Entry:
         """Log why it is built, and build it; ToolchainError without a compiler."""
-        why, cure = self._why_not_shipped()
+        import tvm_ffi
+
+        why = f"is not shipped for these sources and apache-tvm-ffi {tvm_ffi.__version__}"
         if not cxx.toolchain_id():
             raise ToolchainError(
-                f"the host module {why} and there is no C++ compiler to build it; {cure}"
+                f"the host module {why}, and there is no C++ compiler to build it; "
+                "install g++ (apt install g++) or a jitkern wheel"
             )
         # A warning, which Python shows without any logging setup: the build takes long.
         _log.warning("jitkern: building the host module with c++: it %s", why)
@@ -236,18 +239,6 @@ class HostModule(Buildable["Module"]):
         unchecked = [cxx.toolchain_id(), tvm_ffi.__version__, headers, self.key.describe]
         name = f"host-{digest(unchecked)[:12]}"
         return root / "build" / name if is_checkout else None
-
-    def _why_not_shipped(self) -> tuple[str, str]:
-        """Return why no library of the wheel serves, and what to install instead of a compiler."""
-        import tvm_ffi
-
-        entry = Cache(get.SHIPPED, read_only=True, shared=True).lookup(self.key)
-        if entry is None:
-            cure = "install g++ (apt install g++) or a jitkern wheel"
-            return "is not shipped for these sources", cure
-        shipped = entry.meta.get("tvm_ffi")
-        why = f"was built against apache-tvm-ffi {shipped}, installed is {tvm_ffi.__version__}"
-        return why, f"pip install apache-tvm-ffi=={shipped}"
 
 
 def _source_digests(csrc: str) -> dict[str, str]:
