@@ -1,31 +1,31 @@
-// A libnccl for ranks that are processes of one host, beside the CUDA driver of fake_gpu.cc: its
-// streams do what is queued here, over memory that the ranks share, and wait there for ranks that
-// do not come.
+// A libnccl for ranks that are processes of one host, and the CUDA driver beside it. A rank has one
+// stream: a thread that does what is queued, in order, over memory that the ranks share, and that
+// waits there for ranks that do not come.
 //
-// Misuse ends the program: two threads use a communicator at once, or it has been freed.
+// Misuse ends the program: two threads use a communicator at once, it has been freed, or another
+// device's context is current.
 #include <fcntl.h>
+#include <jitkern/driver.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
-
-#include "fake_gpu.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-using jitkern::CUstream;
-using jitkern::u32;
-using jitkern::u64;
-using namespace fake;
+using namespace jitkern;
 
 enum Result : int { kSuccess = 0, kSystemError = 2, kInvalidUsage = 5, kRemoteError = 6 };
 
@@ -36,18 +36,57 @@ constexpr int kMaxRanks = 4;
 constexpr i64 kSlotBytes = i64(16) << 20;
 constexpr i64 kMessageBytes = i64(4) << 20;
 
+constexpr int kNumDevices = 8;
+
 void rest() { usleep(20); }
 
+[[noreturn]] void fail_program(const std::string& what) {
+  std::fprintf(stderr, "FAILED: the GPU %s\n", what.c_str());
+  std::abort();
+}
+
 // Settings and counters of tests.
-std::atomic<i64> queue_limit{i64(1) << 30};  // unfinished operations on all streams
-std::atomic<i64> num_unfinished{0};
-std::atomic<i64> num_graphs{0};  // that have captured a communicator
-std::atomic<i64> num_comms{0};
+std::atomic<i64> queue_limit{i64(1) << 30};  // unfinished operations
+std::atomic<i64> num_graphs{0};              // that have captured a communicator
+std::atomic<i64> num_comms{0}, num_events{0};
+std::atomic<bool> has_capture{false};
 std::atomic<int> next_result{0};
 std::atomic<bool> is_broken{false};  // NCCL has heard that a rank is gone
 std::mutex guard;                    // guards the following
 std::string last_error;
-std::vector<std::function<void(CUstream)>> captured;
+std::vector<std::function<void()>> captured;
+thread_local CUcontext current = nullptr;
+
+// The one stream; its thread is never joined.
+struct Stream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> work;
+  std::atomic<i64> num_put{0}, num_done{0};
+  int device = -1;
+
+  void put(std::function<void()> operation) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (num_put++ == 0) std::thread([this] { loop(); }).detach();
+    work.push_back(std::move(operation));
+    changed.notify_all();
+  }
+  void loop() {
+    while (true) {
+      std::unique_lock<std::mutex> lock(mutex);
+      changed.wait(lock, [this] { return !work.empty(); });
+      const std::function<void()> operation = std::move(work.front());
+      work.pop_front();
+      lock.unlock();
+      operation();
+      ++num_done;
+    }
+  }
+  void synchronize() const {
+    for (const i64 last = num_put; num_done < last;) rest();
+  }
+};
+Stream& stream = *new Stream;
 
 // The memory that ranks share: zeros at first. Only pages that are touched take memory.
 struct Shared {
@@ -90,7 +129,7 @@ void add(const char* from, i64 bytes, char* to) {
 
 // The state that queued operations use; it outlives the communicator.
 struct State {
-  State(const char* path, int rank, int size, int device) : rank(rank), size(size), device(device) {
+  State(const char* path, int rank, int size) : rank(rank), size(size) {
     const int file = open(path, O_RDWR);
     void* at = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (at == MAP_FAILED || size > kMaxRanks) fail_program("has no memory for these ranks");
@@ -167,9 +206,8 @@ struct State {
     if (is_done) is_running = false;
   }
 
-  const int rank, size, device;
+  const int rank, size;
   std::atomic<bool> stop{false};
-  std::atomic<i64> num_queued{0};
   std::atomic<bool> is_running{false};
   bool is_connected = false;  // this and the following are used by one call at a time
   u64 num_meetings = 0, num_steps = 0;
@@ -187,6 +225,10 @@ struct Comm {
 };
 
 namespace {
+
+void require_context() {
+  if (reinterpret_cast<i64>(current) != stream.device + 1) fail_program("has another context");
+}
 
 StatePtr require(Comm* comm, const char* what) {
   if (comm == nullptr) fail_program(std::string(what) + " gets no communicator");
@@ -209,42 +251,34 @@ class Use {
   Comm* comm_;
 };
 
-void enqueue(const StatePtr& state, const Call& call, CUstream stream) {
-  const auto queue = [state, call](CUstream on) {
-    ++num_unfinished;
-    ++state->num_queued;
-    run_on(on, [state, call] {
-      state->execute(call);
-      --state->num_queued;
-      --num_unfinished;
-    });
-  };
-  if (is_capturing()) {
+void enqueue(const StatePtr& state, const Call& call) {
+  const auto queue = [state, call] { stream.put([state, call] { state->execute(call); }); };
+  if (has_capture) {
     const std::lock_guard<std::mutex> lock(guard);
     captured.push_back(queue);
     return;
   }
   // Blocks like cuLaunchKernel. An abort during that would cost the CUDA context.
-  while (num_unfinished >= queue_limit) {
+  while (stream.num_put - stream.num_done >= queue_limit) {
     if (state->stop) fail_program("is aborted in front of a full launch queue");
     rest();
   }
-  queue(stream);
+  queue();
 }
 
-int submit(Comm* comm, CUstream stream, const Call& call) {
+int submit(Comm* comm, Stream* given, const Call& call) {
   const Use use(comm, "a collective");
   const StatePtr state = use.state;
   if (const int result = next_result.exchange(kSuccess); result != kSuccess) return result;
   if (is_broken) return kRemoteError;
   if (state->stop) return kInvalidUsage;
-  if (stream == nullptr) fail_program("is given no stream");
-  if (device_of(stream) != state->device) fail_program("is given another device's stream");
+  if (given != &stream) fail_program("is given another stream");
+  require_context();
   if (!state->is_connected && call.kind < Call::kSend) {
     state->is_connected = true;
     if (!state->meet()) return is_broken ? kRemoteError : kInvalidUsage;
   }
-  enqueue(state, call, stream);
+  enqueue(state, call);
   return kSuccess;
 }
 
@@ -297,7 +331,8 @@ EXPORT int ncclCommInitRankConfig(Comm** comm, int size, UniqueId id, int rank, 
     fail_program("is given a wrong configuration");
   }
   *comm = new Comm();
-  const StatePtr state = std::make_shared<State>(id.path, rank, size, current_device());
+  require_context();
+  const StatePtr state = std::make_shared<State>(id.path, rank, size);
   (*comm)->state = state;
   ++num_comms;
   if (!state->meet()) return kInvalidUsage;
@@ -310,7 +345,7 @@ EXPORT int ncclCommGetAsyncError(Comm* comm, int* result) {
 }
 EXPORT int ncclCommFinalize(Comm* comm) {
   const Use use(comm, "ncclCommFinalize");
-  while (use.state->num_queued > 0 && !use.state->stop) rest();
+  while (stream.num_done < stream.num_put && !use.state->stop) rest();
   return kSuccess;
 }
 EXPORT int ncclCommDestroy(Comm* comm) {
@@ -329,26 +364,26 @@ EXPORT int ncclCommAbort(Comm* comm) {
 }
 
 EXPORT int ncclAllReduce(const char* x, char* output, size_t count, int dtype, int op, Comm* comm,
-                         CUstream stream) {
-  return submit(comm, stream, {Call::kAllReduce, x, output, i64(count), dtype, op, 0});
+                         Stream* on) {
+  return submit(comm, on, {Call::kAllReduce, x, output, i64(count), dtype, op, 0});
 }
 EXPORT int ncclReduceScatter(const char* x, char* output, size_t count, int dtype, int op,
-                             Comm* comm, CUstream stream) {
-  return submit(comm, stream, {Call::kReduceScatter, x, output, i64(count), dtype, op, 0});
+                             Comm* comm, Stream* on) {
+  return submit(comm, on, {Call::kReduceScatter, x, output, i64(count), dtype, op, 0});
 }
 EXPORT int ncclAllGather(const char* x, char* output, size_t count, int dtype, Comm* comm,
-                         CUstream stream) {
-  return submit(comm, stream, {Call::kAllGather, x, output, i64(count), dtype, 0, 0});
+                         Stream* on) {
+  return submit(comm, on, {Call::kAllGather, x, output, i64(count), dtype, 0, 0});
 }
 EXPORT int ncclBroadcast(const char* x, char* output, size_t count, int dtype, int root, Comm* comm,
-                         CUstream stream) {
-  return submit(comm, stream, {Call::kBroadcast, x, output, i64(count), dtype, 0, root});
+                         Stream* on) {
+  return submit(comm, on, {Call::kBroadcast, x, output, i64(count), dtype, 0, root});
 }
-EXPORT int ncclSend(const char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
-  return submit(comm, stream, {Call::kSend, x, nullptr, i64(count), dtype, 0, peer});
+EXPORT int ncclSend(const char* x, size_t count, int dtype, int peer, Comm* comm, Stream* on) {
+  return submit(comm, on, {Call::kSend, x, nullptr, i64(count), dtype, 0, peer});
 }
-EXPORT int ncclRecv(char* x, size_t count, int dtype, int peer, Comm* comm, CUstream stream) {
-  return submit(comm, stream, {Call::kRecv, nullptr, x, i64(count), dtype, 0, peer});
+EXPORT int ncclRecv(char* x, size_t count, int dtype, int peer, Comm* comm, Stream* on) {
+  return submit(comm, on, {Call::kRecv, nullptr, x, i64(count), dtype, 0, peer});
 }
 EXPORT int ncclMemAlloc(char** pointer, size_t bytes) {
   *pointer = static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
@@ -382,20 +417,81 @@ EXPORT void fake_nccl_break(int is_on) {
   is_broken = is_on != 0;
 }
 EXPORT i64 fake_nccl_num_comms() { return num_comms; }
-EXPORT void fake_nccl_replay(CUstream stream) {
+EXPORT void fake_nccl_replay() {
   const std::lock_guard<std::mutex> lock(guard);
-  for (const auto& queue : captured) queue(stream);
+  for (const auto& queue : captured) queue();
 }
 EXPORT void fake_nccl_forget_graph() {
   const std::lock_guard<std::mutex> lock(guard);
   captured.clear();
 }
-EXPORT CUstream fake_stream(int device) { return make_stream(device); }
-EXPORT void fake_synchronize(CUstream stream) { synchronize(stream); }
-EXPORT void fake_capturing(int is_on) { set_capturing(is_on != 0); }
-EXPORT i64 fake_num_events() { return num_events(); }
+EXPORT Stream* fake_stream(int device) { return stream.device = device, &stream; }
+EXPORT void fake_synchronize() { stream.synchronize(); }
+EXPORT void fake_capturing(int is_on) { has_capture = is_on != 0; }
+EXPORT i64 fake_num_events() { return num_events; }
 
 // The driver ends a process when its GPUs are done.
-static void __attribute__((destructor)) wait_for_streams() {
-  if (std::getenv("FAKE_EXIT_WAITS") != nullptr) synchronize_all();
+static void __attribute__((destructor)) wait_for_stream() {
+  if (std::getenv("FAKE_EXIT_WAITS") != nullptr) stream.synchronize();
 }
+
+// -- the driver: a context is a device's number and one, an event a place in the stream -----------
+
+EXPORT CUresult cuInit(unsigned) { return 0; }
+EXPORT CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
+EXPORT CUresult cuDeviceGetCount(int* count) { return *count = kNumDevices, 0; }
+EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, 0; }
+EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
+  *value = attribute == kAttributeComputeMajor ? 9 : attribute == kAttributeComputeMinor ? 0 : 132;
+  return 0;
+}
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  return *context = reinterpret_cast<CUcontext>(i64(device) + 1), 0;
+}
+EXPORT CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, 0; }
+EXPORT CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+EXPORT CUresult cuStreamIsCapturing(Stream*, int* status) { return *status = has_capture, 0; }
+EXPORT CUresult cuEventCreate(i64** event, unsigned) {
+  ++num_events;
+  return *event = new i64(0), 0;
+}
+EXPORT CUresult cuEventRecord(i64* event, Stream*) {
+  require_context();
+  return *event = stream.num_put, 0;
+}
+EXPORT CUresult cuEventQuery(const i64* event) {
+  return stream.num_done >= *event ? kCudaSuccess : kCudaErrorNotReady;
+}
+EXPORT CUresult cuEventDestroy_v2(i64* event) { return delete event, --num_events, 0; }
+EXPORT CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  return *pointer = std::calloc(1, bytes), 0;
+}
+EXPORT CUresult cuMemHostGetDevicePointer_v2(void** device, void* pointer, unsigned) {
+  return *device = pointer, 0;
+}
+EXPORT CUresult cuGetErrorName(CUresult, const char** text) { return *text = "ERROR", 0; }
+EXPORT CUresult cuGetErrorString(CUresult, const char** text) { return *text = "fake", 0; }
+
+// Required of a driver, and called by no communicator: "operation not supported".
+#define UNUSED(name) \
+  EXPORT CUresult name() { return 801; }
+UNUSED(cuDevicePrimaryCtxGetState)
+UNUSED(cuCtxSynchronize)
+UNUSED(cuModuleLoadDataEx)
+UNUSED(cuModuleGetFunction)
+UNUSED(cuModuleGetGlobal_v2)
+UNUSED(cuFuncGetAttribute)
+UNUSED(cuFuncSetAttribute)
+UNUSED(cuLaunchKernelEx)
+UNUSED(cuMemsetD8Async)
+UNUSED(cuMemcpyHtoDAsync_v2)
+UNUSED(cuMemcpyDtoHAsync_v2)
+UNUSED(cuMemcpyAsync)
+UNUSED(cuMemcpy2DAsync_v2)
+UNUSED(cuStreamCreateWithPriority)
+UNUSED(cuStreamWaitEvent)
+UNUSED(cuEventElapsedTime)
+UNUSED(cuMemHostRegister_v2)
+UNUSED(cuMemHostUnregister)
+UNUSED(cuPointerGetAttributes)

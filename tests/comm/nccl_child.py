@@ -1,4 +1,4 @@
-"""A rank over the NCCL of fake_nccl.cc, on GPUs of ../threads/fake_gpu.cc. As rank_child.py.
+"""A rank over the NCCL and the driver of fake_nccl.cc. As rank_child.py.
 
 PyTorch has no GPU here: tensors on the CPU only say that they are on a GPU.
 """
@@ -20,13 +20,11 @@ from jitkern.comm import nccl
 Address, Count = ctypes.c_void_p, ctypes.c_int64
 lib = ctypes.CDLL(os.environ["JITKERN_NCCL"])
 lib.fake_stream.restype = Address
-lib.fake_synchronize.argtypes = lib.fake_nccl_replay.argtypes = [Address]
 for with_count in (lib.fake_nccl_queue_limit, lib.fake_nccl_graphs):
     with_count.argtypes = [Count]
 
 number = 0  # the current GPU
 is_capturing = False
-stream: int
 kept: list[torch.Tensor] = []  # queued operations have their addresses
 
 
@@ -79,22 +77,21 @@ class OverCpu:
 
         def call(*args: Any) -> None:
             function(*[on_gpu(arg) if isinstance(arg, torch.Tensor) else arg for arg in args])
-            lib.fake_synchronize(stream)
+            lib.fake_synchronize()
 
         return call
 
 
 def make_nccl(**config: Any) -> None:
-    global stream
     rank = rank_child.dist.get_rank()
-    stream = rank_child.stream = lib.fake_stream(rank)
+    stream = lib.fake_stream(rank)
     # Never left: nothing else in this process has a stream.
     tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", rank), stream).__enter__()
     of_all_kinds(**config)
 
 
 def wait_for_gpu() -> None:
-    lib.fake_synchronize(stream)
+    lib.fake_synchronize()
 
 
 def lives() -> bool:
@@ -113,7 +110,7 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
     capture(True)
     work()
     capture(False)
-    return lambda: lib.fake_nccl_replay(stream)
+    return lib.fake_nccl_replay
 
 
 def body(name: str) -> None:

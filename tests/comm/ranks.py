@@ -24,11 +24,9 @@ from paths import TESTS, python_path
 from shared_gpu import IS_SHARED, num_gpus
 from threads.program import compiled
 
-from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.host import library as host
 
 HERE = Path(__file__).resolve().parent
-THREADS = HERE.parent / "threads"
 PROMPT_S = 60.0  # how long a slow machine may take; far below a default deadline of 600 s
 LATE_S = 5.0  # beyond a deadline
 NUM_FAKE_GPUS = 4
@@ -154,25 +152,17 @@ class Pool:
 
 
 def build(folder: Path) -> dict[str, str]:
-    """Make the libcuda and the libnccl, once for all workers; return what finds them."""
-    from tvm_ffi import libinfo
-
-    cuda, nccl = folder / "libcuda.so.1", folder / "libnccl.so.2"
+    """Make the libnccl, which is the libcuda too, once for all workers; return what finds it."""
+    library = folder / "libcuda.so.1"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             staging = folder.with_suffix(".made")
             staging.mkdir()
-            own = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-            for library, sources in (
-                (cuda, [THREADS / "fake_gpu.cc"]),
-                (nccl, [HERE / "fake_nccl.cc", staging / cuda.name]),
-            ):
-                flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
-                folders = [*include_dirs(CSRC), THREADS, HERE, *own]
-                compiled(*sources, target=staging / library.name, flags=flags, folders=folders)
+            flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
+            compiled(HERE / "fake_nccl.cc", target=staging / library.name, flags=flags)
             staging.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
-    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(nccl), "FAKE_NCCL": "1"}
+    return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(library), "FAKE_NCCL": "1"}
 
 
 MADE: dict[str, Pool] = {}
