@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,16 +70,6 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
     undated = tree("CHANGELOG.md", r"\n## (\S+) \(.+\)\n", r"\n## \1 (unreleased)\n")
     with pytest.raises(check.UnfitError, match="expected the date of the release"):
         check.check_versions(undated, tag)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a git checkout")
-def test_the_sdist_has_what_git_has(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    check.check_sdist(sdist, ROOT)
 
 
 @pytest.mark.slow

@@ -10,72 +10,28 @@
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
-#include <map>
 #include <sstream>
 
 using namespace tvm::ffi;
 
-// Renders a value of any of the types below; calls a function with 20.
-static void write(std::ostream& out, const Any& value) {
-  switch (value.type_index()) {
-    case TypeIndex::kTVMFFINone:
-      out << "None";
-      return;
-    case TypeIndex::kTVMFFIBool:
-      out << (value.cast<bool>() ? "true" : "false");
-      return;
-    case TypeIndex::kTVMFFIInt:
-      out << value.cast<int64_t>();
-      return;
-    case TypeIndex::kTVMFFIFloat:
-      out << value.cast<double>();
-      return;
-    case TypeIndex::kTVMFFIDataType:
-      out << DLDataTypeToString(value.cast<DLDataType>());
-      return;
-    case TypeIndex::kTVMFFISmallStr:
-    case TypeIndex::kTVMFFIStr:
-      out << std::string(value.cast<String>());
-      return;
-    case TypeIndex::kTVMFFISmallBytes:
-    case TypeIndex::kTVMFFIBytes:
-      out << "bytes " << std::string(value.cast<Bytes>());
-      return;
-    case TypeIndex::kTVMFFIFunction:
-      write(out, value.cast<Function>()(20));
-      return;
-    case TypeIndex::kTVMFFIShape:
-      for (int64_t extent : value.cast<Shape>()) out << extent << "x";
-      return;
-    case TypeIndex::kTVMFFITensor: {
-      const auto tensor = value.cast<Tensor>();
-      for (int64_t i = 0; i < tensor.numel(); ++i) {
-        out << static_cast<const int64_t*>(tensor.data_ptr())[i] << ";";
-      }
-      return;
-    }
-    case TypeIndex::kTVMFFIArray:
-      out << "[";
-      for (const Any& item : value.cast<Array<Any>>()) {
-        write(out, item);
-        out << ",";
-      }
-      out << "]";
-      return;
-    case TypeIndex::kTVMFFIMap: {
-      std::map<std::string, int64_t> sorted;
-      for (const auto& [key, item] : value.cast<Map<String, int64_t>>()) sorted[key] = item;
-      for (const auto& [key, item] : sorted) out << key << "=" << item << ",";
-      return;
-    }
-    default:
-      TVM_FFI_THROW(TypeError) << "no value of this type: " << value.GetTypeKey();
-  }
-}
-
-static String render(Any value) {
+// Reads a value of each type; calls the function with 20.
+static String render(bool flag, int64_t integer, double number, DLDataType dtype, String small,
+                     String large, Bytes raw, Tensor tensor, Function add, Shape shape,
+                     Array<int64_t> items, Map<String, int64_t> few, Map<String, int64_t> many) {
   std::ostringstream out;
-  write(out, value);
+  out << flag << " " << integer << " " << number << " " << DLDataTypeToString(dtype) << " "
+      << std::string(small) << " " << std::string(large) << " " << std::string(raw);
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    out << " " << static_cast<const int64_t*>(tensor.data_ptr())[i];
+  }
+  out << " " << add(20).cast<int64_t>();
+  for (int64_t extent : shape) out << " " << extent;
+  for (int64_t item : items) out << " " << item;
+  for (const auto& map : {few, many}) {
+    int64_t sum = 0;
+    for (const auto& [key, value] : map) sum += value;
+    out << " " << map.size() << " " << sum << " " << map.at("key1");
+  }
   return out.str();
 }
 
@@ -89,8 +45,7 @@ static Map<String, int64_t> make_map(int64_t size) {
 static Array<Any> make_values(Tensor tensor, Function function) {
   Array<Any> items;
   for (int64_t i = 0; i < 20; ++i) items.push_back(i);
-  return {nullptr,
-          true,
+  return {true,
           int64_t{7},
           2.5,
           DLDataType{kDLFloat, 16, 1},
@@ -100,7 +55,6 @@ static Array<Any> make_values(Tensor tensor, Function function) {
           tensor,
           function,
           Shape({3, 4}),
-          Array<Any>(),
           items,
           make_map(2),
           make_map(20)};
