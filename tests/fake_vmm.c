@@ -109,13 +109,6 @@ CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type
   if (type != 1 || readlink(link, name, sizeof(name) - 1) < 0) return INVALID;
   int gpu = 0;
   if (sscanf(name, "/memfd:fake-gpu-%d", &gpu) != 1) return INVALID;
-  // Of other memory, as on a machine whose IOMMU is in the way.
-  if (fake_setting("FAKE_WRONG_IMPORT", 0) != 0) {
-    struct stat found;
-    const int other = memfd_create(strchr(name, ':') + 1, MFD_CLOEXEC);
-    if (fstat(given, &found) != 0 || ftruncate(other, found.st_size) != 0) return INVALID;
-    return add_handle(handle, other, gpu, 1);
-  }
   return add_handle(handle, fcntl(given, F_DUPFD_CLOEXEC, 0), gpu, 1);
 }
 

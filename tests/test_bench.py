@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -76,14 +75,6 @@ def test_a_wrong_result_is_not_timed() -> None:
     assert absent.error == "ImportError: No module named 'peer'"
 
 
-def test_peers_that_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LookupError, match="JITKERN_BENCH_PEERS names no folder"):
-        peers.vllm_merge_state()
-    (tmp_path / "peers.py").write_text("def one():\n    return max\n")
-    monkeypatch.setattr(peers, "FOLDER", str(tmp_path))
-    assert peers._elsewhere("one")() is max
-
-
 def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
     assert harness.main(["store", "--quick", "--device", "cpu", "--json", str(path)]) == 0
@@ -108,15 +99,6 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         result = report.payload({"device": "cuda", "name": machine}, [row], quick=True)
         harness.write(path, result)
         assert set(report.read(path)["benchmarks"]) == kept
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    from bench import plots
-
-    plots.draw(report.read(ROOT / "bench/results/nvidia-h200.json"), tmp_path / "summary.png")
-    assert (tmp_path / "summary.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
@@ -155,7 +137,7 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
 
 
 MODULE = """
-import os, time
+import os
 from bench.case import Row
 
 def measure_ranks(ranks, quick):
@@ -176,7 +158,6 @@ def measure_ranks(ranks, quick):
         ("raise ValueError('no more')", "RuntimeError: rank 1: ValueError: no more"),
         # Or of rank 0, if it has noticed before.
         ("os._exit(3)", "RuntimeError: rank (1: process 1 terminated with exit code 3|0: .*)"),
-        ("time.sleep(600)", "RuntimeError: 2 ranks were not done within 40 s"),
     ],
 )
 def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
@@ -184,8 +165,6 @@ def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
 ) -> None:
     (tmp_path / "fake_ranks.py").write_text(MODULE.format(does=does))
     monkeypatch.syspath_prepend(tmp_path)
-    if "sleep" in does:
-        monkeypatch.setattr(ranks, "TIMEOUT_S", 40)
     first, second = ranks.run("fake", "fake_ranks", CPU)
     assert (first.case, first.median_us) == ("of rank 1", 1.0)
     assert second.case == ("2 ranks" if error else "second")

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -137,22 +136,6 @@ def test_a_count_does_not_vary_and_one_more_check_is_slower(mine: Path) -> None:
     assert same <= guard.most_instructions(call)
     assert call <= guard.most_instructions(same)
     assert more > guard.most_instructions(max(call, same))
-
-
-@pytest.mark.parametrize(
-    ("call_s", "calls"), [(0.0, counts.SHORT_CALLS), (1.5 * counts.LONG_CALL_S, counts.LONG_CALLS)]
-)
-def test_long_calls_are_counted_a_few_times(
-    monkeypatch: pytest.MonkeyPatch, call_s: float, calls: int
-) -> None:
-    """Whatever their clock: hundreds of them take Callgrind minutes."""
-    clock: list[float] = []
-    case = Mock(key="mine: long", clock="host", bytes_moved=0)
-    case.make.return_value = call_s
-    case.ours().build.return_value = clock.append
-    monkeypatch.setattr(counts, "time", Mock(perf_counter=lambda: sum(clock)))
-    counts._count_case(callgrind := Mock(), case)
-    callgrind.count.assert_called_once_with(ANY, calls)
 
 
 def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ SCRIPTS = {
         "launch_child.py", "old_", ("-DOLD_DRIVER",), OLD
     ),
     "faults": Script("fault_child.py"),
-    "ranks in step": Script("comm/in_step_child.py"),
     "offload": Script("offload/offload_child.py"),
     "times of slots": Script("offload/slot_times_child.py"),
     "copy_blocks": Script("ops/copy_blocks_child.py"),

@@ -72,16 +72,6 @@ def test_a_tag_is_the_version_and_has_its_date(tree: Callable[..., Path]) -> Non
         check.check_versions(undated, tag)
 
 
-@pytest.mark.slow
-def test_what_the_host_module_links(
-    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "libc.so.6" in check.check_links(wheel, tmp_path / "1").split(", ")
-    monkeypatch.setattr(check, "MAY_LINK", {"libc.so.6"})
-    with pytest.raises(check.UnfitError, match=r"\.so: links .*libtvm_ffi\.so"):
-        check.check_links(wheel, tmp_path / "2")
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_calls_what_there_is(path: Path) -> None:
     """Targets of make, and variables that the Makefile reads."""

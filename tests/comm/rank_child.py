@@ -311,16 +311,6 @@ def rows(name: str, count: int = 500) -> bool:
     return is_right and torch.equal(own.cpu()[targets], pool[sources])
 
 
-def rows_late(name: str) -> None:
-    """Bring them when a rank is killed: on GPUs the next call says so."""
-    pool, caches, pairs = _rows(name, 10)
-    if comm.rank == 1:
-        end()
-    for _ in range(2):
-        peer_gather(pool, caches, pairs, comm)
-        synchronize()
-
-
 def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
     share = Share(name, comm.rank, comm.size)
     pool = PinnedPool([2 * count, 656], torch.uint8, share=share).tensor()

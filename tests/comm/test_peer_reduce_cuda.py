@@ -44,8 +44,8 @@ def test_calls_of_one_process(make: Make) -> None:
     """Of all kinds, sizes and alignments; nothing is allocated or loaded while ranks wait."""
     ranks, loading = make(), make(deadline_s=1e-4)
     for seed in range(60):
-        for rank, one in enumerate(loading.reducers):
-            call = any_call(one, random.Random(seed))
+        for rank, reducer in enumerate(loading.reducers):
+            call = any_call(reducer, random.Random(seed))
             with torch.cuda.stream(loading.streams[rank]):
                 call.run()
             loading.reset()

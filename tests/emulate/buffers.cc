@@ -56,6 +56,7 @@ RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_b
 
 void RowBuffer::check() {
   ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_);
+  for (i64 i = 0; has_race && i < num_rows_; ++i) std::memcpy(expected(i), row(i), row_bytes_);
   if (std::memcmp(memory_.get(), image_.data(), bytes_) == 0) return;
   i64 at = 0;
   while (memory_[at] == image_[at]) ++at;
@@ -88,15 +89,44 @@ i64 IntBuffer::at(i64 i) const {
                          : *reinterpret_cast<const i64*>(from);
 }
 
+void IntBuffer::store(i64 i, i64 value) {
+  char* to = &memory_[(i + 1) * int_bytes_];
+  if (int_bytes_ == 4) {
+    __atomic_store_n(reinterpret_cast<i32*>(to), static_cast<i32>(value), __ATOMIC_RELAXED);
+  } else {
+    __atomic_store_n(reinterpret_cast<i64*>(to), value, __ATOMIC_RELAXED);
+  }
+}
+
 void IntBuffer::check() {
+  if (has_race) return;
   for (i64 i = 0; i < size(); ++i) {
     const auto [first, last] = expected_.equal_range(i);
     const i64 wanted = first == last ? values_[i] : first->second;
-    const auto is_right = [&](const auto& one) { return one.second == at(i); };
+    const auto is_right = [&](const auto& item) { return item.second == at(i); };
     if (first == last ? at(i) == wanted : std::any_of(first, last, is_right)) continue;
     fail(std::string(name_) + ": element " + std::to_string(i) + " is " + std::to_string(at(i)) +
          ", expected " + std::to_string(wanted));
   }
+}
+
+Rewriter::Rewriter(IntBuffer& buffer, std::vector<i64> bounds) {
+  if (!has_race) return;
+  thread_ = std::thread([this, &buffer, bounds = std::move(bounds)] {
+    for (i64 round = 0; !stop_; ++round) {
+      for (i64 i = 0; i < buffer.size(); ++i) {
+        const i64 bound = bounds[i % bounds.size()];
+        const i64 good = (round + i) % (bound + 1) - 1;
+        const i64 bad = (round / 2 + i) % 3 == 0 ? bound : std::numeric_limits<i32>::max();
+        buffer.store(i, round % 2 == 0 ? good : bad);
+      }
+    }
+  });
+}
+
+Rewriter::~Rewriter() {
+  stop_ = true;
+  if (thread_.joinable()) thread_.join();
 }
 
 FaultWord::FaultWord(u32 state) : record_(new FaultRecord), before_{state, FaultSite{}, 0, 0, 0} {
@@ -109,6 +139,7 @@ void FaultWord::expect(FaultSite site, i64 position, i64 value, i64 bound) {
 }
 
 void FaultWord::check() const {
+  if (has_race) return;
   const auto same = [this](const FaultRecord& other) {
     return record_->state == other.state && record_->site == other.site &&
            record_->position == other.position && record_->value == other.value &&
@@ -148,9 +179,11 @@ void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random)
   if (kind == 5) values[random.below(static_cast<i64>(values.size()))] = too_large();
 }
 
-std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random) {
+std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random,
+                           bool repeats) {
   std::vector<i64> sources(count);
   for (i64& source : sources) source = random.below(src_rows);
+  if (!repeats) sources = random.distinct(count, src_rows);
   std::vector<i64> targets = random.distinct(count, dst_rows);
   if (random.below(2) == 0) spoil(sources, src_rows, index_bytes, random);
   if (random.below(2) == 0) spoil(targets, dst_rows, index_bytes, random);

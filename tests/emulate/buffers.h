@@ -4,9 +4,11 @@
 
 #include <jitkern/types.h>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda_on_cpu.h"
@@ -20,6 +22,10 @@ extern std::string now_running;
 [[noreturn]] void fail(const std::string& what);
 // Makes sanitizer reports end with `now_running`, too.
 void install_reports();
+
+// Whether a Rewriter changes indices while a kernel runs. What rows hold then is anyone's guess,
+// and checks compare only what lies outside of them.
+inline bool has_race = false;
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }
@@ -89,6 +95,7 @@ class IntBuffer {
   void* data() const { return memory_.get() + int_bytes_; }
   u32* words() const { return static_cast<u32*>(data()); }
   i64 at(i64 i) const;
+  void store(i64 i, i64 value);  // atomically
   i64 size() const { return static_cast<i64>(values_.size()); }
   // The kernel may put `value` at element i; of several expected values any one will do.
   void expect(i64 i, i64 value) { expected_.emplace(i, value); }
@@ -101,6 +108,18 @@ class IntBuffer {
   std::multimap<i64, i64> expected_;
   int int_bytes_;
   Memory memory_;
+};
+
+// With `has_race`, a thread that writes indices until it is destroyed: good ones and -1, then ones
+// out of range. Element i is below bounds[i % bounds.size()].
+class Rewriter {
+ public:
+  Rewriter(IntBuffer& buffer, std::vector<i64> bounds);
+  ~Rewriter();
+
+ private:
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
 };
 
 // Words that a kernel reads four at a time: exactly as many as it may read, aligned for that.

@@ -119,6 +119,7 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random)
   const IndexParams params =
       index_params(output, weights.row(0), weights.stride_bytes(), vocabulary, indices, fault);
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
+  const Rewriter rewriter(indices, {vocabulary.bound});
   run_kernel(kernel, {blocks}, kernel.num_threads, random, params);
   check_all(output, weights, indices, fault);
 }

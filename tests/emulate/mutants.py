@@ -14,6 +14,7 @@ from emulate.runner import Sweep
 
 # Vectors of 1, 4 and 8 bytes, both index types, rows for part of a warp and rows cut into splits.
 _ROWS = ("SWEEP_ROWS=3,40,300,301",)
+RACE = ("SWEEP_ROWS=24", "RACE=1")  # another thread writes the indices of the kernels
 _FEW = ("SWEEP_FEW=1",)  # kernels, which compile in half the time
 _DEFINES = {
     **dict.fromkeys(("store", "index", "pair_copy"), _ROWS),
@@ -31,10 +32,11 @@ class Mutant:
     new: str
     nth: int = 0
     of: int = 1
+    is_race: bool = False
 
     @property
     def sweep(self) -> Sweep:
-        return Sweep(self.driver, _DEFINES.get(self.driver, ()))
+        return Sweep(self.driver, RACE if self.is_race else _DEFINES.get(self.driver, ()))
 
     def apply(self, csrc: Path) -> None:
         path = csrc / self.file
@@ -47,7 +49,11 @@ class Mutant:
 
 def mutants_of(driver: str) -> list[Mutant]:
     own = [(file, changes) for (name, file), changes in _TABLE.items() if name == driver]
-    return [Mutant(driver, file, *change) for file, changes in own for change in changes]
+    races = [(file, change) for (name, file), change in _RACES.items() if name == driver]
+    return [
+        *(Mutant(driver, file, *change) for file, changes in own for change in changes),
+        *(Mutant(driver, file, *change, is_race=True) for file, change in races),
+    ]
 
 
 # Driver, file below csrc; old and new text. What only takes longer is no mistake that is seen: two
@@ -139,17 +145,6 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("(kWay != kTwoShot || span.begin + i < p.num_vecs_of(kWay, part))", "true"),
     ),
     ("peer_reduce", "comm/peer_reduce.h"): (("* 2 + epoch % 2)", "* 2)"),),
-    ("race", "ops/store.cu"): (
-        ("slot[r] * copy.cache", "i64(indices[group.first_row + r]) * copy.cache"),
-    ),
-    ("race", "ops/pairs.cuh"): (("if (!pair.is_inside(p)) {", "if (false) {"),),
-    ("race", "ops/sort.cuh"): (
-        (
-            "if (owner == number) return {kFetch, src_row, dst_row};",
-            "if (owner == number)"
-            " return {kFetch, *static_cast<const volatile Int*>(pairs + 2 * number), dst_row};",
-        ),
-    ),
     ("store", "ops/store.cu"): (
         ("slot[r] < p.num_slots;", "slot[r] <= p.num_slots;"),
         ("slot[r] >= 0 && slot[r] <", "slot[r] <"),
@@ -163,5 +158,18 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("group % kShape.splits", "group * 0"),
         ("seen->state != 0 || atomicCAS(&record->state, 0u, 1u) != 0u", "false"),
         ("seen->state = 2;", ""),
+    ),
+}
+
+# Kernels that trust an index which another thread may have written since it was checked.
+_RACES: dict[tuple[str, str], tuple[str, str]] = {
+    ("store", "ops/store.cu"): (
+        "slot[r] * copy.cache",
+        "i64(indices[group.first_row + r]) * copy.cache",
+    ),
+    ("pair_lists", "ops/sort.cuh"): (
+        "if (owner == number) return {kFetch, src_row, dst_row};",
+        "if (owner == number)"
+        " return {kFetch, *static_cast<const volatile Int*>(pairs + 2 * number), dst_row};",
     ),
 }

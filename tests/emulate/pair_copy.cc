@@ -92,6 +92,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
   if (counted) params.num_pairs *= 3;
   params.slot_map_bytes = map_bytes;
   const unsigned blocks = ceil_div(shape.num_threads(num_pairs), num_threads);
+  const Rewriter rewriter(pairs, {src_rows, dst_rows});
   run_kernel(kernel, {small_call ? blocks : std::min(blocks, 1 + unsigned(run) % 2)}, num_threads,
              random, params);
   check_all(dst, src, pairs, slot_map, fault);

@@ -5,11 +5,45 @@
 #include <map>
 #include <set>
 
-#include "lists.h"
+#include "pairs.h"
 
 namespace emulate {
 
 constexpr i64 kRowBytes = 24;
+constexpr i64 kUntouched = -9;  // where no entry was written
+
+// Exactly the counters of a call's regions, which start as all ones, and what is made of them.
+struct RegionBuffers {
+  int shift;
+  AlignedWords last_ranks, starts;
+
+  // Regions of the smallest size that `span_bytes` allow, or of a few times that.
+  RegionBuffers(i64 span_bytes, Random& random)
+      : shift(0), last_ranks(kNumRegions, 0xffffffffu), starts(kNumRegions, 0x99999999u) {
+    while ((span_bytes - 1) >> shift >= i64(kNumRegions)) ++shift;
+    shift += static_cast<int>(random.below(4));
+  }
+
+  Regions regions(u32* last_entry) { return {last_ranks.data(), starts.data(), last_entry, shift}; }
+};
+
+// A thread a row.
+template <class Kernel>
+void run_list(i64 num_rows, const typename Kernel::Params& params, Random& random) {
+  launch_fibers({ceil_div(num_rows, Kernel::kNumThreads)}, {Kernel::kNumThreads}, any_order(random),
+                [&] { Kernel::run(params); });
+}
+
+i64 table_size_for(i64 num_pairs) {
+  i64 size = 2;
+  while (size < 2 * num_pairs) size *= 2;
+  return size;
+}
+
+void scan(const Regions& regions, Random& random) {
+  using Scan = ScanRegions<kScanConfig.num_threads, 1>;
+  launch_fibers({1}, {Scan::kNumThreads}, any_order(random), [&] { Scan::run(regions); });
+}
 
 struct Call {
   std::vector<i64> flat;  // pairs
@@ -27,18 +61,8 @@ Call any_call(int index_bytes, bool repeats, Random& random) {
   call.num_pairs = random.pick({i64(1), i64(2), i64(255), i64(256), i64(257), i64(700)});
   call.src_rows = random.pick({i64(1), i64(5), call.num_pairs, 100 * call.num_pairs});
   call.dst_rows = call.num_pairs + random.below(call.num_pairs);
-  std::vector<i64> sources(call.num_pairs);
-  for (i64& source : sources) source = random.below(call.src_rows);
-  if (!repeats) {
-    call.src_rows += call.num_pairs;
-    sources = random.distinct(call.num_pairs, call.src_rows);
-  }
-  std::vector<i64> targets = random.distinct(call.num_pairs, call.dst_rows);
-  if (random.below(2) == 0) spoil(sources, call.src_rows, index_bytes, random);
-  if (random.below(2) == 0) spoil(targets, call.dst_rows, index_bytes, random);
-  for (i64 i = 0; i < call.num_pairs; ++i) {
-    call.flat.insert(call.flat.end(), {sources[i], targets[i]});
-  }
+  if (!repeats) call.src_rows += call.num_pairs;
+  call.flat = any_pairs(call.num_pairs, call.src_rows, call.dst_rows, index_bytes, random, repeats);
   return call;
 }
 
@@ -118,12 +142,11 @@ void one_run(Random& random) {
   if (ordered) list.ranks = ranks.words();
   using List = ListPairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
   using Place = PlacePairs<kIndexBytes, kListConfig.num_threads, 1, kSide>;
+  const Rewriter rewriter(pairs, {call.src_rows, call.dst_rows});
   run_list<List>(call.num_pairs, list, random);
-  const bool changes = ordered && random.below(8) == 0;
   if (ordered) scan(list.regions, random);
-  if (changes) rewrite<Int>(pairs, call.src_rows, call.dst_rows, random);
   if (ordered) run_list<Place>(call.num_pairs, list, random);
-  if (changes) return;
+  if (has_race) return;
   fault.check();
   const i64 num_fetches = last_entries.at(0) + 1;
   const i64 num_copies = last_entries.at(1) + 1;

@@ -89,6 +89,7 @@ void one_run(const Specialisation<StoreParams>& kernel, int run, Random& random)
       kIndicesSite,
       fault.record()};
   const unsigned y = two_sizes ? 1 : num_copies;
+  const Rewriter rewriter(indices, {num_slots});
   run_kernel(kernel, {k_blocks + blocks(row_bytes), y}, kernel.num_threads, random, params);
   check_all(caches, k, v, indices, fault);
 }

@@ -2,6 +2,7 @@
 // many times each one runs, and what indices they are given.
 //
 //   -DSWEEP_ROWS=1024,65536   these row sizes
+//   -DRACE                    another thread writes the indices: see Rewriter
 #pragma once
 
 #include <jitkern/types.h>
@@ -20,6 +21,12 @@ struct Config {
 #ifdef PAIRS_SMALL_CONFIG  // in drivers, not in what they are linked with
 constexpr Config kSmallConfig{PAIRS_SMALL_CONFIG}, kLargeConfig{PAIRS_LARGE_CONFIG};
 constexpr Config kListConfig{PAIRS_LIST_CONFIG}, kScanConfig{PAIRS_SCAN_CONFIG};
+#endif
+
+#ifdef RACE
+constexpr bool kHasRace = true;
+#else
+constexpr bool kHasRace = false;
 #endif
 
 // One compiled kernel. The sweeps themselves are no templates, so that thousands of specialisations
@@ -93,7 +100,8 @@ inline Placement on_lines(Placement at) { return {0, (at.stride_bytes + 127) / 1
 void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random);
 
 // Pairs of (source, target), flat, of distinct targets; now and then some of them are spoiled.
-std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random);
+std::vector<i64> any_pairs(i64 count, i64 src_rows, i64 dst_rows, int index_bytes, Random& random,
+                           bool repeats = true);
 
 // How many rows fill a block, miss it by one, or spread over several; few where rows are long.
 i64 any_num_rows(const GroupShape& shape, i64 threads_per_block, Random& random);
@@ -112,6 +120,7 @@ Order any_order(Random& random);
 template <class One>
 void rounds(const std::string& name, int count, const One& one, int first_seed = 0) {
   install_reports();
+  has_race = kHasRace;
   for (int number = 0; number < count; ++number) {
     now_running = name + ", round " + std::to_string(number);
     Random random(static_cast<u64>(first_seed + number));
@@ -142,6 +151,7 @@ int runs_at_every_offset(const Specialisation<Params>& kernel) {
 template <class Params, class Runs, class One>
 int sweep(const char* op, const Specialisations<Params>& list, Runs runs, One one) {
   install_reports();
+  has_race = kHasRace;
   if (list.empty()) fail("no kernels");
   for (const auto& kernel : list) {
     const int count = runs(kernel);

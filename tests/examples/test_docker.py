@@ -1,6 +1,6 @@
 """The example of a Docker image, without Docker: its commands, files and variables are there.
 
-tests/test_warm.py runs such commands: it builds a record into a folder, and a frozen process uses that.
+tests/test_warm.py runs such commands: it builds a record into a folder that frozen processes use.
 """
 
 from __future__ import annotations
