@@ -35,12 +35,13 @@ def checks_of(sources: Iterable[Path], prefix: str) -> list[str]:
     ]
 
 
-def build_driver(folder: Path, *flags: str) -> None:
-    """Make the fake libcuda.so.1."""
-    library = folder / "libcuda.so.1"
+def build_driver(folder: Path, *flags: str, name: str = "libcuda.so.1") -> Path:
+    """Make the fake driver."""
+    library = folder / name
     sources = [str(HERE / name) for name in ("fake_driver.c", "fake_vmm.c")]
     command = [str(COMPILER), "-shared", "-fPIC", *flags, *sources, "-o", str(library)]
     subprocess.run(command, check=True)
+    return library
 
 
 def environment(folder: Path) -> dict[str, str]:

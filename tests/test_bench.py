@@ -1,4 +1,4 @@
-"""The benchmarks: results that are not timed, rows, short runs, and ranks of which one fails."""
+"""The benchmarks: results that are not timed, rows, short runs, tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from needs import needs_nvcc
-from tiny import Use
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import cases, harness, measure, peers, ranks, report  # noqa: E402
+from bench import cases, harness, measure, report  # noqa: E402
 from bench.case import Case, Context, Impl, Row  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
@@ -101,15 +99,6 @@ def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
         assert set(report.read(path)["benchmarks"]) == kept
 
 
-@pytest.mark.slow
-@needs_nvcc
-@pytest.mark.parametrize("peer", ["rows", "link"])
-def test_nvcc_peers_compile(peer: str, use: Use) -> None:
-    if not torch.cuda.is_available():
-        use(ARCH="9.0")
-    assert getattr(peers, peer)() is not None
-
-
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("op", cases.NAMES)
@@ -134,38 +123,3 @@ def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
         assert tables.with_tables(text) == text, f"{page.name}: run python -m bench.tables"
         named.update("+".join(re.findall(r"<!-- table: (\S+) -->", text)).split("+"))
     assert named - {""} == set(tables.TABLES)
-
-
-MODULE = """
-import os
-from bench.case import Row
-
-def measure_ranks(ranks, quick):
-    text = ranks.first_text("of rank 1" if ranks.rank else "")
-    yield Row("fake", text, "jitkern", "ours", median_us=1.0)
-    if ranks.rank == 1:
-        {does}
-    ranks.barrier()
-    yield Row("fake", "second", "jitkern", "ours", median_us=2.0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("does", "error"),
-    [
-        ("pass", ""),
-        ("raise ValueError('no more')", "RuntimeError: rank 1: ValueError: no more"),
-        # Or of rank 0, if it has noticed before.
-        ("os._exit(3)", "RuntimeError: rank (1: process 1 terminated with exit code 3|0: .*)"),
-    ],
-)
-def test_rows_come_back_and_a_rank_that_fails_ends_the_others(
-    does: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fake_ranks.py").write_text(MODULE.format(does=does))
-    monkeypatch.syspath_prepend(tmp_path)
-    first, second = ranks.run("fake", "fake_ranks", CPU)
-    assert (first.case, first.median_us) == ("of rank 1", 1.0)
-    assert second.case == ("2 ranks" if error else "second")
-    assert re.fullmatch(error, second.error)

@@ -1,4 +1,4 @@
-// A libnccl for ranks that are processes of one host, and the CUDA driver beside it. A rank has one
+// A libnccl for ranks that are processes of one host, in front of ../fake_driver.c. A rank has one
 // stream: a thread that does what is queued, in order, over memory that the ranks share, and that
 // waits there for ranks that do not come.
 //
@@ -35,8 +35,6 @@ constexpr u32 kAlive = 0xc0117ec7;
 constexpr int kMaxRanks = 4;
 constexpr i64 kSlotBytes = i64(16) << 20;
 constexpr i64 kMessageBytes = i64(4) << 20;
-
-constexpr int kNumDevices = 8;
 
 void rest() { usleep(20); }
 
@@ -435,22 +433,12 @@ static void __attribute__((destructor)) wait_for_stream() {
   if (std::getenv("FAKE_EXIT_WAITS") != nullptr) stream.synchronize();
 }
 
-// -- the driver: a context is a device's number and one, an event a place in the stream -----------
+// -- the driver: what fake_driver.c has otherwise. A context is a device's number and one, an event
+// a place in the stream.
 
-EXPORT CUresult cuInit(unsigned) { return 0; }
-EXPORT CUresult cuDriverGetVersion(int* version) { return *version = 13000, 0; }
-EXPORT CUresult cuDeviceGetCount(int* count) { return *count = kNumDevices, 0; }
-EXPORT CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, 0; }
-EXPORT CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
-  *value = attribute == kAttributeComputeMajor ? 9 : attribute == kAttributeComputeMinor ? 0 : 132;
-  return 0;
-}
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
-  return *context = reinterpret_cast<CUcontext>(i64(device) + 1), 0;
-}
+EXPORT int fake_gpu_count() { return kMaxRanks; }
 EXPORT CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current, 0; }
 EXPORT CUresult cuCtxSetCurrent(CUcontext context) { return current = context, 0; }
-EXPORT CUresult cuThreadExchangeStreamCaptureMode(int*) { return 0; }
 EXPORT CUresult cuStreamIsCapturing(Stream*, int* status) { return *status = has_capture, 0; }
 EXPORT CUresult cuEventCreate(i64** event, unsigned) {
   ++num_events;
@@ -464,34 +452,3 @@ EXPORT CUresult cuEventQuery(const i64* event) {
   return stream.num_done >= *event ? kCudaSuccess : kCudaErrorNotReady;
 }
 EXPORT CUresult cuEventDestroy_v2(i64* event) { return delete event, --num_events, 0; }
-EXPORT CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
-  return *pointer = std::calloc(1, bytes), 0;
-}
-EXPORT CUresult cuMemHostGetDevicePointer_v2(void** device, void* pointer, unsigned) {
-  return *device = pointer, 0;
-}
-EXPORT CUresult cuGetErrorName(CUresult, const char** text) { return *text = "ERROR", 0; }
-EXPORT CUresult cuGetErrorString(CUresult, const char** text) { return *text = "fake", 0; }
-
-// Required of a driver, and called by no communicator: "operation not supported".
-#define UNUSED(name) \
-  EXPORT CUresult name() { return 801; }
-UNUSED(cuDevicePrimaryCtxGetState)
-UNUSED(cuCtxSynchronize)
-UNUSED(cuModuleLoadDataEx)
-UNUSED(cuModuleGetFunction)
-UNUSED(cuModuleGetGlobal_v2)
-UNUSED(cuFuncGetAttribute)
-UNUSED(cuFuncSetAttribute)
-UNUSED(cuLaunchKernelEx)
-UNUSED(cuMemsetD8Async)
-UNUSED(cuMemcpyHtoDAsync_v2)
-UNUSED(cuMemcpyDtoHAsync_v2)
-UNUSED(cuMemcpyAsync)
-UNUSED(cuMemcpy2DAsync_v2)
-UNUSED(cuStreamCreateWithPriority)
-UNUSED(cuStreamWaitEvent)
-UNUSED(cuEventElapsedTime)
-UNUSED(cuMemHostRegister_v2)
-UNUSED(cuMemHostUnregister)
-UNUSED(cuPointerGetAttributes)

@@ -158,8 +158,11 @@ def build(folder: Path) -> dict[str, str]:
         if not folder.exists():
             staging = folder.with_suffix(".made")
             staging.mkdir()
-            flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}")
-            compiled(HERE / "fake_nccl.cc", target=staging / library.name, flags=flags)
+            name = "libfake_driver.so"
+            driver = build_driver(staging, f"-Wl,-soname,{name}", name=name)
+            flags = ("-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name},--no-as-needed")
+            sources = (HERE / "fake_nccl.cc", driver)
+            compiled(*sources, target=staging / library.name, flags=flags)
             staging.rename(folder)
     path = f"{folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}"
     return {"LD_LIBRARY_PATH": path, "JITKERN_NCCL": str(library), "FAKE_NCCL": "1"}

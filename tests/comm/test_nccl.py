@@ -18,14 +18,6 @@ def test_body(ranks: list[Rank], name: str) -> None:
     all_do(ranks, f"body({name!r})")
 
 
-def test_properties(ranks: list[Rank]) -> None:
-    size = len(ranks)
-    expected = [[r, size, f"cuda:{0 if IS_SHARED else r}"] for r in range(size)]
-    assert all_do(ranks, "[comm.rank, comm.size, str(comm.device)]") == expected
-    assert ranks[0].ask("isinstance(comm, Communicator)")
-    assert ranks[0].ask("comm.nccl_version").startswith("2.")
-
-
 def test_graphs_streams_and_registered_memory(gpus: Pool, ranks: list[Rank]) -> None:
     size = len(ranks)
     assert all_do(ranks, "replay(3)") == [[float(size**3)] * 3] * size

@@ -34,14 +34,13 @@ std::vector<i64> Random::distinct(i64 count, i64 bound) {
   return numbers;
 }
 
-RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
-                     Random& random)
+RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, Placement at, Random& random)
     : name_(name),
       num_rows_(num_rows),
       row_bytes_(row_bytes),
-      stride_bytes_(stride_bytes),
-      offset_(offset),
-      bytes_(offset + (num_rows - 1) * stride_bytes + row_bytes),
+      stride_bytes_(at.stride_bytes),
+      offset_(at.offset),
+      bytes_(offset_ + (num_rows - 1) * stride_bytes_ + row_bytes),
       memory_(allocate(128, bytes_)),
       image_(bytes_) {
   for (i64 i = 0; i < bytes_; i += 8) {
@@ -49,7 +48,7 @@ RowBuffer::RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_b
     std::memcpy(image_.data() + i, &word, std::min(i64(8), bytes_ - i));
   }
   std::memcpy(memory_.get(), image_.data(), bytes_);
-  if (offset == 0 && stride_bytes == row_bytes) return;
+  if (offset_ == 0 && stride_bytes_ == row_bytes) return;
   ASAN_POISON_MEMORY_REGION(memory_.get(), bytes_);
   for (i64 i = 0; i < num_rows; ++i) ASAN_UNPOISON_MEMORY_REGION(row(i), row_bytes);
 }

@@ -59,14 +59,11 @@ struct Placement {
   i64 stride_bytes;
 };
 
-// Rows of bytes at `offset` bytes behind a 128-byte boundary, `stride_bytes` apart. The padding
-// between rows is poisoned as far as ASan's granularity of 8 bytes goes, and compared in any case.
+// Rows of bytes. The padding between rows is poisoned as far as ASan's granularity of 8 bytes goes,
+// and compared in any case.
 class RowBuffer {
  public:
-  RowBuffer(const char* name, i64 num_rows, i64 row_bytes, i64 stride_bytes, i64 offset,
-            Random& random);
-  RowBuffer(const char* name, i64 num_rows, i64 row_bytes, Placement at, Random& random)
-      : RowBuffer(name, num_rows, row_bytes, at.stride_bytes, at.offset, random) {}
+  RowBuffer(const char* name, i64 num_rows, i64 row_bytes, Placement at, Random& random);
 
   i64 num_rows() const { return num_rows_; }
   i64 row_bytes() const { return row_bytes_; }

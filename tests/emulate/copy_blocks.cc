@@ -112,7 +112,7 @@ struct Side {
     const i64 layers = static_cast<i64>(row_bytes.size());
     const auto add_buffer = [&](i64 rows, i64 bytes) {
       const i64 offset = lead < 0 ? random.below(128 / vec_bytes) * vec_bytes : lead;
-      buffers.emplace_back(name, rows, bytes, stride_bytes, offset, random);
+      buffers.emplace_back(name, rows, bytes, Placement{offset, stride_bytes}, random);
     };
     if (!is_table) add_buffer(layers * num_blocks, longest);
     for (i64 layer = 0; is_table && layer < layers; ++layer) {

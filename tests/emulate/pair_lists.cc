@@ -130,8 +130,8 @@ void one_run(Random& random) {
     const i64 target = pairs.at(2 * i + 1);
     expect_pair(fault, i, source, target, call.src_rows, call.dst_rows);
   }
-  RowBuffer src("src", call.src_rows, kRowBytes, kRowBytes, 0, random);
-  RowBuffer dst("dst", call.dst_rows, kRowBytes, kRowBytes, 0, random);
+  RowBuffer src("src", call.src_rows, kRowBytes, {0, kRowBytes}, random);
+  RowBuffer dst("dst", call.dst_rows, kRowBytes, {0, kRowBytes}, random);
   ListParams list{pair_params(dst, src, pairs, fault)};
   list.table = searched ? table.words() : nullptr;
   list.table_mask = static_cast<u32>(table_size - 1);

@@ -101,7 +101,7 @@ class PeerSum {
     const bool is_scatter = way_ == kScatter;
     const auto buffer = [&](const char* name, i64 num_bytes) {
       const i64 offset = kernel.access_bytes * random.below(128 / kernel.access_bytes);
-      return std::make_unique<RowBuffer>(name, 1, num_bytes, num_bytes, offset, random);
+      return std::make_unique<RowBuffer>(name, 1, num_bytes, Placement{offset, num_bytes}, random);
     };
     rank.x = buffer("x", bytes);
     if (random.below(2) == 0) {

@@ -60,7 +60,7 @@ void fresh_loads_work(Order order) {
 // Rows of 12 bytes, 16 apart, on a 16-byte boundary.
 void mistake(std::string_view kind) {
   Random random(1);
-  RowBuffer rows("rows", 4, 12, 16, 0, random);
+  RowBuffer rows("rows", 4, 12, {0, 16}, random);
   const IntBuffer ints("ints", {1, 2, 3}, 4);
   FaultWord fault(0);
   volatile u32 sink = 0;

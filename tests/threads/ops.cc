@@ -1,7 +1,7 @@
 // Under ThreadSanitizer: every op on the CPU, from two threads at once, while a third one rewrites
 // the indices that both read; then a fault that several threads see at once, and one raises.
 #include <jitkern/launch.h>
-#include <sched.h>
+#include <pthread.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -12,7 +12,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <thread>
 #include <vector>
 
@@ -126,23 +125,18 @@ bool one_fault() {
   jitkern::FaultRecord record{};
   jitkern::Device device{};
   device.fault = &record;
-  std::atomic<int64_t> arrived{0}, raised{0}, wrong{0};
-  // Waits for all threads; the last one to arrive calls `first` before they go on.
-  const auto barrier = [&](int64_t number, const std::function<void()>& first) {
-    if (arrived.fetch_add(1) == (number + 1) * (kNumThreads + 1) - 2) {
-      first();
-      ++arrived;
-    }
-    while (arrived < (number + 1) * (kNumThreads + 1)) sched_yield();
-  };
+  std::atomic<int64_t> raised{0}, wrong{0};
+  pthread_barrier_t barrier;
+  pthread_barrier_init(&barrier, nullptr, kNumThreads);
   std::vector<std::thread> threads;
   for (int number = 0; number < kNumThreads; ++number) {
     threads.emplace_back([&] {
       for (int64_t fault = 0; fault < kNumFaults; ++fault) {
-        barrier(2 * fault, [&] {
+        if (pthread_barrier_wait(&barrier) == PTHREAD_BARRIER_SERIAL_THREAD) {
           if (raised != fault || record.state != 0) ++wrong;
           record = {2, jitkern::FaultSite{}, fault, 900, 900};
-        });
+        }
+        pthread_barrier_wait(&barrier);
         try {
           jitkern::check_pending_fault(device);
         } catch (const tvm::ffi::Error& error) {
@@ -150,7 +144,6 @@ bool one_fault() {
           const std::string at = "index 900 at position " + std::to_string(fault) + ",";
           if (error.message().find(at) == std::string::npos) ++wrong;
         }
-        barrier(2 * fault + 1, [] {});
       }
     });
   }

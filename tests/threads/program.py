@@ -46,8 +46,7 @@ def race(
     *sources: Path, target: Path, folders: Sequence[Path] = PUBLIC
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of these sources under ThreadSanitizer."""
-    flags = ("-O1", "-g1", "-fsanitize=thread")
-    return run(compiled(*sources, target=target, flags=flags, folders=folders))
+    return run(compiled(*sources, target=target, flags=TSAN, folders=folders))
 
 
 def race_ops(folder: Path) -> subprocess.CompletedProcess[str]:
