@@ -55,11 +55,11 @@ int fake_gpu_count(void);
 // The ordinals of this process begin with this GPU of the machine, as CUDA_VISIBLE_DEVICES has it.
 static int gpu_of(int ordinal) { return ordinal + fake_setting("FAKE_FIRST_GPU", 0); }
 // Whether two GPUs of the machine reach each other: not those of FAKE_APART, such as "0,2".
-static int reaches(int one, int other) {
+static int reaches(int from, int to) {
   const char* given = getenv("FAKE_APART");
   int a = -1, b = -1;
   if (given == NULL || sscanf(given, "%d,%d", &a, &b) != 2) return 1;
-  return !((one == a && other == b) || (one == b && other == a));
+  return !((from == a && to == b) || (from == b && to == a));
 }
 
 static int are_right(const struct Properties* p) {
@@ -92,14 +92,14 @@ CUresult cuMemCreate(uint64_t* handle, size_t bytes, const struct Properties* p,
   return add_handle(handle, fd, gpu_of(p->location.id), p->handle_types == 1);
 }
 CUresult cuMemRelease(uint64_t handle) {
-  struct Handle* one = held(handle);
-  if (one == NULL) return INVALID;
-  return one->is_released = 1, close(one->fd), 0;
+  struct Handle* memory = held(handle);
+  if (memory == NULL) return INVALID;
+  return memory->is_released = 1, close(memory->fd), 0;
 }
 CUresult cuMemExportToShareableHandle(int* fd, uint64_t handle, int type, uint64_t flags) {
-  struct Handle* one = held(handle);
-  if (one == NULL || type != 1 || flags != 0 || !one->is_exportable) return INVALID;
-  *fd = fcntl(one->fd, F_DUPFD_CLOEXEC, 0);
+  struct Handle* memory = held(handle);
+  if (memory == NULL || type != 1 || flags != 0 || !memory->is_exportable) return INVALID;
+  *fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
   return *fd < 0;
 }
 CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* shared, int type) {
@@ -130,8 +130,8 @@ CUresult cuMemAddressReserve(uint64_t* at, size_t bytes, size_t align, uint64_t 
   }
   return NO_MEMORY;
 }
-static int meet(const struct Range* one, uint64_t at, size_t bytes) {
-  return one->bytes != 0 && at < one->begin + one->bytes && one->begin < at + bytes;
+static int meet(const struct Range* range, uint64_t at, size_t bytes) {
+  return range->bytes != 0 && at < range->begin + range->bytes && range->begin < at + bytes;
 }
 CUresult cuMemAddressFree(uint64_t at, size_t bytes) {
   for (int i = 0; i < MOST; ++i) {
@@ -145,8 +145,8 @@ CUresult cuMemAddressFree(uint64_t at, size_t bytes) {
   return INVALID;
 }
 CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
-  const struct Handle* one = held(handle);
-  if (one == NULL || one->bytes != bytes || offset != 0 || flags != 0 || at % PIECE != 0) {
+  const struct Handle* memory = held(handle);
+  if (memory == NULL || memory->bytes != bytes || offset != 0 || flags != 0 || at % PIECE != 0) {
     return INVALID;
   }
   int is_inside = 0;
@@ -158,10 +158,11 @@ CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uin
   if (!is_inside) return INVALID;
   void* to = (void*)(uintptr_t)at;
   // Nobody may touch it yet.
-  if (mmap(to, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, one->fd, 0) == MAP_FAILED) return INVALID;
+  if (mmap(to, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->fd, 0) == MAP_FAILED)
+    return INVALID;
   for (int i = 0; i < MOST; ++i) {
     if (mappings[i].range.bytes != 0) continue;
-    mappings[i] = (struct Mapping){{at, bytes}, one->gpu, 0, 0};
+    mappings[i] = (struct Mapping){{at, bytes}, memory->gpu, 0, 0};
     return 0;
   }
   return NO_MEMORY;
@@ -177,16 +178,16 @@ CUresult cuMemUnmap(uint64_t at, size_t bytes) {
 }
 CUresult cuMemSetAccess(uint64_t at, size_t bytes, const struct Access* access, size_t count) {
   for (int i = 0; i < MOST; ++i) {
-    struct Mapping* one = &mappings[i];
-    if (one->range.begin != at || one->range.bytes != bytes) continue;
+    struct Mapping* mapping = &mappings[i];
+    if (mapping->range.begin != at || mapping->range.bytes != bytes) continue;
     for (size_t a = 0; a < count; ++a) {
       if (access[a].location.type != 1 || access[a].flags != 3) return INVALID;
       if (access[a].location.id >= fake_gpu_count()) return 101;
-      if (!reaches(gpu_of(access[a].location.id), one->gpu)) return 217;
+      if (!reaches(gpu_of(access[a].location.id), mapping->gpu)) return 217;
     }
     if (count == 0) return INVALID;
-    for (size_t a = 0; a < count; ++a) one->opened_to |= 1u << access[a].location.id;
-    one->is_open = 1;
+    for (size_t a = 0; a < count; ++a) mapping->opened_to |= 1u << access[a].location.id;
+    mapping->is_open = 1;
     return mprotect((void*)(uintptr_t)at, bytes, PROT_READ | PROT_WRITE);
   }
   return INVALID;
@@ -199,22 +200,23 @@ static const struct Mapping* mapping_of(uint64_t at) {
   return NULL;
 }
 CUresult cuMemGetAccess(unsigned long long* flags, const struct Location* location, uint64_t at) {
-  const struct Mapping* one = mapping_of(at);
-  if (one == NULL || location->type != 1) return 1;  // other memory, which is no mistake to ask for
-  return *flags = one->opened_to >> location->id & 1 ? 3 : 0, 0;
+  const struct Mapping* mapping = mapping_of(at);
+  if (mapping == NULL || location->type != 1)
+    return 1;  // other memory: asking for it is no mistake
+  return *flags = mapping->opened_to >> location->id & 1 ? 3 : 0, 0;
 }
 
 // For fake_driver.c: the ordinal of the GPU that this memory is of, or -1.
 int fake_vmm_ordinal(uint64_t at) {
-  const struct Mapping* one = mapping_of(at);
-  return one == NULL ? -1 : one->gpu - gpu_of(0);
+  const struct Mapping* mapping = mapping_of(at);
+  return mapping == NULL ? -1 : mapping->gpu - gpu_of(0);
 }
 // The same: whether a test may write there.
 int fake_vmm_holds(uint64_t at, size_t bytes) {
   for (int i = 0; i < MOST; ++i) {
-    const struct Range* one = &mappings[i].range;
-    if (mappings[i].is_open && meet(one, at, bytes)) {
-      return at >= one->begin && at + bytes <= one->begin + one->bytes;
+    const struct Range* range = &mappings[i].range;
+    if (mappings[i].is_open && meet(range, at, bytes)) {
+      return at >= range->begin && at + bytes <= range->begin + range->bytes;
     }
   }
   return 0;

@@ -100,7 +100,7 @@ def program(page: str) -> str:
     At the end the device code of its modules is compiled, which a launch may have done already.
     """
     found = [block for block in blocks(page) if block.language == "python"]
-    code = "\n".join(one.text for one in found if not (one.is_session or one.left_out))
+    code = "\n".join(block.text for block in found if not (block.is_session or block.left_out))
     if asks_for_gpu(code) and not HAS_GPU:
         for on_gpu, on_cpu in ON_CPU.items():
             code = code.replace(on_gpu, on_cpu)

@@ -56,7 +56,7 @@ def test_the_python_of_a_page_runs(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("block", [one for one in ALL if one.is_session], ids=str)
+@pytest.mark.parametrize("block", [block for block in ALL if block.is_session], ids=str)
 def test_a_session_prints_what_it_says(block: Block) -> None:
     test = doctest.DocTestParser().get_doctest(block.text, {}, str(block), block.page, block.line)
     said: list[str] = []
@@ -66,7 +66,7 @@ def test_a_session_prints_what_it_says(block: Block) -> None:
 
 @needs_cxx
 @pytest.mark.parametrize(
-    "block", [one for one in ALL if one.language == "cpp" and not one.file], ids=str
+    "block", [block for block in ALL if block.language == "cpp" and not block.file], ids=str
 )
 def test_cpp_that_is_no_file_compiles(block: Block, tmp_path: Path) -> None:
     """What is a file is compiled by the Python that loads it."""

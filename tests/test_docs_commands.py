@@ -128,7 +128,7 @@ def shows(command: Command, printed: str) -> bool:
 
 
 CONSOLE = [block for block in (*ALL, *blocks("CONTRIBUTING.md")) if block.language == "console"]
-RUN = [block for block in CONSOLE if any(one.is_run for one in commands(block.text))]
+RUN = [block for block in CONSOLE if any(command.is_run for command in commands(block.text))]
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=str)
@@ -179,7 +179,9 @@ def run(command: Command, capsys: pytest.CaptureFixture[str], patch: pytest.Monk
 
 def param(block: Block) -> object:
     """Mark blocks that start an example as slow: they take seconds."""
-    is_long = any(one.is_run and one.argv[0] == "python" for one in commands(block.text))
+    is_long = any(
+        command.is_run and command.argv[0] == "python" for command in commands(block.text)
+    )
     return pytest.param(block, marks=[pytest.mark.slow] if is_long else [], id=str(block))
 
 

@@ -81,7 +81,7 @@ def test_contents(tiny_wheel: Path) -> None:
     assert len(inside) == 4  # for int32 and for int64: code, and what it was made of
     others = {name for name in names if not name.startswith(f"{name}.dist-info/")} - inside
     package = {"jitkern_kernels/__init__.py", "jitkern_kernels/LICENSE"}
-    assert {one for one in others if ".dist-info/" not in one} == package
+    assert {name for name in others if ".dist-info/" not in name} == package
     metadata = zipfile.ZipFile(tiny_wheel).read(f"{name}.dist-info/METADATA").decode()
     assert "Requires-Dist" not in metadata  # pip would look for jitkern on an index
 
@@ -120,7 +120,7 @@ def test_which_compilers_code_will_do(ours: str, theirs: str, kind: str, suits: 
 def test_what_is_asked_for_last(beside: Path, empty_cache: Path) -> None:
     kernel.cache_clear()
     module, arch = kernel(ROW_BYTES, 16, 4), Arch(9, 0)
-    assert [one.origin for one in get.caches()][-2:] == ["shipped", get.KERNELS]
+    assert [cache.origin for cache in get.caches()][-2:] == ["shipped", get.KERNELS]
     get.user_cache().publish(get.build(DeviceImage(module, arch)))
     assert module.lookup(arch).source == "cached"
     kernel.cache_clear()
@@ -135,10 +135,10 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     outcomes = jitkern.warm(["store_cache"], [ROW_BYTES], ["9.0"], out=out)
     kernel.cache_clear()
-    kernels = [one for one in outcomes if one.arch]
-    assert [one.source for one in kernels] == ["shipped", "shipped"]
+    kernels = [outcome for outcome in outcomes if outcome.arch]
+    assert [outcome.source for outcome in kernels] == ["shipped", "shipped"]
     published = {path.parent.name for path in out.glob("v1/*/*")}
-    assert {one.lookup.path.parent.name for one in kernels} <= published
+    assert {outcome.lookup.path.parent.name for outcome in kernels} <= published
 
 
 @needs_nvrtc

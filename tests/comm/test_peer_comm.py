@@ -126,10 +126,10 @@ def of(size: int) -> Any:
 
 
 def test_one_rank_has_no_memory() -> None:
-    one = of(1)
-    with PeerCommunicator(one, None) as comm:
+    inner = of(1)
+    with PeerCommunicator(inner, None) as comm:
         comm.all_reduce(torch.ones(3))
-    one.all_reduce.assert_called_once()
+    inner.all_reduce.assert_called_once()
 
 
 test_mistakes = refusals(

@@ -50,14 +50,14 @@ def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, PAGE + 1])
 def test_a_share_is_whole_pages(num_bytes: int) -> None:
-    (one,) = memories(num_bytes, [CPU])
+    (memory,) = memories(num_bytes, [CPU])
     share = PAGE * (1 + (num_bytes > PAGE))
-    assert (one.num_bytes, one.share_bytes, one.device.type) == (num_bytes, share, "cpu")
-    assert one.addresses == (one.tensor(1, torch.int8).data_ptr(),)
+    assert (memory.num_bytes, memory.share_bytes, memory.device.type) == (num_bytes, share, "cpu")
+    assert memory.addresses == (memory.tensor(1, torch.int8).data_ptr(),)
     if num_bytes != share:
         expected = f"leaves gaps between the ranks, expected whole pages; {share} is the next"
         with pytest.raises(ValueError, match=f"whole: num_bytes: {num_bytes} {expected}"):
-            one.whole(num_bytes, torch.uint8)
+            memory.whole(num_bytes, torch.uint8)
 
 
 REFUSED: list[tuple[Callable[[PeerMemory], Any], type[Exception], str]] = [
@@ -107,14 +107,14 @@ def test_the_last_tensor_keeps_its_rank_s_mapping(are_closed: bool) -> None:
     assert len(os.listdir("/proc/self/fd")) == descriptors
     last = made[3].remote(1, 8, torch.int8)[3:].view(5)
     if are_closed:
-        for one in made:
-            one.close()
-            one.close()
+        for memory in made:
+            memory.close()
+            memory.close()
         assert repr(made[0]).endswith("rank 0 of 4 on cpu, closed)")
         for call in (lambda memory: memory.tensor(1, torch.int8), lambda memory: memory.addresses):
             with pytest.raises(RuntimeError, match=r"^PeerMemory.\w+: the memory is closed$"):
                 call(made[3])
-        del one
+        del memory
     del made
     assert mappings() == before + 4
     last.fill_(3)
@@ -258,12 +258,12 @@ def test_gpus_without_peer_access(fake_vmm: Pool) -> None:
     """Each process sees its own as cuda:0; whether they reach each other the mapping shows."""
     ranks = fake_vmm.start(2)
     all_do(ranks, "os.environ.update(FAKE_GPUS='1', FAKE_FIRST_GPU='{rank}')")
-    one = "device=torch.device('cuda', 0)"
-    fake_vmm.share(ranks, one)
+    device = "device=torch.device('cuda', 0)"
+    fake_vmm.share(ranks, device)
     ranks[0].ask("write(1, 0, 5)")
     assert ranks[1].ask("read(1, 0)") == [5]
     all_do(ranks, "peers.close(); os.environ.update(FAKE_APART='0,1')")
-    for rank, text in enumerate(told(fake_vmm, ranks, one)):
+    for rank, text in enumerate(told(fake_vmm, ranks, device)):
         came = f"cuda:0 of rank {rank} cannot address the memory of cuda:0 of rank {1 - rank}: cu"
         all_say([text], "UnsupportedError", came, INSTEAD, "CUDA_VISIBLE_DEVICES")
 

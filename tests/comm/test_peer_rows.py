@@ -137,7 +137,8 @@ def test_memory_of_ranks_at_any_address(device: torch.device) -> None:
     for shift in (0, 1, 2, 4, 8):
         memory = [part.clone() for part in memory]
         caches = [
-            one[at : at + 60 * 32].view(60, 32) for one, at in zip(memory, (0, shift), strict=True)
+            part[at : at + 60 * 32].view(60, 32)
+            for part, at in zip(memory, (0, shift), strict=True)
         ]
         ranks.each(lambda rank, c=caches: peer_gather(pool, c, pairs, ranks.reducers[rank]))
         for cache in caches:

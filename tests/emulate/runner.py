@@ -41,7 +41,7 @@ class Sweep:
 
     def __str__(self) -> str:
         sizes = [text.rpartition("=")[2].split(",") for text in self.defines]
-        return "-".join([self.driver, *(f"{one[0]}..{one[-1]}" for one in sizes)])
+        return "-".join([self.driver, *(f"{part[0]}..{part[-1]}" for part in sizes)])
 
 
 _SWEPT = re.compile(r"^// (\d+) row sizes to a program", re.MULTILINE)  # what compiles in seconds
@@ -107,8 +107,8 @@ _REDUCTIONS = [
 # Defines that a driver is compiled with.
 _INSTANCES = {
     "merge": (
-        f"FEW_KERNELS={','.join(_merge(*one) for one in _FEW_MERGES)}",
-        f"ALL_KERNELS={','.join(_merge(*one) for one in _MERGES)}",
+        f"FEW_KERNELS={','.join(_merge(*numbers) for numbers in _FEW_MERGES)}",
+        f"ALL_KERNELS={','.join(_merge(*numbers) for numbers in _MERGES)}",
     ),
     "peer_reduce": (
         f"FEW_KERNELS={','.join(_FEW_REDUCTIONS)}",

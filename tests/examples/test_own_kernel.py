@@ -30,7 +30,7 @@ def test_it_runs_warms_and_is_replayed(device: torch.device, tmp_path: Path) -> 
     assert lines[6].startswith("rows of 6 values: ") and "whole vectors of 4 values" in lines[6]
 
     found = jitkern.warm(files=[record], check=True)
-    ours = [(one.arch, one.source) for one in found if one.name == "dequantise"]
+    ours = [(outcome.arch, outcome.source) for outcome in found if outcome.name == "dequantise"]
     archs = {"8.0", "9.0", ""} if device.type == "cpu" else {"8.0", "9.0"}
     assert archs <= {arch for arch, _ in ours}
     assert {source for _, source in ours} == {"cached"}
