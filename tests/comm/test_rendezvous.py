@@ -22,6 +22,14 @@ from jitkern.errors import CommError, CommTimeoutError, UnsupportedError
 Place = tuple[int, str]
 
 
+class Position:
+    def __init__(self, place: Place = (7, "all_reduce")) -> None:
+        self.place = place
+
+    def get(self) -> Place:
+        return self.place
+
+
 def on_threads(
     size: int,
     body: Callable[[Rendezvous], Any],
@@ -32,10 +40,10 @@ def on_threads(
 ) -> list[Any]:
     """Run ranks as threads; return the result or the error of each."""
     store = store or HashStore()
+    positions = [Position(places[rank]) if rank in places else Position() for rank in range(size)]
 
     def run(rank: int) -> Any:
-        place = places.get(rank, (7, "all_reduce"))
-        options = {"timeout_s": 20, "facts": facts(rank), "position": lambda: place}
+        options = {"timeout_s": 20, "facts": facts(rank), "position": positions[rank].get}
         met = Rendezvous("init", store, number(rank), size, **options)
         try:
             return body(met)
