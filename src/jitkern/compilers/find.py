@@ -171,11 +171,12 @@ def _nvrtc(path: Path) -> Tool:
     versions = {".".join(name.removeprefix(prefix).split(".")[:2]) for name in names}
     versions = {version for version in versions if version.replace(".", "", 1).isdecimal()}
     if len(versions) != 1:  # none, or two releases in one directory
-        versions = {_version_of_library(path)}
+        versions = {version_of_library(path)}
     return Tool((str(path),), "nvrtc", versions.pop())
 
 
-def _version_of_library(path: Path) -> str:
+def version_of_library(path: Path) -> str:
+    """Load a libnvrtc and ask for its version; ToolchainError if it does not load."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     try:
         ctypes.CDLL(str(path)).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

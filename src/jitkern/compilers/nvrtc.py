@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jitkern.arch import Arch
-from jitkern.compilers.find import NVRTC_HINT, CudaHeaders, Tool, find_nvrtc, header_hint
+from jitkern.compilers.find import CudaHeaders, Tool, find_nvrtc, header_hint, version_of_library
 from jitkern.compilers.sources import DEVICE_STD, check_options, with_defaults, words
-from jitkern.errors import CompileError, ToolchainError, UnsupportedError
+from jitkern.errors import CompileError, UnsupportedError
 from jitkern.gate import gate
 
 # Without this option NVRTC also opens files in the current directory, which the key does not hold.
@@ -156,16 +156,12 @@ class _Api:
     """The functions of one loaded libnvrtc."""
 
     def __init__(self, path: Path) -> None:
-        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        try:
-            self._library = ctypes.CDLL(str(path))
-            self._call("Version", ctypes.byref(major), ctypes.byref(minor))
-        except (OSError, AttributeError) as error:
-            raise ToolchainError(f"{path} is no usable libnvrtc ({error}); {NVRTC_HINT}") from error
-        self.version = f"{major.value}.{minor.value}"
+        self.version = version_of_library(path)
+        self._library = ctypes.CDLL(str(path))
         # CUDA 13.0's wheel has no rpath, so NVRTC would not find this beside itself.
         with suppress(OSError):
             ctypes.CDLL(str(path.resolve().parent / f"libnvrtc-builtins.so.{self.version}"))
+        count = ctypes.c_int()
         self._call("GetNumSupportedArchs", ctypes.byref(count))
         numbers = (ctypes.c_int * count.value)()
         self._call("GetSupportedArchs", numbers)
