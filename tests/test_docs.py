@@ -20,6 +20,7 @@ from paths import python_path
 
 from jitkern.cli import _COMMANDS, main
 from jitkern.compilers.find import find_cxx
+from jitkern.env import VARIABLES
 
 LANGUAGES = {"console", "cpp", "python", "text", "yaml"}
 
@@ -119,3 +120,8 @@ def test_the_page_of_the_command_line_names_all_options(
     named = set(re.findall(r"--[a-z][a-z-]*", section.partition("\n## ")[0]))
     usage = help_of(command).partition("\n\n")[0]
     assert named - {"--help"} == set(re.findall(r"--[a-z][a-z-]*", usage))
+
+
+def test_the_page_of_variables_names_all() -> None:
+    rows = re.findall(r"^\| `(JITKERN_\w+)`", (ROOT / "docs/environment.md").read_text(), re.M)
+    assert sorted(rows) == sorted(VARIABLES)
