@@ -168,8 +168,8 @@ class SlotPipeline:
     monitor : OverlapMonitor, optional
         Measures the iterations.
     max_slots : int, optional
-        Adds slots up to this number if they save time, and removes them if they do not. All
-        iterations are timed then.
+        Adds slots up to this number if they save time, and removes them when fewer are as fast.
+        All iterations are timed then.
 
     Attributes
     ----------
