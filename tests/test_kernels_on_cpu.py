@@ -39,7 +39,7 @@ for _driver in drivers():
     # Sweeps that only mutants run have to pass without a mutation.
     _few = {mutant.sweep for mutant in mutants_of(_driver)} - {*sweeps_of(_driver)}
     _few |= {Sweep(_driver, RACE)} if _driver in RACED else set()
-    SWEEPS += [pytest.param(sweep, id=f"{sweep}-few") for sweep in _few]
+    SWEEPS += [pytest.param(sweep, id=f"{sweep}-few") for sweep in sorted(_few, key=str)]
     MUTANTS += [
         pytest.param(mutant, id=f"{_driver}-{mutant.old}") for mutant in mutants_of(_driver)
     ]
