@@ -32,11 +32,11 @@ NEEDS_GPU = True
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 8, 4096, 32, 8, 128, 14336, 128256
 TOKENS = 4096
 BATCHES = (1, 32, 128)
-WINDOW_MS = 400  # of timed steps
-KV_LAYERS, BLOCKS, PIECE = 32, 128, 16 << 10  # of one call: 64 MiB
+WINDOW_MS = 400  # timed steps
+KV_LAYERS, BLOCKS, PIECE = 32, 128, 16 << 10  # one call moves 64 MiB
 CALL_BYTES = KV_LAYERS * BLOCKS * PIECE
 ROWS, ROW_BYTES = 65_536, 656
-SETS = 8  # of pairs, used in turn
+SETS = 8  # sets of pairs, used in turn
 QUEUED = 4  # calls under way: the next one is always there
 
 Call = Callable[[], object]

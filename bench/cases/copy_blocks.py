@@ -22,7 +22,7 @@ NEEDS_GPU = True
 
 BLOCKS, LAYERS, POOL_GIB = 128, 32, 4
 CACHE_BYTES = 2 << 30
-KIB = (4, 16, 64, 256)  # of a block in one layer
+KIB = (4, 16, 64, 256)  # a block in one layer
 # (blocks, bytes of a block in one layer) of the guard: in a cache, and in memory or over the link.
 GUARD_LAYERS, GUARD_SIZES = 8, ((4, 4096), (128, 16_384))
 

@@ -32,10 +32,11 @@ SIZES = (
     *((16, 64, 32, 0.5), (16, 64, 80, 0.5), (2, 4096, 64, 1)),
 )
 QUICK = ((8, 1024, 8, 0.5), (16, 64, 32, 0.5))
-MOST_COPIES = 20_000  # of a batch: more take 40 ms of the host
+MOST_COPIES = 20_000  # copies in a batch: more take 40 ms of host time
 # A prefix hit: 4,096 tokens in pages of 16, K and V of 2 KiB a token.
 LAYERS, PAGES, PAGE_BYTES = 32, 256, 32 << 10
-PREFIX_ROWS = (512, 2048, 4096)  # of a product: less than the copy takes, about as long, longer
+# Rows of a matrix product that takes less time than the copy, about as long, and longer.
+PREFIX_ROWS = (512, 2048, 4096)
 
 
 @dataclass
