@@ -22,6 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CALLGRIND = ("valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no")
 TIMEOUT_S = 1800.0
+# Else counts differ between runs, since sets have another order and OpenMP starts threads, and
+# between processors: "rep movsb", which glibc uses from a size on that depends on the processor,
+# counts as one instruction per byte.
+LIMITS = ("rep_movsb", "rep_stosb", "non_temporal")
+TUNABLES = ":".join(f"glibc.cpu.x86_{limit}_threshold={1 << 30}" for limit in LIMITS)
+REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": TUNABLES}
 IMPORT = "process: import of jitkern and tvm-ffi"
 LOAD = "process: load of the host module"
 KERNEL = "process: warm load of a kernel"
@@ -82,8 +88,7 @@ def count(sources: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, float]
         done = subprocess.run(
             [*CALLGRIND, f"--callgrind-out-file={out}", sys.executable, "-m", "bench.counts", job],
             cwd=ROOT,
-            # Sets have one order, and OpenMP starts no threads: else counts differ between runs.
-            env={**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **REPRODUCIBLE},
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
