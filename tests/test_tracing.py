@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch._inductor.config
@@ -425,3 +426,9 @@ def test_a_gradient_of_what_writes_is_an_error_in_a_graph_too(device: torch.devi
         torch.compile(store, backend="eager")(wants)
     with pytest.raises(RuntimeError):
         torch.compile(store, backend="eager", fullgraph=True)(wants)
+
+
+def test_tracing_can_be_refused_before_any_op_was_called() -> None:
+    """TPEmbedding's first call in a process raised NameError."""
+    done = forks.run("from jitkern.ops import dispatch\ndispatch.refuse_tracing('copy')\n")
+    assert done.returncode == 0, done.stderr
