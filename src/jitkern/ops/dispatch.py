@@ -36,6 +36,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Bound by `_InferenceMode`.
 _is_grad_enabled: Callable[[], bool]
 _increment_version: Callable[[Any], None]
+_num_modes: Callable[[], int]
+_tracing_state: Callable[[], object]
 _forward_ad: Any
 
 
@@ -52,13 +54,14 @@ class _InferenceMode:
         self.is_enabled: Callable[[], bool] = self._bind
 
     def _bind(self) -> bool:
-        global _is_grad_enabled, _increment_version, _forward_ad
+        global _is_grad_enabled, _increment_version, _num_modes, _tracing_state, _forward_ad
         with gate:
             import torch
 
         _is_grad_enabled = torch.is_grad_enabled
         # The public name, torch.autograd.graph.increment_version, takes 0.1 us more.
         _increment_version = torch._C._increment_version
+        _num_modes, _tracing_state = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
         _forward_ad = torch.autograd.forward_ad
         self.is_enabled = torch.is_inference_mode_enabled
         return self.is_enabled()
@@ -186,9 +189,8 @@ def refuse_transformed(op: str, **arguments: Any) -> None:
 
 def refuse_tracing(op: str) -> None:
     """Raise RuntimeError if a tracer or dispatch mode is active, which would not see the op."""
-    import torch
-
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
+    inference_mode.is_enabled()  # the first call binds the functions below
+    if _num_modes() > 0 or _tracing_state() is not None:
         raise untraceable(op)
 
 
