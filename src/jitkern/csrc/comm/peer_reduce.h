@@ -115,7 +115,7 @@ struct PeerReduceParams {
   u32 num_vecs;       // in the longest part
   PeerShares blocks;  // the vectors of each block
   PeerSlots slots;
-  char* workspaces[kMostPeers];  // by rank, addresses in this process
+  char* workspaces[kMostPeers];  // addresses in this process, by rank
   u64 deadline_ns;               // limit of each wait; 0: none
   u32 number;                    // call number
   FaultSite site;
