@@ -5,7 +5,6 @@ cache (cold) or the one that a process before left (warm). Runs with and without
 is the op itself that is called and waited for, so loading the image is in.
 """
 
-import gc
 import json
 import os
 import shutil
@@ -94,9 +93,6 @@ def _figures(mode: str, device: str, work: Path) -> dict[str, float]:
 
 def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
-    # As timeit does: one full collection of PyTorch's objects takes 25 to 90 ms, and whether it
-    # falls into the first kernel's 11 ms depends on how many objects were created before.
-    gc.disable()
     if mode == "cold":
         shutil.rmtree(work / "kernels", ignore_errors=True)
     import torch
