@@ -107,12 +107,34 @@ def test_the_table_says_what_the_type_checker_sees() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert imported == jitkern._HOME
+    assert imported == {**jitkern._HOME, **dict.fromkeys(jitkern._PACKAGES, "jitkern")}
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'jitkern' has no attribute 'store'"):
-        jitkern.store  # noqa: B018
+@pytest.mark.parametrize("name", jitkern._PACKAGES)
+def test_a_package_is_imported_by_its_first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(jitkern, name)  # another test may have imported it, which sets it
+    assert getattr(jitkern, name) is importlib.import_module(f"jitkern.{name}")
+    assert name in dir(jitkern)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("stor_cache", "; did you mean 'store_cache'?"),
+        ("offlod", "; did you mean 'offload'?"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_name_is_an_attribute_error(
+    capsys: pytest.CaptureFixture[str], name: str, suggestion: str
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(jitkern, name)
+    text = f"module 'jitkern' has no attribute '{name}'{suggestion}"
+    assert str(caught.value) == text
+    # Python adds suggestions of its own when it prints an error.
+    sys.__excepthook__(AttributeError, caught.value, None)
+    assert capsys.readouterr().err.splitlines()[-1] == f"AttributeError: {text}"
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,6 +15,9 @@ from jitkern.ops._ops import OPS as _OPS
 from jitkern.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from jitkern import comm as comm
+    from jitkern import nn as nn
+    from jitkern import offload as offload
     from jitkern.arch import Arch as Arch
     from jitkern.cache.get import freeze as freeze
     from jitkern.cache.get import unfreeze as unfreeze
@@ -80,18 +83,35 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_PACKAGES = ("comm", "nn", "offload")
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'jitkern' has no attribute {name!r}")
-    with _gate:
-        value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access is a plain dictionary look-up
-    return value
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        home = f"jitkern.{name}" if name in _PACKAGES else _HOME.get(name)
+        if home is None:
+            raise _no_attribute(name)
+        with _gate:
+            module = import_module(home)
+        value = module if name in _PACKAGES else getattr(module, name)
+        globals()[name] = value  # the next access is a plain dictionary look-up
+        return value
+
+
+def _no_attribute(name: str) -> AttributeError:
+    """Return the error of an unknown name, with the public name that it resembles."""
+    from difflib import get_close_matches
+
+    text = f"module 'jitkern' has no attribute {name!r}"
+    similar = get_close_matches(name, [*_HOME, *_PACKAGES], 1)
+    if not similar:
+        return AttributeError(text)
+    # Python adds a suggestion of its own to an error without `obj`.
+    return AttributeError(f"{text}; did you mean {similar[0]!r}?", obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
