@@ -68,26 +68,28 @@ def of_dtypes(name: str, good: Tensor, dtypes: list[torch.dtype], expected: str)
     ]
 
 
-def mistakes_of_partials(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
+def mistakes_of_partials(partials: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
     """Mistakes in a partial that is not the first."""
-    given, wrong = {"outs": outs, "lses": lses}, dict[str, list[Wrong]]()
-    for name, good in (("outs", outs[1]), ("lses", lses[1])):
+    given, wrong = {"partials": partials, "lses": lses}, dict[str, list[Wrong]]()
+    for name, good in (("partials", partials[1]), ("lses", lses[1])):
         one = f"{name}[1]"
         wrong[name] = [(change[one], kind, text) for change, kind, text in not_partials(one, good)]
         odd, other = [torch.float64, torch.int32, FP8], [torch.float16, torch.bfloat16]
         is_lse = name == "lses"
         wrong[name] += of_dtypes(one, good, odd, "float32" if is_lse else FLOATS)
-        wrong[name] += of_dtypes(one, good, other, "float32" if is_lse else "float32 as in outs[0]")
+        wrong[name] += of_dtypes(
+            one, good, other, "float32" if is_lse else "float32 as in partials[0]"
+        )
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 2], [1, 4, 2, 8], [], [4, 2, 0]):
-        text = f"outs[1]: shape {shape}, expected shape [4, 2, 8] as in outs[0]"
-        wrong["outs"].append((torch.zeros(shape), ValueError, text))
+        text = f"partials[1]: shape {shape}, expected shape [4, 2, 8] as in partials[0]"
+        wrong["partials"].append((torch.zeros(shape), ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], [0, 2], []):
-        text = layouts_text("lses[1]", shape, "outs[0]")
+        text = layouts_text("lses[1]", shape, "partials[0]")
         wrong["lses"].append((torch.zeros(shape), ValueError, text))
     step, same, far = zeros(4, 2, 16)[..., ::2], zeros(4, 2, 1).expand(SHAPE), zeros(8, 4, 2)
     for strided, stride in ((step, 2), (same, 0), (far.permute(1, 2, 0), 8)):
-        text = common.stride_text("outs[1]", stride, 2, [4, 2, 8], 1)
-        wrong["outs"].append((strided, ValueError, text))
+        text = common.stride_text("partials[1]", stride, 2, [4, 2, 8], 1)
+        wrong["partials"].append((strided, ValueError, text))
     return [
         ({name: [given[name][0], value, given[name][2]]}, kind, text)
         for name, table in wrong.items()
@@ -95,24 +97,24 @@ def mistakes_of_partials(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake
     ]
 
 
-def mistakes_of_overlaps(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
+def mistakes_of_overlaps(partials: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
     """Results and `scale` in memory of a partial or of each other."""
     memory, logs = torch.zeros(80), torch.zeros(20)
     values, numbers = memory[:64].view(SHAPE), logs[:8].view(LSE_SHAPE)
-    of_out = {"outs": [outs[0], values, outs[2]]}
+    of_out = {"partials": [partials[0], values, partials[2]]}
     of_lse = {"lses": [lses[0], numbers, lses[2]]}
     across = {"lses": [lses[0], memory[60:68].view(LSE_SHAPE), lses[2]]}
     no_scale = {"scale": None}
     return [
         ({**of_out, "output": memory[1:65].view(SHAPE), **no_scale}, ValueError,
-         f"output: overlaps outs[1], {OWN_OR_SAME}"),
+         f"output: overlaps partials[1], {OWN_OR_SAME}"),
         ({**of_out, "output": memory.view(FP8)[:64].view(SHAPE)}, ValueError,
-         f"output: overlaps outs[1], {OWN_OR_SAME}"),  # at its place, of other rows
+         f"output: overlaps partials[1], {OWN_OR_SAME}"),  # at its place, of other rows
         ({**across, "output": values, **no_scale}, ValueError, f"output: overlaps lses[1], {OWN}"),
         ({**of_lse, "lse": logs[1:9].view(LSE_SHAPE)}, ValueError,
          f"lse: overlaps lses[1], {OWN_OR_SAME}"),
         ({**of_out, "lse": memory[30:38].view(LSE_SHAPE)}, ValueError,
-         f"lse: overlaps outs[1], {OWN}"),
+         f"lse: overlaps partials[1], {OWN}"),
         ({"output": values, "lse": memory[63:71].view(LSE_SHAPE), **no_scale}, ValueError,
          f"lse: overlaps output, {OWN}"),
         ({"output": memory.view(FP8)[:64].view(SHAPE), "scale": memory[15]}, ValueError,
@@ -137,7 +139,7 @@ def mistakes_of_results() -> list[Mistake]:
         wrong = of_dtypes(name, good, [*odd, *other], expected)
         table += [({name: value}, kind, text) for value, kind, text in wrong]
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 16], [1, 4, 2, 8], []):
-        fits = "shape [4, 2, 8] as in outs[0]" if len(shape) == 3 else "[tokens, heads, dim]"
+        fits = "shape [4, 2, 8] as in partials[0]" if len(shape) == 3 else "[tokens, heads, dim]"
         text = f"output: shape {shape}, expected {fits}"
         table.append(({"output": torch.zeros(shape).to(FP8)}, ValueError, text))
     for shape in ([2, 4], [4, 3], [4], [4, 2, 1], []):
@@ -162,41 +164,41 @@ def mistakes_of_results() -> list[Mistake]:
     return table
 
 
-def mistakes_of_lists(outs: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
+def mistakes_of_lists(partials: list[Tensor], lses: list[Tensor]) -> list[Mistake]:
     """Mistakes in lists and stacked tensors as such."""
-    stack, logs = torch.stack(outs), torch.stack(lses)
+    stack, logs = torch.stack(partials), torch.stack(lses)
     table: list[Mistake] = []
-    for name in ("outs", "lses"):
-        for value in (None, 7, "outs", {0: stack}, iter(outs), torch.tensor(1.0)):
+    for name in ("partials", "lses"):
+        for value in (None, 7, "partials", {0: stack}, iter(partials), torch.tensor(1.0)):
             text = f"{name}: {type(value).__name__}, {LIST}"
             table.append(({name: value}, TypeError, text.replace("NoneType", "None")))
         table.append(({name: [7, 7, 7]}, TypeError, f"{name}[0]: int, expected a tensor"))
     for number in (0, 65, 100):
-        few = {"outs": [outs[0]] * number, "lses": [lses[0]] * number}
-        table.append((few, ValueError, f"outs: a list of {number}, {COUNT}"))
+        few = {"partials": [partials[0]] * number, "lses": [lses[0]] * number}
+        table.append((few, ValueError, f"partials: a list of {number}, {COUNT}"))
     return [
         *table,
-        ({"outs": stack[:0], "lses": logs[:0]}, ValueError, f"outs: a list of 0, {COUNT}"),
-        ({"lses": logs[:2]}, ValueError, "lses: a list of 2, expected 3, one for each of outs"),
-        ({"outs": tuple(outs[:1])}, ValueError,
-         "lses: a list of 3, expected 1, one for each of outs"),
-        ({"lses": logs.mT}, ValueError, layouts_text("lses[0]", [2, 4], "outs[0]")),
+        ({"partials": stack[:0], "lses": logs[:0]}, ValueError, f"partials: a list of 0, {COUNT}"),
+        ({"lses": logs[:2]}, ValueError, "lses: a list of 2, expected 3, as many as partials"),
+        ({"partials": tuple(partials[:1])}, ValueError,
+         "lses: a list of 3, expected 1, as many as partials"),
+        ({"lses": logs.mT}, ValueError, layouts_text("lses[0]", [2, 4], "partials[0]")),
         ({"lse_layout": "heads_tokens"}, ValueError,
-         layouts_text("lses[0]", [4, 2], "outs[0]", heads_first=True)),
-        ({"outs": stack[..., :0]}, ValueError, "outs[0]: dim 0, expected 1 to 268435455"),
-        ({"outs": stack[:, 0]}, ValueError,
-         "outs[0]: shape [2, 8], expected [tokens, heads, dim]"),
-        ({"output": None, "outs": stack.to("meta")}, ValueError,
-         "outs[0]: device meta, expected cpu or cuda"),
+         layouts_text("lses[0]", [4, 2], "partials[0]", heads_first=True)),
+        ({"partials": stack[..., :0]}, ValueError, "partials[0]: dim 0, expected 1 to 268435455"),
+        ({"partials": stack[:, 0]}, ValueError,
+         "partials[0]: shape [2, 8], expected [tokens, heads, dim]"),
+        ({"output": None, "partials": stack.to("meta")}, ValueError,
+         "partials[0]: device meta, expected cpu or cuda"),
     ]  # fmt: skip
 
 
 def mistakes_of_many(good: dict[str, Any]) -> list[Mistake]:
-    partials = good["outs"], good["lses"]
+    lists = good["partials"], good["lses"]
     return [
-        *mistakes_of_lists(*partials),
-        *mistakes_of_partials(*partials),
-        *mistakes_of_overlaps(*partials),
+        *mistakes_of_lists(*lists),
+        *mistakes_of_partials(*lists),
+        *mistakes_of_overlaps(*lists),
         *mistakes_of_results(),
     ]
 

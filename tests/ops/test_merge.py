@@ -314,13 +314,15 @@ def test_the_operators(device: torch.device) -> None:
     prefill = {"prefill_tokens_with_context": 2}
     fewer = operator.default(list(outs), list(lses), **prefill)
     assert_same(fewer, merge_state(outs[0], lses[0], outs[1], lses[1], **prefill))
-    with pytest.raises(ValueError, match=re.escape("merge_states: outs: a list of 0, expected 1")):
+    with pytest.raises(
+        ValueError, match=re.escape("merge_states: partials: a list of 0, expected 1")
+    ):
         operator.out([], [], output=out, lse=lse)
 
 
 def good_arguments() -> dict[str, Any]:
     return {
-        "outs": [torch.ones(SHAPE), torch.ones(SHAPE), torch.ones(SHAPE)],
+        "partials": [torch.ones(SHAPE), torch.ones(SHAPE), torch.ones(SHAPE)],
         "lses": [torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2]), torch.zeros(SHAPE[:2])],
         "output": torch.zeros(SHAPE).to(FP8),
         "lse": torch.zeros(SHAPE[:2]),

@@ -164,10 +164,16 @@ def merge_attn_states(
     output_scale: Tensor | None = None,
 ) -> None:
     partials = prefix_output, prefix_lse, suffix_output, suffix_lse
-    lse, count = False if output_lse is None else output_lse, prefill_tokens_with_context
+    count = prefill_tokens_with_context
     try:
-        options: Any = {"scale": output_scale, "prefill_tokens_with_context": count}
-        merge_state(*partials, output=output, lse=lse, lse_layout="heads_tokens", **options)
+        merge_state(
+            *partials,
+            output=output,
+            lse=False if output_lse is None else output_lse,
+            lse_layout="heads_tokens",
+            scale=output_scale,
+            prefill_tokens_with_context=count,
+        )
     except (TypeError, ValueError) as error:
         log_once("vllm", "jitkern leaves some calls of merge_attn_states to vLLM: ", error)
         _engine_merge(output, *partials, output_lse, count, output_scale)

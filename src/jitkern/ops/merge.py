@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from jitkern.args import not_a_tensor, type_text
 from jitkern.host import library as host
@@ -22,7 +22,10 @@ Base = Literal["e", "2"]
 LseLayout = Literal["tokens_heads", "heads_tokens"]
 Results = tuple["Tensor", "Tensor | None"]
 
-_NAMES = {"merge_state": ("out_a", "lse_a", "out_b", "lse_b"), "merge_states": ("outs", "lses")}
+_NAMES = {
+    "merge_state": ("out_a", "lse_a", "out_b", "lse_b"),
+    "merge_states": ("partials", "lses"),
+}
 
 # FloatType of csrc/ops/floats.h, in its order.
 _TYPES = ("f32", "f16", "bf16", "e4m3")
@@ -123,6 +126,38 @@ def _common_specs(head_dim: int) -> list[tuple[int, ...]]:
 _FUNCTIONS = {name: host.Function(name) for name in _NAMES}
 
 
+@overload
+def merge_state(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    output: Tensor | None = None,
+    lse: Literal[False],
+    base: Base = "e",
+    lse_layout: LseLayout = "tokens_heads",
+    scale: Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def merge_state(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    output: Tensor | None = None,
+    lse: Tensor | None = None,
+    base: Base = "e",
+    lse_layout: LseLayout = "tokens_heads",
+    scale: Tensor | None = None,
+    prefill_tokens_with_context: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
 @dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
 def merge_state(
     out_a: Tensor,
@@ -131,7 +166,7 @@ def merge_state(
     lse_b: Tensor,
     *,
     output: Tensor | None = None,
-    lse: Tensor | bool | None = None,
+    lse: Tensor | Literal[False] | None = None,
     base: Base = "e",
     lse_layout: LseLayout = "tokens_heads",
     scale: Tensor | None = None,
@@ -153,18 +188,46 @@ def merge_state(
         Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
         from `out_b` and `lse_b`.
     """
-    partials = (out_a, lse_a, out_b, lse_b)
+    states = (out_a, lse_a, out_b, lse_b)
     options = (base, lse_layout, scale, prefill_tokens_with_context)
-    return _merge("merge_state", partials, partials, output, lse, *options)
+    return _merge("merge_state", states, states, output, lse, *options)
 
 
-@dispatch.traced_as(lambda outs, lses, **rest: _through_torch("merge_states", (outs, lses), **rest))
+@overload
 def merge_states(
-    outs: Sequence[Tensor] | Tensor,
+    partials: Sequence[Tensor] | Tensor,
     lses: Sequence[Tensor] | Tensor,
     *,
     output: Tensor | None = None,
-    lse: Tensor | bool | None = None,
+    lse: Literal[False],
+    base: Base = "e",
+    lse_layout: LseLayout = "tokens_heads",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def merge_states(
+    partials: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    *,
+    output: Tensor | None = None,
+    lse: Tensor | None = None,
+    base: Base = "e",
+    lse_layout: LseLayout = "tokens_heads",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@dispatch.traced_as(
+    lambda partials, lses, **rest: _through_torch("merge_states", (partials, lses), **rest)
+)
+def merge_states(
+    partials: Sequence[Tensor] | Tensor,
+    lses: Sequence[Tensor] | Tensor,
+    *,
+    output: Tensor | None = None,
+    lse: Tensor | Literal[False] | None = None,
     base: Base = "e",
     lse_layout: LseLayout = "tokens_heads",
     scale: Tensor | None = None,
@@ -184,7 +247,7 @@ def merge_states(
 
     Parameters
     ----------
-    outs : sequence of Tensor, or Tensor
+    partials : sequence of Tensor, or Tensor
         1 to 64 tensors ``[tokens, heads, dim]``, fp32, fp16 or bf16, of one dtype; `dim`
         contiguous, other strides free. Or one tensor ``[n, tokens, heads, dim]``. On one device;
         some may lie in pinned host memory if the result is on a GPU.
@@ -193,7 +256,7 @@ def merge_states(
         scores. Or one tensor ``[n, tokens, heads]``.
     output : Tensor, optional
         ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. May be one of
-        `outs`; otherwise it overlaps none. Default: a new tensor of their dtype.
+        `partials`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
         Where the merged LSE goes: fp32. May be one of `lses`. Default: a new tensor; False leaves
         it out, and returns None.
@@ -213,25 +276,25 @@ def merge_states(
         An argument requires grad, or `output` or `lse` is an inference tensor outside of inference
         mode.
     """
-    partials = (_as_list("outs", outs), _as_list("lses", lses))
-    read = (*partials[0], *partials[1])
-    return _merge("merge_states", partials, read, output, lse, base, lse_layout, scale, None)
+    states = (_as_list("partials", partials), _as_list("lses", lses))
+    read = (*states[0], *states[1])
+    return _merge("merge_states", states, read, output, lse, base, lse_layout, scale, None)
 
 
-def _as_list(name: str, partials: Any) -> Sequence[Tensor]:
-    if isinstance(partials, (list, tuple)):
-        return partials
-    if getattr(partials, "ndim", 0) > 0 and hasattr(partials, "unbind"):
-        tensors: Sequence[Tensor] = partials.unbind(0)
+def _as_list(name: str, stack: Any) -> Sequence[Tensor]:
+    if isinstance(stack, (list, tuple)):
+        return stack
+    if getattr(stack, "ndim", 0) > 0 and hasattr(stack, "unbind"):
+        tensors: Sequence[Tensor] = stack.unbind(0)
         return tensors
     expected = "a list of tensors, or one stacked tensor"
-    raise TypeError(f"merge_states: {name}: {type_text(partials)}, expected {expected}")
+    raise TypeError(f"merge_states: {name}: {type_text(stack)}, expected {expected}")
 
 
 def _merge(
     op: str,
-    partials: tuple[Any, ...],  # out_a, lse_a, out_b, lse_b; or outs, lses
-    read: tuple[Any, ...],  # the tensors in `partials`
+    states: tuple[Any, ...],  # out_a, lse_a, out_b, lse_b; or partials, lses
+    read: tuple[Any, ...],  # the tensors in `states`
     output: Any,
     lse: Any,
     base: Any,
@@ -249,22 +312,22 @@ def _merge(
         options = _packed(base, lse_layout, scale, prefill)
         out, out_lse = output, None if lse is False else lse
         try:
-            if output is None and (like := _first(partials[0])) is not None:
+            if output is None and (like := _first(states[0])) is not None:
                 out = _new_out(like)
-            if lse is None and (like := _first(partials[1])) is not None:
+            if lse is None and (like := _first(states[1])) is not None:
                 out_lse = _new_lse(like)
-            if not call(*partials, out, out_lse, options):
+            if not call(*states, out, out_lse, options):
                 if written:
                     dispatch.bump_versions(written)
                 return out, out_lse
         except (AttributeError, TypeError) as error:
-            raise not_a_tensor(op, **_named(op, partials)) or error from None
+            raise not_a_tensor(op, **_named(op, states)) or error from None
         except dispatch.UNREADABLE as error:
             rest = {"output": out, "lse": out_lse, "scale": scale}
-            dispatch.require_wrapper(error, op, **_named(op, partials), **rest)
+            dispatch.require_wrapper(error, op, **_named(op, states), **rest)
     how = {"base": base, "lse_layout": lse_layout, "scale": scale}
     how |= {"prefill_tokens_with_context": prefill}
-    return _through_torch(op, partials, output=output, lse=lse, **how)
+    return _through_torch(op, states, output=output, lse=lse, **how)
 
 
 def _packed(base: Any, lse_layout: Any, scale: Any, prefill: Any) -> Any:
@@ -274,11 +337,11 @@ def _packed(base: Any, lse_layout: Any, scale: Any, prefill: Any) -> Any:
     return base, lse_layout, scale, prefill
 
 
-def _first(partials: Any) -> Any:
-    """Return the first partial's tensor; None for an empty list, which C++ refuses."""
-    if isinstance(partials, (list, tuple)):
-        return partials[0] if partials else None
-    return partials
+def _first(tensors: Any) -> Any:
+    """Return the first tensor of a list, None if it is empty, which C++ refuses; or the tensor."""
+    if isinstance(tensors, (list, tuple)):
+        return tensors[0] if tensors else None
+    return tensors
 
 
 # Not in C++: see _new_output of jitkern.ops.index.
@@ -294,11 +357,11 @@ def _new_lse(like: Tensor) -> Tensor:
     return like.new_empty(*like.shape or ((),), dtype=torch.float32)
 
 
-def _named(op: str, partials: tuple[Any, ...]) -> dict[str, Any]:
-    """Return tensors by their names, such as ``out_a`` or ``outs[3]``."""
+def _named(op: str, states: tuple[Any, ...]) -> dict[str, Any]:
+    """Return tensors by their names, such as ``out_a`` or ``partials[3]``."""
     if op == "merge_state":
-        return dict(zip(_NAMES[op], partials, strict=True))
-    lists = zip(_NAMES[op], partials, strict=True)
+        return dict(zip(_NAMES[op], states, strict=True))
+    lists = zip(_NAMES[op], states, strict=True)
     return {f"{name}[{i}]": tensor for name, tensors in lists for i, tensor in enumerate(tensors)}
 
 
@@ -307,7 +370,7 @@ def _named(op: str, partials: tuple[Any, ...]) -> dict[str, Any]:
 
 def _through_torch(
     function: str,
-    partials: tuple[Any, ...],
+    states: tuple[Any, ...],
     *,
     output: Tensor | None = None,
     lse: Tensor | bool | None = None,
@@ -315,20 +378,21 @@ def _through_torch(
     **options: Any,
 ) -> Results:
     if function == "merge_states":
-        partials = tuple(map(_as_list, _NAMES[function], partials))
-    named = _named(function, partials)
+        states = tuple(map(_as_list, _NAMES[function], states))
+    named = _named(function, states)
     if (wrong := not_a_tensor(function, **named)) is not None:
         raise wrong
     dispatch.refuse_transformed(function, **named)
-    lists = (partials[::2], partials[1::2]) if function == "merge_state" else partials
-    outs, lses = map(list, lists)
+    lists = (states[::2], states[1::2]) if function == "merge_state" else states
+    partials, lses = map(list, lists)
+    options = {"partials": partials, "lses": lses, **options}
     if output is None and scale is None and (lse is None or lse is False):
-        merged, merged_lse = dispatch.through_torch("merge_states", outs=outs, lses=lses, **options)
+        merged, merged_lse = dispatch.through_torch("merge_states", **options)
         return merged, None if lse is False else merged_lse
-    out = _new_out(outs[0]) if output is None else output
+    out = _new_out(partials[0]) if output is None else output
     out_lse: Any = _new_lse(lses[0]) if lse is None else None if lse is False else lse
     options = {"output": out, "lse": out_lse, "scale": scale, **options}
-    dispatch.through_torch("merge_states", "out", outs=outs, lses=lses, **options)
+    dispatch.through_torch("merge_states", "out", **options)
     return out, out_lse
 
 
@@ -337,7 +401,7 @@ _merge_states_now = host.Function("merge_states_now")
 
 
 def _run_out(
-    outs: list[Tensor],
+    partials: list[Tensor],
     lses: list[Tensor],
     output: Tensor,
     lse: Tensor | None,
@@ -348,37 +412,37 @@ def _run_out(
 ) -> None:
     options = _packed(base, lse_layout, scale, prefill)
     if prefill is None:
-        _merge_states_now(outs, lses, output, lse, options)
+        _merge_states_now(partials, lses, output, lse, options)
     else:
-        _merge_state_now(outs[0], lses[0], outs[1], lses[1], output, lse, options)
+        _merge_state_now(partials[0], lses[0], partials[1], lses[1], output, lse, options)
 
 
 def _run(
-    outs: list[Tensor],
+    partials: list[Tensor],
     lses: list[Tensor],
     base: str,
     lse_layout: str,
     prefill: int | None,
 ) -> tuple[Tensor, Tensor]:
-    output, lse = _fake(outs, lses)
-    _run_out(outs, lses, output, lse, base, lse_layout, None, prefill)
+    output, lse = _fake(partials, lses)
+    _run_out(partials, lses, output, lse, base, lse_layout, None, prefill)
     return output, lse
 
 
-def _fake(outs: list[Tensor], lses: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
-    return _new_out(outs[0]), _new_lse(lses[0])
+def _fake(partials: list[Tensor], lses: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+    return _new_out(partials[0]), _new_lse(lses[0])
 
 
 OVERLOADS = (
     TorchOverload(
-        'merge_states(Tensor[] outs, Tensor[] lses, *, str base="e", '
+        'merge_states(Tensor[] partials, Tensor[] lses, *, str base="e", '
         'str lse_layout="tokens_heads", int? prefill_tokens_with_context=None) '
         "-> (Tensor, Tensor)",
         run=_run,
         fake=_fake,
     ),
     TorchOverload(
-        "merge_states.out(Tensor[] outs, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "
+        "merge_states.out(Tensor[] partials, Tensor[] lses, *, Tensor(a!) output, Tensor(b!)? lse, "
         'str base="e", str lse_layout="tokens_heads", Tensor? scale=None, '
         "int? prefill_tokens_with_context=None) -> ()",
         run=_run_out,

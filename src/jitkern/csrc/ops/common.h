@@ -31,7 +31,7 @@ char* address_on_gpu(const Rows& rows);
 // ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)".
 void require_last_dim(const Indices& indices, i64 size, const char* what);
 
-// "outs[0]", "outs[1]", ... for `arg` "outs".
+// "partials[0]", "partials[1]", ... for `arg` "partials".
 std::vector<std::string> item_names(const char* arg, int count);
 
 // The tensor's FloatType; float8_e4m3fn only `with_fp8`. TypeError for any other dtype.

@@ -74,7 +74,7 @@ void merge_by_cpu(const MergeCall& call) {
     std::fill(values.begin(), values.end(), shares.sum == 0 ? 0.0f : -0.0f);
     for (i64 i = 0; i < call.num_states(); ++i) {
       if (shares.of[i] == 0) continue;
-      kAdd[call.in_type](call.outs[i].row(token, head), shares.of[i], values.data(), call.dim);
+      kAdd[call.in_type](call.partials[i].row(token, head), shares.of[i], values.data(), call.dim);
     }
     kStore[call.out_type](call.out->row(token, head), values.data(), 1 / scale, call.dim);
     if (call.lse) *reinterpret_cast<float*>(call.lse->row(token, head)) = shares.lse;
@@ -94,13 +94,13 @@ i64 elems_of_vector(const MergeCall& call) {
     return address(rows.data) | static_cast<u64>(rows.row_bytes) | rows.stride_bits();
   };
   u64 in = 0;
-  for (const Grid& rows : call.outs) in |= bits(rows);
+  for (const Grid& rows : call.partials) in |= bits(rows);
   const int in_item = item_bytes_of(call.in_type), out_item = item_bytes_of(call.out_type);
   const int out_vec = widest_vec(bits(*call.out));
   i64 elems = widest_vec(in) / in_item;
   while (elems > 1 && std::min<i64>(16, elems * out_item) > out_vec) elems /= 2;
   if (elems == 0 || out_vec < out_item) {
-    (elems == 0 ? call.outs[0] : *call.out)
+    (elems == 0 ? call.partials[0] : *call.out)
         .value_error("memory that is not aligned to its elements", "aligned memory");
   }
   return elems;
@@ -117,14 +117,15 @@ i64 row_stride(const Grid& rows) {
 bool is_plain(const MergeCall& call, int capacity) {
   if (call.tokens_of_first < call.out->outer) return false;
   if (call.num_states() < 2 && capacity == 2) return false;  // that kernel always reads both
-  const i64 outs_stride = row_stride(call.outs[0]);
+  const i64 partials_stride = row_stride(call.partials[0]);
   const i64 lses_stride = row_stride(call.lses[0]);
   const i64 lse_stride = call.lse ? row_stride(*call.lse) : 0;
-  if (outs_stride < 0 || lses_stride < 0 || lse_stride < 0 || row_stride(*call.out) < 0) {
+  if (partials_stride < 0 || lses_stride < 0 || lse_stride < 0 || row_stride(*call.out) < 0) {
     return false;
   }
-  for (size_t i = 1; i < call.outs.size(); ++i) {
-    if (row_stride(call.outs[i]) != outs_stride || row_stride(call.lses[i]) != lses_stride) {
+  for (size_t i = 1; i < call.partials.size(); ++i) {
+    if (row_stride(call.partials[i]) != partials_stride ||
+        row_stride(call.lses[i]) != lses_stride) {
       return false;
     }
   }
@@ -154,8 +155,8 @@ MergeParams<kMostStates> params_of(const MergeCall& call, bool plain) {
   to.heads = Divisor::of(static_cast<u32>(call.out->inner));
   to.num_rows = static_cast<u32>(call.num_rows());
   to.tokens_of_first = static_cast<u32>(std::min(call.tokens_of_first, kMostRows));
-  for (size_t i = 0; i < call.outs.size(); ++i) {
-    const Grid& out = call.outs[i];
+  for (size_t i = 0; i < call.partials.size(); ++i) {
+    const Grid& out = call.partials[i];
     const Grid& lse = call.lses[i];
     params.states[i] = {out.on_gpu(), lse.on_gpu(), strides(out), strides(lse)};
   }
@@ -187,8 +188,8 @@ void launch_merge(const LaunchScope& scope, const MergeCall& call, int capacity)
 // Merges each group of kMostStates partials into fp32 scratch memory, then the groups' results. All
 // launches are of kernels of one capacity, so that two kernels serve any number of partials.
 void merge_in_groups(const LaunchScope& scope, MergeCall call) {
-  const std::vector<Grid> outs = std::move(call.outs), lses = std::move(call.lses);
-  const i64 num_states = static_cast<i64>(outs.size());
+  const std::vector<Grid> partials = std::move(call.partials), lses = std::move(call.lses);
+  const i64 num_states = static_cast<i64>(partials.size());
   const i64 num_groups = ceil_div(num_states, kMostStates);
   const i64 tokens = call.out->outer, heads = call.out->inner;
   const DLDataType fp32{kDLFloat, 32, 1};
@@ -198,7 +199,7 @@ void merge_in_groups(const LaunchScope& scope, MergeCall call) {
   const Grid first_out(Tensor(call.op, "scratch", group_outs), 1, 2, 3);
   const Grid first_lse(Tensor(call.op, "scratch", group_lses), 1, 2, 3);
 
-  call.outs.clear();
+  call.partials.clear();
   call.lses.clear();
   MergeCall group = call;
   group.out_type = kFloat32;
@@ -206,12 +207,12 @@ void merge_in_groups(const LaunchScope& scope, MergeCall call) {
   group.lse_is_in_place = false;
   for (i64 g = 0; g < num_groups; ++g) {
     const i64 begin = g * kMostStates, end = std::min(begin + kMostStates, num_states);
-    group.outs.assign(outs.begin() + begin, outs.begin() + end);
+    group.partials.assign(partials.begin() + begin, partials.begin() + end);
     group.lses.assign(lses.begin() + begin, lses.begin() + end);
     group.out = first_out.moved_by(g * call.num_rows() * first_out.row_bytes);
     group.lse = first_lse.moved_by(g * call.num_rows() * first_lse.row_bytes);
     launch_merge(scope, group, kMostStates);
-    call.outs.push_back(*group.out);
+    call.partials.push_back(*group.out);
     call.lses.push_back(*group.lse);
   }
   call.in_type = kFloat32;
@@ -235,7 +236,7 @@ void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : m
 void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, AnyView out,
                  AnyView lse, AnyView options) {
   MergeCall call("merge_state", options);
-  call.outs.reserve(2);
+  call.partials.reserve(2);
   call.lses.reserve(2);
   call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
   call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
@@ -243,9 +244,9 @@ void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, Any
   merge(call);
 }
 
-void merge_states(AnyView outs, AnyView lses, AnyView out, AnyView lse, AnyView options) {
+void merge_states(AnyView partials, AnyView lses, AnyView out, AnyView lse, AnyView options) {
   MergeCall call("merge_states", options);
-  call.add_all(outs, lses);
+  call.add_all(partials, lses);
   call.finish(out, lse);
   merge(call);
 }

@@ -71,35 +71,36 @@ MergeCall::MergeCall(const char* op, AnyView options) : op(op) {
 
 void MergeCall::add(const Tensor& out, const Tensor& lse) {
   in_type = float_type(out);
-  if (!outs.empty()) {
-    const Tensor& first = outs[0];
+  if (!partials.empty()) {
+    const Tensor& first = partials[0];
     out.same_dtype(first);
     if (out.dl->ndim != first.dl->ndim ||
         !std::equal(out.dl->shape, out.dl->shape + out.dl->ndim, first.dl->shape)) {
       out.shape_error(str("shape ", first.shape_text(), " as in ", first.arg));
     }
   }
-  outs.push_back(value_rows(out));
-  lses.push_back(lse_rows(lse, outs[0], heads_first));
+  partials.push_back(value_rows(out));
+  lses.push_back(lse_rows(lse, partials[0], heads_first));
 }
 
-void MergeCall::add_all(AnyView outs_arg, AnyView lses_arg) {
-  const auto list = outs_arg.cast<Array<Any>>(), lse_list = lses_arg.cast<Array<Any>>();
+void MergeCall::add_all(AnyView partials_arg, AnyView lses_arg) {
+  const auto list = partials_arg.cast<Array<Any>>(), lse_list = lses_arg.cast<Array<Any>>();
   const auto count = static_cast<i64>(list.size());
   if (count < 1 || count > kMostPartials) {
-    raise_value_error(op, "outs", str("a list of ", count),
+    raise_value_error(op, "partials", str("a list of ", count),
                       str("1 to ", kMostPartials, " partial results"));
   }
   if (static_cast<i64>(lse_list.size()) != count) {
     raise_value_error(op, "lses", str("a list of ", lse_list.size()),
-                      str(count, ", one for each of outs"));
+                      str(count, ", as many as partials"));
   }
-  static const auto& out_names = *new auto(item_names("outs", kMostPartials));
+  static const auto& partial_names = *new auto(item_names("partials", kMostPartials));
   static const auto& lse_names = *new auto(item_names("lses", kMostPartials));
-  outs.reserve(list.size());
+  partials.reserve(list.size());
   lses.reserve(list.size());
   for (i64 i = 0; i < count; ++i) {
-    add(Tensor(op, out_names[i].c_str(), list[i]), Tensor(op, lse_names[i].c_str(), lse_list[i]));
+    add(Tensor(op, partial_names[i].c_str(), list[i]),
+        Tensor(op, lse_names[i].c_str(), lse_list[i]));
   }
 }
 
@@ -108,22 +109,22 @@ void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
   out_type = float_type(tensor, true);
   out = value_rows(tensor);
   dim = tensor.dl->shape[2];
-  const Grid& like = outs[0];
+  const Grid& like = partials[0];
   if (!std::equal(like.dl->shape, like.dl->shape + 3, tensor.dl->shape)) {
     tensor.shape_error(str("shape ", like.shape_text(), " as in ", like.arg));
   }
   // Partials of a result on a GPU may also be in pinned host memory.
-  for (size_t i = 0; i < outs.size(); ++i) {
-    for (const Grid* partial : {&outs[i], &lses[i]}) {
+  for (size_t i = 0; i < partials.size(); ++i) {
+    for (const Grid* partial : {&partials[i], &lses[i]}) {
       if (partial->on_cuda() || !tensor.on_cuda()) partial->same_device(tensor);
     }
   }
-  check_written(*out, outs, lses);
+  check_written(*out, partials, lses);
   if (!is_none(lse_arg)) {
     lse = lse_rows(Tensor(op, "lse", lse_arg), *out, heads_first);
     lse->same_device(tensor);
     lse->apart_from(*out);
-    lse_is_in_place = check_written(*lse, lses, outs);
+    lse_is_in_place = check_written(*lse, lses, partials);
   }
   take_scale();
   if (!is_none(prefill_arg)) take_prefill();

@@ -21,7 +21,7 @@ struct MergeCall {
   const char* op;
   bool heads_first = false;
   tvm::ffi::Any scale_arg, prefill_arg;
-  std::vector<Grid> outs, lses;
+  std::vector<Grid> partials, lses;
   std::optional<Grid> out, lse;
   std::optional<Tensor> scale;
   i64 tokens_of_first = std::numeric_limits<i64>::max();
@@ -35,11 +35,11 @@ struct MergeCall {
 
   // Checks and appends a partial, or all partials of two lists.
   void add(const Tensor& out, const Tensor& lse);
-  void add_all(AnyView outs, AnyView lses);
+  void add_all(AnyView partials, AnyView lses);
   // Checks the results, and the options that depend on them.
   void finish(AnyView out, AnyView lse);
 
-  i64 num_states() const { return static_cast<i64>(outs.size()); }
+  i64 num_states() const { return static_cast<i64>(partials.size()); }
   i64 num_rows() const { return out->outer * out->inner; }
 
  private:
