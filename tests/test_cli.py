@@ -70,9 +70,9 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("warm --arch 9.0", "--arch: expected along with --element-size"),
         ("warm --check --out x", "out: given along with check"),
         ("warm --element-size 1073741824", "1 to 1073741823"),
-        (f"warm --element-size 656,{'9' * 5000}", "expected bytes of a row"),
-        ("warm --head-dim 64,0", "'0', expected elements of a head"),
-        ("warm --element-size ,", "--element-size"),
+        (f"warm --element-size 656,{'9' * 5000}", "expected bytes per row"),
+        ("warm --head-dim 64,0", "'0', expected elements per head"),
+        ("warm --row-bytes ,", "--element-size/--row-bytes: ',', expected at least one"),
         ("warm --element-size 656 --arch 9.0,x", "archs: 'x', expected one of"),
         ("warm --element-size 656 --arch 9.0 --op frob", "ops: 'frob'"),
         ("warm --element-size 656 --arch 9.0,7.5", "archs: 7.5, expected 8.0 or newer"),
@@ -110,6 +110,18 @@ def test_a_wrong_variable_is_one_line(
     # A row size of this test's own: nothing is in this process's memory.
     got, text = one_line(capsys, "warm", "--op", "store", "--element-size", "52429")
     assert (got, message in text) == (status, True), text
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_row_bytes_is_element_size_and_a_tiny_row_gets_a_note(capsys: Capture) -> None:
+    """--element-size 2 was read as the size of a bf16 value, and 2 bytes per row were compiled."""
+    warm = ("warm", "--op", "store", "--arch", "9.0", "--check")
+    status, out, err = run(capsys, *warm, "--row-bytes", "52433,2", "--element-size", "16")
+    assert status == 1
+    assert set(re.findall(r"^store +(\d+),", out, re.MULTILINE)) == {"52433", "2", "16"}
+    note = "jitkern: note: --element-size 2, 16: bytes per row, not per value; a row of "
+    assert err.startswith(note) and err.count("\n") == 2
+    assert "note" not in run(capsys, *warm, "--row-bytes", "52433")[2]
 
 
 def test_sizes_of_rows_have_suffixes() -> None:

@@ -22,7 +22,7 @@ from jitkern.errors import CompileError, FrozenError, JitkernError
 from jitkern.jit import native
 from jitkern.jit.loader import checked, load_aot, load_jit
 from jitkern.jit.native import NativeLibrary
-from jitkern.jit.record import replay
+from jitkern.jit.record import read_record
 
 # By the C ABI, which takes 0.03 s to compile; the header for C++ takes 1.5 s.
 OWN_CC = """\
@@ -330,6 +330,6 @@ def test_a_record_names_archives_by_their_whole_path(
     put("exports.map", "{ global: __tvm_ffi_*; };\n")
     load(extra_ldflags=["-Wl,--version-script=exports.map"])
     record.chmod(0o600)
-    (used,) = replay(record)
+    (used,) = read_record(record)
     assert used.options["extra_ldflags"] == [f"-Wl,--version-script={folder}/exports.map"]
     assert used.options["cpp_files"] == [f"{folder}/own.cc"]

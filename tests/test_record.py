@@ -25,7 +25,7 @@ from jitkern.cache.get import freeze, unfreeze
 from jitkern.compilers.sources import CSRC
 from jitkern.errors import FrozenError
 from jitkern.fs import write_whole
-from jitkern.jit.record import replay
+from jitkern.jit.record import read_record
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -94,7 +94,7 @@ def test_a_record_names_each_specialisation_once(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     moved = file.rename(tmp_path / "moved" / file.name)
     files = [str(tmp_path / "moved" / "src" / "a.cc"), "jitkern:ops/store.cc"]
-    assert [used.options["cpp_files"] for used in replay(moved)] == [files, files]
+    assert [used.options["cpp_files"] for used in read_record(moved)] == [files, files]
 
 
 def test_half_a_line_spoils_no_other(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ LINE: dict[str, Any] = {
 def test_lines_that_are_no_specialisation(tmp_path: Path, line: object, says: str) -> None:
     file = write_lines(tmp_path / "used.jsonl", LINE, line)
     with pytest.raises(ValueError) as caught:
-        replay(file)
+        read_record(file)
     message = str(caught.value)
     assert message.startswith(f"{file}:2: not a recorded specialisation: ")
     assert says in message and message.isprintable() and len(message) < 500
@@ -240,13 +240,13 @@ def test_a_record_that_others_could_have_written(tmp_path: Path) -> None:
     file.chmod(0o666)
     text = f"^{file}: its mode, 0666, lets others write it; it is code: replay a copy of your own$"
     with pytest.raises(ValueError, match=text):
-        replay(file)
+        read_record(file)
 
 
 def test_files_that_are_no_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"jsonl: nothing is recorded in it; record a run wit"):
-        replay(write_lines(tmp_path / "used.jsonl"))
+        read_record(write_lines(tmp_path / "used.jsonl"))
     os.mkfifo(tmp_path / "fifo")
     for file in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(OSError, match="not a regular file"):
-            replay(file)
+            read_record(file)

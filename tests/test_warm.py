@@ -110,7 +110,7 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
         (
             {"ops": ["merge_state", "store_cache"], "element_sizes": [656]},
             ValueError,
-            "warm: ops: 'merge_state', expected along with head_dims, elements of a head",
+            "warm: ops: 'merge_state', expected along with head_dims, elements per head",
         ),
         (
             {"ops": ["store"], "element_sizes": [656], "head_dims": [64]},
@@ -118,11 +118,19 @@ def test_warm_with_nothing_else_is_the_host_module(empty_cache: Path) -> None:
             "warm: head_dims: [64], expected an op of merge_states, merge_state, merge",
         ),
         ({"element_sizes": 656}, TypeError, "warm: element_sizes: 656, expected a list, such as "),
-        ({"element_sizes": [0]}, ValueError, "warm: element_sizes: 0, expected bytes of a row, 1 "),
-        ({"head_dims": [True]}, ValueError, "warm: head_dims: True, expected elements of a head, "),
+        (
+            {"element_sizes": [0]},
+            ValueError,
+            "warm: element_sizes: 0, expected bytes per row, 1 to ",
+        ),
+        (
+            {"head_dims": [True]},
+            ValueError,
+            "warm: head_dims: True, expected elements per head, 1 ",
+        ),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
-        ({"files": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
-        ({"files": [__file__]}, ValueError, f"warm: files: {__file__}:1: not a recorded spec"),
+        ({"replay": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
+        ({"replay": [__file__]}, ValueError, f"warm: replay: {__file__}:1: not a recorded spec"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
         ({"check": True, "out": "x"}, ValueError, "warm: out: given along with check, which write"),
         ({"element_sizes": [656]}, ValueError, "warm: archs: none is given, JITKERN_ARCH is not s"),
@@ -146,7 +154,7 @@ def test_a_failure_carries_the_outcomes_of_all(
     settings.cache_clear()
     text = r"^1 of 3 failed: twice: CXX: '/nowhere/c\+\+' was not found; install g\+\+"
     with pytest.raises(WarmError, match=text) as caught:
-        jitkern.warm(files=[record], archs=["8.0"], out=tmp_path / "out")
+        jitkern.warm(replay=[record], archs=["8.0"], out=tmp_path / "out")
     expected = [("tiny", "4", "8.0", "compiled"), ("twice", "", "", "failed")]
     assert rows(caught.value.outcomes) == expected
     failed = caught.value.outcomes[2]
@@ -173,9 +181,9 @@ def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, u
     assert status == 1
     assert re.findall(r"^(tiny|twice) .* missing ", out, re.MULTILINE) == ["tiny", "twice"]
     assert "host module" not in out  # it is there
-    assert err == "jitkern: error: 2 of 3 missing; the same without --check compiles them\n"
+    assert err == "jitkern: error: 2 of 3 missing; run without --check to compile them\n"
     missing = [("tiny", "4", "9.0", "missing"), ("twice", "", "", "missing")]
-    assert rows(jitkern.warm(files=[record], check=True)) == missing
+    assert rows(jitkern.warm(replay=[record], check=True)) == missing
     assert compiles() == before
     assert not (tmp_path / "cache").exists()
 
@@ -230,11 +238,11 @@ def test_a_hit_needs_no_cache_that_can_be_written(
     capsys: Capture, record: Path, tmp_path: Path, use: Use
 ) -> None:
     """With everything there, the status was 1: "cannot be written"."""
-    jitkern.warm(files=[record])
+    jitkern.warm(replay=[record])
     use(CACHE_PATH=tmp_path / "cache", CACHE_DIR="/proc/version/cache")
-    assert {one.source for one in jitkern.warm(files=[record])[1:]} == {"cached"}
+    assert {one.source for one in jitkern.warm(replay=[record])[1:]} == {"cached"}
     with pytest.raises(CacheError, match="/proc/version/cache: cannot be written: Not a directory"):
-        jitkern.warm(files=[record], archs=["8.0"])
+        jitkern.warm(replay=[record], archs=["8.0"])
 
 
 @needs_nvrtc
@@ -251,10 +259,10 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Use) -> No
     jitkern.freeze()
     use(FREEZE="warn")
     with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
-        jitkern.warm(files=[record])
+        jitkern.warm(replay=[record])
     get._frozen = ""
     with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
-        jitkern.warm(files=[record])
+        jitkern.warm(replay=[record])
     use(FREEZE="1")
     assert run(capsys, "--replay", record)[0] == 0
 

@@ -27,7 +27,7 @@ from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, compiler_id
 from jitkern.jit.loader import checked, load_device
 from jitkern.jit.native import NativeLibrary, has_cuda
-from jitkern.jit.record import Specialisation, replay
+from jitkern.jit.record import Specialisation, read_record
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, op_names, op_sizes
 
@@ -97,7 +97,7 @@ def warm(
     ops: Sequence[str] | None = None,
     element_sizes: Sequence[int] = (),
     archs: Sequence[Arch | str] | None = None,
-    files: Sequence[str | PathLike[str]] = (),
+    replay: Sequence[str | PathLike[str]] = (),
     *,
     head_dims: Sequence[int] = (),
     check: bool = False,
@@ -118,7 +118,7 @@ def warm(
     archs
         What to compile for, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
         GPUs present; for records: what they were recorded for.
-    files
+    replay
         Records, written by runs under ``JITKERN_RECORD``. They are code: give what you would run.
     head_dims
         Elements of a head, for ``merge_states``, which is compiled for these instead.
@@ -156,9 +156,9 @@ def warm(
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     try:
-        recorded = [used for file in _listed("files", files) for used in replay(file)]
+        recorded = [used for file in _listed("replay", replay) for used in read_record(file)]
     except ValueError as error:
-        raise ValueError(f"warm: files: {error}") from error
+        raise ValueError(f"warm: replay: {error}") from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))

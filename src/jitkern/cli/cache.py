@@ -13,8 +13,8 @@ from jitkern.fs import size_text
 
 SUMMARY = "show the caches of compiled kernels, or empty yours"
 DESCRIPTION = """\
-info: the caches in the order they are searched, and their sizes.
-clear: remove the entries of JITKERN_CACHE_DIR, by default ~/.cache/jitkern."""
+info: list the caches in the order in which they are searched, with their sizes.
+clear: delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern)."""
 EXAMPLE = "jitkern cache info"
 
 

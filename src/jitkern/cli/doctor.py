@@ -23,8 +23,9 @@ from jitkern.version import __version__
 
 SUMMARY = "check this machine: versions, GPUs, compilers, caches"
 DESCRIPTION = """\
-Check all that jitkern needs or can use. "broken": the ops do not run here, and the exit status is
-1. "note": something that only other uses need. Both say what to do."""
+Check everything that jitkern needs or can use, and run an op on each device. A line is "ok"; a
+"note", if the ops run here but other uses, such as compiling, do not; or "broken", if the ops do
+not run here: the exit status is then 1. A "note" and a "broken" line end with what to do."""
 EXAMPLE = "jitkern doctor"
 
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -87,6 +87,11 @@ def say(text: str) -> None:
     sys.stdout.write("\n".join(map(visible, text.split("\n"))) + "\n")
 
 
+def note(text: str) -> None:
+    """Write a note to standard error: the command goes on."""
+    sys.stderr.write(f"jitkern: note: {visible(text)}\n")
+
+
 def visible(text: str) -> str:
     """Escape control characters: a name in a record could be an escape sequence."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

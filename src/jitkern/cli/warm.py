@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
-Compile kernels into the cache, for the archs of --arch, else of JITKERN_ARCH, else of the GPUs
-present. Needs no GPU. The host module is built first; without options nothing else is. What the
-cache has is not built again."""
+Compile kernels into the cache before a server needs them, on a machine with or without a GPU.
+The host module is built first; without options, nothing else is built. Kernels that the cache
+holds already are not compiled again."""
 _WITH_KERNELS = [op for op in OPS if op.has_kernels]
 EXAMPLE = """
-jitkern warm --element-size 656
+jitkern warm --element-size 656                  # the same as --row-bytes 656
 jitkern warm --element-size 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
 jitkern warm --element-size 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
@@ -34,25 +34,28 @@ jitkern warm --replay run.jsonl --check
 """
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
+TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
-        text = f"{size.meaning}, for {ops}; several as 64,1k or by repeating the option"
-        add(size.option, type=ui.sizes(size), action="extend", metavar=size.unit, help=text)
-    text = f"some of {', '.join(op_names())}; default: all for which a size is given"
+        options = filter(None, (size.option, size.alias))
+        text = f"{size.meaning}, for {ops}; a list such as 64,1k, or repeat the option"
+        add(*options, type=ui.sizes(size), action="extend", metavar=size.unit, help=text)
+    text = f"ops to compile, out of {', '.join(op_names())}; default: all that the sizes fit"
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
-    text = "such as 9.0,10.0; default: JITKERN_ARCH, else the GPUs present; with --replay the "
-    text += "recorded ones"
+    text = "GPU architectures to compile for, such as 9.0,10.0; default: JITKERN_ARCH, else the "
+    text += "GPUs of this machine; with --replay: the recorded ones"
     add("--arch", type=ui.names, action="extend", metavar="A[,A]", help=text)
-    text = "build what a run under JITKERN_RECORD=FILE used; a record brings sources and flags to "
-    text += "compile: replay only what you would run; may be repeated"
+    text = "record of a run under JITKERN_RECORD=FILE: build the kernels and libraries that it "
+    text += "used; a record names sources and flags to compile, so replay only files that you "
+    text += "would run; may be repeated"
     add("--replay", type=Path, action="append", metavar="FILE", help=text)
-    text = "compile nothing: list what is missing, and exit with 1 if anything is"
+    text = "compile nothing: list missing kernels, and exit with 1 if there are any"
     add("--check", action="store_true", help=text)
-    text = "also write everything into DIR, a cache for JITKERN_CACHE_PATH"
+    text = "directory that receives a copy of everything, for use as JITKERN_CACHE_PATH"
     add("--out", type=Path, metavar="DIR", help=text)
 
 
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         outcomes = warm(
             args.op,
             archs=args.arch,
-            files=args.replay or (),
+            replay=args.replay or (),
             check=args.check,
             out=args.out,
             progress=_show_progress,
@@ -83,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         outcomes, failure = error.outcomes, error
     except ValueError as error:  # raised for arguments only; jobs keep theirs in their outcomes
         raise ui.UsageError(str(error)) from error
+    if tiny := [size for size in args.element_size or () if size <= TINY_ROW_BYTES]:
+        ui.note(
+            f"--element-size {', '.join(map(str, tiny))}: bytes per row, not per value; "
+            "a row of 8 heads of 128 bf16 values has 2048"
+        )
     shown = [job for job in outcomes if job.lookup is None or not args.check]
     if shown:
         ui.say(ui.table(COLUMNS, map(_cells, shown)))
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         raise failure
     if "missing" in sources:
         missing = f"{sources.count('missing')} of {len(sources)} missing"
-        raise JitkernError(f"{missing}; the same without --check compiles them")
+        raise JitkernError(f"{missing}; run without --check to compile them")
     return 0
 
 

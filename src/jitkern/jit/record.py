@@ -61,7 +61,7 @@ def record(used: Specialisation) -> None:
     try:
         with open(fs.open_regular(file, append=True), "r+b") as stream:
             present = stream.read(MAX_BYTES)
-            # Processes that append at once may repeat a line; replay drops it.
+            # Processes that append at once may repeat a line; read_record drops it.
             if line not in present.split(b"\n"):
                 # A writer that was killed has left half a line.
                 is_torn = present and not present.endswith(b"\n")
@@ -82,7 +82,7 @@ def _relative_to(folder: Path, used: Specialisation) -> Specialisation:
     return used._replace(options=options)
 
 
-def replay(file: str | os.PathLike[str]) -> list[Specialisation]:
+def read_record(file: str | os.PathLike[str]) -> list[Specialisation]:
     """Read a file written under ``JITKERN_RECORD``: each specialisation once, by first use.
 
     Raises ValueError if it is no record, or if other users could have written it; OSError if it

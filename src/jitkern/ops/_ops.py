@@ -13,6 +13,7 @@ class Size(NamedTuple):
     meaning: str
     unit: str
     largest: int
+    alias: str = ""  # another name of the option
 
     @property
     def option(self) -> str:
@@ -21,8 +22,9 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("element_size", "bytes of a row", "BYTES", (1 << 30) - 1),  # the limit in pairs.cuh
-    Size("head_dim", "elements of a head", "DIM", (1 << 28) - 1),  # 2^30 bytes in fp32
+    # The largest row is the limit in pairs.cuh, the largest head 2^30 bytes in fp32.
+    Size("element_size", "bytes per row", "BYTES", (1 << 30) - 1, alias="--row-bytes"),
+    Size("head_dim", "elements per head", "DIM", (1 << 28) - 1),
 )
 
 
