@@ -189,6 +189,10 @@ def test_a_quote_in_a_path_is_refused(folder: Path) -> None:
         load_aot("x", cpp_files=['a"b.cc'])
 
 
+def test_a_module_of_kernels_is_shown_with_their_names(folder: Path) -> None:
+    assert repr(tiny()) == "DeviceModule(tiny<4> with tiny)"
+
+
 def test_a_name_means_one_file(folder: Path) -> None:
     """The user's own file was not taken where the package has one of that name."""
     how = {"device_wrappers": [("tiny", "Tiny<4>")]}

@@ -88,6 +88,9 @@ class DeviceModule:
         self._params, self._cpu = params, cpu
         self._launchers: dict[str, Callable[..., Any]] = {}
 
+    def __repr__(self) -> str:
+        return f"DeviceModule({self._used} with {', '.join(self.exports)})"
+
     def image(self, arch: Arch) -> bytes:
         """Return the code for `arch`: a cubin, or PTX if the compiler is older than `arch`.
 

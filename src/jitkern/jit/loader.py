@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from jitkern.arch import target_archs
 from jitkern.cache.get import Lookup
@@ -36,6 +36,35 @@ _WRAPPERS = {
     "device_wrappers": {2: "(name, class)", 3: "(name, class, params)"},
 }
 _OF_CPP = ("cpp_files", "cpp_wrappers", "extra_cflags", "extra_ldflags")
+
+
+@overload
+def load_jit(
+    *args: str,
+    device_files: Files,
+    device_wrappers: Sequence[Wrapper | DeclaredWrapper],
+    cpp_files: Files | None = None,
+    cpp_wrappers: Sequence[Wrapper] | None = None,
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Files | None = None,
+) -> DeviceModule: ...
+
+
+@overload
+def load_jit(
+    *args: str,
+    cpp_files: Files | None = None,
+    cuda_files: Files | None = None,
+    cpp_wrappers: Sequence[Wrapper] | None = None,
+    cuda_wrappers: Sequence[Wrapper] | None = None,
+    extra_cflags: Sequence[str] | None = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Files | None = None,
+    build_directory: File | None = None,
+) -> Any: ...
 
 
 def load_jit(
