@@ -75,8 +75,10 @@ class DeviceModule:
         self.op: str = used.args[0]
         self.args: tuple[str, ...] = tuple(used.args[1:])
         self.name: str = slug("_".join(used.args))
-        self.wrappers = tuple((name, kernel) for name, kernel, *_ in options["device_wrappers"])
-        self.exports = tuple(export for export, _ in self.wrappers)
+        self.wrappers: tuple[Wrapper, ...] = tuple(
+            (name, kernel) for name, kernel, *_ in options["device_wrappers"]
+        )
+        self.exports: tuple[str, ...] = tuple(export for export, _ in self.wrappers)
         self.files: tuple[Path, ...] = tuple(map(Path, options["device_files"]))
         self.options: tuple[str, ...] = tuple(options.get("extra_cuda_cflags", ()))
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
@@ -336,7 +338,7 @@ class DeviceImage(Buildable[bytes]):
         self._module = module
         self._arch = arch
         self.key: Key = module.key(arch)
-        self.variant = ""
+        self.variant: str = ""
         with suppress(ToolchainError):
             headers = module.cuda_headers()
             self.variant = "" if headers.are_missing else _variant(headers)
