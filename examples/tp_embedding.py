@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     held = split.vocab_range[1] + split.added_range[1]
     # One write: otherwise the lines of several ranks mix if output is not buffered.
     sys.stdout.write(
-        f"rank {ranks.rank} of {ranks.size}, {device}: {held} of {rows} rows, by {split.method}, "
-        f"{args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}\n"
+        f"rank {ranks.rank} of {ranks.world_size}, {device}: {held} of {rows} rows, "
+        f"by {split.method}, {args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}\n"
     )
     dist.barrier()
     dist.destroy_process_group()

@@ -109,7 +109,7 @@ def _engine(ctx: Context) -> Case:
 
 
 def _embedding(ctx: Context) -> Case:
-    alone: Any = SimpleNamespace(rank=0, size=1, all_reduce=lambda x, op="sum": None)
+    alone: Any = SimpleNamespace(rank=0, world_size=1, all_reduce=lambda x, op="sum": None)
     embedding = TPEmbedding(1000, 64, comm=alone, device=ctx.device)
     ids = torch.tensor([5, 999, 0], device=ctx.device)
 

@@ -122,6 +122,8 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     if parsed.type == "cpu":
         return torch.device("cpu")
     if parsed.index is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"{call}: {name}: {device}, expected the CPU: PyTorch sees no GPU")
         return torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.is_available() and parsed.index >= (count := torch.cuda.device_count()):
         raise ValueError(f"{call}: {name}: {device}, expected below cuda:{count}")

@@ -7,6 +7,7 @@ and order. A rank raises AssertionError for a wrong result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
 
 import torch
 
@@ -55,7 +56,7 @@ def reductions(
 
 
 def all_reduce(comm: Communicator, device: torch.device) -> None:
-    for every, expected, (dtype, op, shape) in reductions(comm.size):
+    for every, expected, (dtype, op, shape) in reductions(comm.world_size):
         x = every[comm.rank].clone().to(device)
         comm.all_reduce(x, op)
         same(x, expected, dtype, op, shape)
@@ -66,7 +67,7 @@ def all_reduce(comm: Communicator, device: torch.device) -> None:
 
 def all_gather(comm: Communicator, device: torch.device) -> None:
     for dtype, shape in cases(MOVED):
-        expected = inputs(comm.size, shape, dtype)
+        expected = inputs(comm.world_size, shape, dtype)
         x = expected[comm.rank].clone().to(device)
         output = torch.zeros_like(expected, device=device)
         comm.all_gather(output, x)
@@ -78,7 +79,7 @@ def all_gather(comm: Communicator, device: torch.device) -> None:
 
 
 def reduce_scatter(comm: Communicator, device: torch.device) -> None:
-    for every, expected, (dtype, op, shape) in reductions(comm.size, comm.size):
+    for every, expected, (dtype, op, shape) in reductions(comm.world_size, comm.world_size):
         x = every[comm.rank].clone().to(device)
         output = torch.zeros(shape, dtype=dtype, device=device)
         comm.reduce_scatter(output, x, op)
@@ -90,8 +91,8 @@ def reduce_scatter(comm: Communicator, device: torch.device) -> None:
 
 def broadcast(comm: Communicator, device: torch.device) -> None:
     for dtype, shape in cases(MOVED):
-        every = inputs(comm.size, shape, dtype)
-        for src in range(comm.size):
+        every = inputs(comm.world_size, shape, dtype)
+        for src in range(comm.world_size):
             x = every[comm.rank].clone().to(device)
             comm.broadcast(x, src)
             same(x, every[src], dtype, shape, src)
@@ -99,10 +100,9 @@ def broadcast(comm: Communicator, device: torch.device) -> None:
 
 def send_recv(comm: Communicator, device: torch.device) -> None:
     """Messages of one path come in their order."""
-    paths = [(src, dst) for src in range(comm.size) for dst in range(comm.size) if src != dst]
-    for src, dst in paths:
+    for src, dst in permutations(range(comm.world_size), 2):
         for dtype, shape in cases(MOVED):
-            message = inputs(comm.size, shape, dtype)[src]
+            message = inputs(comm.world_size, shape, dtype)[src]
             if comm.rank == src:
                 comm.send(message.to(device), dst)
             elif comm.rank == dst:
@@ -117,20 +117,20 @@ def empty(comm: Communicator, device: torch.device) -> None:
     comm.all_reduce(none)
     comm.all_gather(torch.zeros(0, device=device), none)
     comm.reduce_scatter(torch.zeros(0, device=device), none)
-    comm.broadcast(none, comm.size - 1)
-    if comm.size > 1 and comm.rank == 0:
+    comm.broadcast(none, comm.world_size - 1)
+    if comm.world_size > 1 and comm.rank == 0:
         comm.send(none, 1)
     elif comm.rank == 1:
         comm.recv(none, 0)
     x = torch.ones(2, device=device)
     comm.all_reduce(x)
-    assert x.tolist() == [comm.size] * 2
+    assert x.tolist() == [comm.world_size] * 2
 
 
 def large(comm: Communicator, device: torch.device) -> None:
     x = torch.full((1 << 21,), float(comm.rank + 1), device=device)
     comm.all_reduce(x)
-    assert (x == sum(range(1, comm.size + 1))).all()
+    assert (x == sum(range(1, comm.world_size + 1))).all()
 
 
 CALLS = (all_reduce, all_gather, reduce_scatter, broadcast, send_recv, empty, large)

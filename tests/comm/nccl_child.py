@@ -70,7 +70,7 @@ class OverCpu:
     """The communicator, with tensors of the CPU that are the GPU's while it is called."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner, self.rank, self.size = inner, inner.rank, inner.size
+        self._inner, self.rank, self.world_size = inner, inner.rank, inner.world_size
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._inner, name)

@@ -292,7 +292,7 @@ def many_sums(count: int) -> int:
             torch.cuda._sleep(own.randrange(400_000))
         comm.reducer.all_reduce(x, algorithm=common.choice(["one_shot", "two_shot", "auto"]))
         # Whole numbers below 256, which all three dtypes hold: of up to 4 ranks no sum is rounded.
-        expected = of_rank_0 * comm.size + sum(range(comm.size))
+        expected = of_rank_0 * comm.world_size + sum(range(comm.world_size))
         wrong += (x != expected.to(dtype)).sum()
     return int(wrong)
 
@@ -312,8 +312,8 @@ def rows(name: str, count: int = 500) -> bool:
 
 
 def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    share = Share(name, comm.rank, comm.size)
-    pool = PinnedPool([2 * count, 656], torch.uint8, share=share).tensor()
+    share = Share(name, comm.rank, comm.world_size)
+    pool = PinnedPool(2 * count * 656, share=share).tensor([2 * count, 656], torch.uint8)
     memory = PeerMemory(count * 656, None, device=device)
     generator = torch.Generator().manual_seed(count)
     if comm.rank == 0:
@@ -322,7 +322,7 @@ def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torc
     targets = torch.randperm(count, generator=generator)
     pairs = torch.stack([chosen, targets], 1).to(device)
     memory.barrier()
-    caches = [memory.remote(rank, (count, 656), torch.uint8) for rank in range(comm.size)]
+    caches = [memory.remote(rank, (count, 656), torch.uint8) for rank in range(comm.world_size)]
     return pool, caches, pairs
 
 
@@ -334,7 +334,7 @@ def share(rank: int, size: int, path: str, num_bytes: int = 4096, **options: Any
     peers = None
     options.setdefault("timeout_s", 30)
     options.setdefault("device", torch.device("cuda", rank) if IS_FAKE else torch.device("cpu"))
-    peers = PeerMemory(num_bytes, dist.FileStore(path, -1), rank=rank, size=size, **options)
+    peers = PeerMemory(num_bytes, dist.FileStore(path, -1), rank=rank, world_size=size, **options)
 
 
 def read(rank: int, at: int, count: int = 1) -> list[int]:

@@ -22,7 +22,7 @@ def memories(num_bytes: int, devices: list[torch.device]) -> list[PeerMemory]:
     store, size = HashStore(), len(devices)
 
     def make(rank: int) -> PeerMemory:
-        options: Any = {"rank": rank, "size": size, "device": devices[rank], "timeout_s": 20}
+        options: Any = {"rank": rank, "world_size": size, "device": devices[rank], "timeout_s": 20}
         return PeerMemory(num_bytes, store, **options)
 
     with ThreadPoolExecutor(size) as threads:
@@ -36,14 +36,14 @@ class Ranks:
         self,
         size: int,
         device: torch.device,
-        deadline_s: float = 20.0,
+        device_timeout_s: float = 20.0,
         slot_bytes: int = 64,
         has_gpus: bool = False,
     ) -> None:
         self.size, self.device = size, device
         num_bytes = PeerReducer.workspace_bytes_for(size, slot_bytes)
         devices = [torch.device("cuda", rank) if has_gpus else device for rank in range(size)]
-        options: dict[str, Any] = {"deadline_s": deadline_s}
+        options: dict[str, Any] = {"device_timeout_s": device_timeout_s}
         if has_gpus:
             options["owner"] = memories(num_bytes, devices)
             addresses = [memory.addresses for memory in options["owner"]]
@@ -172,7 +172,7 @@ class Made:
 
 def any_call(reducer: PeerReducer, rng: random.Random) -> Made:
     """One that all ranks make, from the same random numbers."""
-    size, rank, dtype = reducer.size, reducer.rank, rng.choice(DTYPES)
+    size, rank, dtype = reducer.world_size, reducer.rank, rng.choice(DTYPES)
 
     def unaligned(count: int) -> Tensor:
         shift = rng.choice([0, 0, 1, 3])

@@ -116,7 +116,7 @@ def test_those_left_go_on(some: Pool) -> None:
     errors(left, BOUND_S)
     all_do(left, f"join({some.path()!r}, {{rank}}, {len(left)})")
     all_do(left, "make()" if some.kind == "cpu" else "make_nccl()")
-    assert all_do(left, "comm.size") == [count - 1] * (count - 1)
+    assert all_do(left, "comm.world_size") == [count - 1] * (count - 1)
     all_do(left, "body('broadcast')")
     all_do(left, "comm.close()")
 
@@ -129,7 +129,7 @@ def test_after_close(some: Pool) -> None:
         text = ranks[0].refuses(f"comm.{code}")
         assert text.startswith(f"CommError: {code.partition('(')[0]}: "), text
         assert "this rank has closed it; make a new one in all ranks" in text
-    assert ranks[0].ask("[comm.rank, comm.size]") == [0, 2]
+    assert ranks[0].ask("[comm.rank, comm.world_size]") == [0, 2]
     if some.kind == "cpu":  # a rank that goes on alone hears of it, at its deadline
         ranks[1].tell("comm.barrier()")
         (answer,) = errors(ranks[1:], BOUND_S)

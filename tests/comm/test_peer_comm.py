@@ -52,7 +52,7 @@ def test_rows_of_one_pool(ranks: list[Rank]) -> None:
 
 @pytest.fixture
 def two(hosts: Pool) -> list[Rank]:
-    return made(hosts, 2, "deadline_s=0.5")
+    return made(hosts, 2, "device_timeout_s=0.5")
 
 
 def are_summed(two: list[Rank], dtype: str = "float32") -> None:
@@ -61,7 +61,7 @@ def are_summed(two: list[Rank], dtype: str = "float32") -> None:
 
 
 def test_small_sums_take_no_other_communicator(two: list[Rank]) -> None:
-    assert all_do(two, "[comm.rank, comm.size]") == [[0, 2], [1, 2]]
+    assert all_do(two, "[comm.rank, comm.world_size]") == [[0, 2], [1, 2]]
     assert two[0].ask("isinstance(comm, Communicator)")
     assert two[0].ask("comm.max_bytes") == 4 << 20
     all_do(two, "setattr(comm, '_comm', None)")
@@ -122,7 +122,7 @@ def test_ranks_that_want_something_else(hosts: Pool) -> None:
 
 
 def of(size: int) -> Any:
-    return Mock(rank=0, size=size)
+    return Mock(rank=0, world_size=size)
 
 
 def test_one_rank_has_no_memory() -> None:
@@ -136,9 +136,9 @@ test_mistakes = refusals(
     PeerCommunicator,
     {"comm": of(2), "group": None},
     ({"comm": of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
-    ({"comm": 5}, TypeError, "comm: int without rank, size, all_reduce, expected a Commun"),
+    ({"comm": 5}, TypeError, "comm: int without rank, world_size, all_reduce, expected a Commun"),
     ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
-    ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
+    ({"device_timeout_s": 0}, ValueError, "device_timeout_s: 0, expected above 0"),
     ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
     ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
     ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),

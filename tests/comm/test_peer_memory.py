@@ -40,7 +40,7 @@ def test_tensors_of_any_dtype_and_shape(pair: list[PeerMemory]) -> None:
         there.copy_(numbers)
         assert there.dtype == dtype and there.shape == (4, 6) and there.is_contiguous()
         assert there.data_ptr() == mine.addresses[1] + 5 * item
-        view = other.tensor((4, 6), dtype, offset=5 * item)
+        view = other.tensor((4, 6), dtype, offset_bytes=5 * item)
         assert torch.equal(view.view(torch.uint8), numbers.view(torch.uint8))
     for shape, sizes in ((7, (7,)), ((), ()), (torch.Size([2, 1, 3]), (2, 1, 3))):
         assert mine.tensor(shape, torch.int32).shape == sizes
@@ -63,9 +63,9 @@ def test_a_share_is_whole_pages(num_bytes: int) -> None:
 REFUSED: list[tuple[Callable[[PeerMemory], Any], type[Exception], str]] = [
     (lambda m: m.tensor(257, torch.int32), ValueError, "tensor: shape: [257] of torch.int32 from"),
     (lambda m: m.remote(1, 256, torch.float32, 4), ValueError, "remote: shape: [256] of"),
-    (lambda m: m.tensor(1, torch.float32, 2), ValueError, "tensor: offset: 2, expected"),
+    (lambda m: m.tensor(1, torch.float32, 2), ValueError, "tensor: offset_bytes: 2, expected"),
     (lambda m: m.tensor([2, -1], torch.uint8), ValueError, "tensor: shape: [2, -1] of"),
-    (lambda m: m.tensor(1, torch.uint8, -1), ValueError, "tensor: offset: -1, expected at least 0"),
+    (lambda m: m.tensor(1, torch.uint8, -1), ValueError, "tensor: offset_bytes: -1, expected at"),
     (lambda m: m.tensor("12", torch.uint8), TypeError, "tensor: shape: str, expected an int or"),
     (lambda m: m.tensor(1, "int8"), TypeError, "tensor: dtype: str, expected a torch.dtype"),
     (lambda m: m.remote(2, 1, torch.uint8), ValueError, "remote: rank: 2, expected 0 to 1"),
@@ -83,7 +83,7 @@ def test_wrong_calls(
 
 test_wrong_arguments = refusals(
     PeerMemory,
-    {"num_bytes": 64, "group": HashStore(), "rank": 0, "size": 1, "device": "cpu"},
+    {"num_bytes": 64, "group": HashStore(), "rank": 0, "world_size": 1, "device": "cpu"},
     ({"num_bytes": 0}, ValueError, "num_bytes: 0, expected 1 to 70368744177664"),
     ({"num_bytes": True}, TypeError, "num_bytes: bool, expected an int"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
@@ -150,12 +150,12 @@ def test_over_a_process_group(pool: Pool) -> None:
     ranks = pool.join(2)
     for group in ("None", "dist.new_group(backend='gloo')"):
         all_do(ranks, f"peers = PeerMemory(64, {group}, timeout_s=30)")
-        assert all_do(ranks, "[peers.rank, peers.size]") == [[0, 2], [1, 2]]
+        assert all_do(ranks, "[peers.rank, peers.world_size]") == [[0, 2], [1, 2]]
         all_do(ranks, "write(1 - {rank}, 3, {rank} + 5)")
         all_do(ranks, "peers.barrier()")
         assert all_do(ranks, "read(peers.rank, 3)") == [[6], [5]]
     error = ranks[0].refuses("PeerMemory(64, None, rank=1)")
-    assert "rank 1 of size 2, expected rank 0 of size 2 as in the group" in error
+    assert "rank 1 of 2, expected rank 0 of 2 as in the group" in error
 
 
 def test_a_barrier_waits_for_all(hosts: Pool) -> None:

@@ -39,9 +39,9 @@ def test_ranks_get_the_same_bits(size: int, calls: int) -> None:
     ranks.each(run)
 
 
-def some(size: int = 2, deadline_s: float = 0.05) -> tuple[Ranks, PeerReducer, PeerReducer]:
+def some(size: int = 2, device_timeout_s: float = 0.05) -> tuple[Ranks, PeerReducer, PeerReducer]:
     """Return ranks that are not called at once, and the first two reducers."""
-    ranks = Ranks(size, torch.device("cpu"), deadline_s, slot_bytes=1000)
+    ranks = Ranks(size, torch.device("cpu"), device_timeout_s, slot_bytes=1000)
     return ranks, *ranks.reducers[:2]
 
 
@@ -98,7 +98,7 @@ def test_who_has_given_up_names_whom_it_waited_for() -> None:
 
 def test_late_by_a_hair() -> None:
     """What comes between the last look and the end of the deadline has come: nobody is missing."""
-    _, other, own = some(deadline_s=0.2)
+    _, other, own = some(device_timeout_s=0.2)
 
     def come(*_: object) -> None:
         time.sleep(0.3)  # in the wait, which asks for signals and then looks at the clock
@@ -136,7 +136,7 @@ def test_no_items_and_tracers() -> None:
 
 
 def test_interrupted() -> None:
-    _, _, own = some(deadline_s=30)
+    _, _, own = some(device_timeout_s=30)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     with pytest.raises(KeyboardInterrupt):
@@ -180,7 +180,7 @@ test_wrong_reducers = refusals(
     ({"addresses": [16]}, ValueError, "addresses: [16], expected 2 multiples of 16 bytes"),
     ({"addresses": [16, 24]}, ValueError, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
     ({"workspace_bytes": 1024}, ValueError, "workspace_bytes: 1024, expected at least 9216 for 2"),
-    ({"deadline_s": 0}, ValueError, "deadline_s: 0, expected above 0"),
+    ({"device_timeout_s": 0}, ValueError, "device_timeout_s: 0, expected above 0"),
 )
 
 

@@ -42,7 +42,7 @@ def sum_all(ranks: Ranks, xs: list[torch.Tensor]) -> None:
 
 def test_calls_of_one_process(make: Make) -> None:
     """Of all kinds, sizes and alignments; nothing is allocated or loaded while ranks wait."""
-    ranks, loading = make(), make(deadline_s=1e-4)
+    ranks, loading = make(), make(device_timeout_s=1e-4)
     for seed in range(60):
         for rank, reducer in enumerate(loading.reducers):
             call = any_call(reducer, random.Random(seed))
@@ -58,7 +58,7 @@ def test_calls_of_one_process(make: Make) -> None:
 def test_a_late_rank_of_one_process(make: Make) -> None:
     loading = make()  # loading takes longer than the deadline below
     sum_all(loading, ones(loading, 500))
-    ranks = make(deadline_s=0.5)
+    ranks = make(device_timeout_s=0.5)
     xs = ones(ranks, 500)
     with torch.cuda.stream(ranks.streams[0]):
         ranks.reducers[0].all_reduce(xs[0])

@@ -146,7 +146,7 @@ def test_memory_of_ranks_at_any_address(device: torch.device) -> None:
 
 
 def test_a_rank_that_does_not_come(device: torch.device) -> None:
-    ranks, case = Ranks(3, device, deadline_s=1.0), any_case(random.Random(1), repeats=True)
+    ranks, case = Ranks(3, device, device_timeout_s=1.0), any_case(random.Random(1), repeats=True)
     pool, caches = case.pool(device), case.caches(3, device)
     pairs = case.pairs.to(device)
     call: Any = lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank])  # noqa: E731
@@ -201,7 +201,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("code", MISTAKES)
 def test_wrong_calls_wait_for_nobody(code: str) -> None:
-    reducer = Ranks(2, torch.device("cpu"), deadline_s=0.05).reducers[0]
+    reducer = Ranks(2, torch.device("cpu"), device_timeout_s=0.05).reducers[0]
     src, dsts = torch.ones(10, 4), [torch.ones(10, 4) for _ in range(2)]
     pairs = torch.zeros(4, 2, dtype=torch.int64)
     with pytest.raises(Exception) as raised:

@@ -299,14 +299,15 @@ def test_host_pools_are_pinned_pools(other: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", "2MB" if other == "pages" else "")
     calls = list[Any]()
 
-    def make_pool(dims: Any, dtype: Any) -> Any:
-        return SimpleNamespace(tensor=lambda: torch.zeros(dims, dtype=dtype))
+    def make_pool(num_bytes: int) -> Any:
+        assert num_bytes == 2 * 3 * 2
+        return SimpleNamespace(tensor=lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 
     monkeypatch.setattr(plug_in, "PinnedPool", make_pool)
     allocator = type("Shared" if other == "allocator" else "HostTensorAllocator", (), {})()
     how = {"pin_memory": other != "pin_memory", "allocator": allocator, "device": "cpu"}
     target = COMMON + "alloc_with_host_register"
-    found = plug_in.HOOKS[target](original_of(target, calls), (2, 3), dtype=torch.int8, **how)
+    found = plug_in.HOOKS[target](original_of(target, calls), (2, 3), dtype=torch.int16, **how)
     assert len(calls) == bool(other)
     assert other or found._sglang_cuda_host_registered_ranges == []
 

@@ -29,7 +29,7 @@ class ThreadComm:
     """One rank, with the parts of a communicator that ``TPEmbedding`` uses."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+        self.meeting, self.rank, self.world_size = meeting, rank, meeting.size
         self.sent: list[tuple[torch.dtype, int]] = []
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> None:
@@ -48,8 +48,8 @@ class ThreadComm:
 class SilentComm:
     """A rank of several, whose others send zeros: as where they hold none of the ids."""
 
-    def __init__(self, rank: int = 0, size: int = 2) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, world_size: int = 2) -> None:
+        self.rank, self.world_size = rank, world_size
         self.sent: list[tuple[torch.dtype, int]] = []
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> None:

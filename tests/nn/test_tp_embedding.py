@@ -181,9 +181,9 @@ test_wrong_arguments = refusals(
     ({"device": "gpu"}, ValueError, "device: gpu, expected a device of PyTorch"),
     ({"group": 5}, TypeError, "group: int, expected a ProcessGroup, a Store or None"),
     ({"comm": None}, TypeError,
-     "comm: None without rank, size, all_reduce, expected a Communicator"),
+     "comm: None without rank, world_size, all_reduce, expected a Communicator"),
     ({"comm": SilentComm(2, 2)}, ValueError,
-     "comm: rank 2 of 2, expected a rank of 0 to size - 1"),
+     "comm: rank 2 of 2, expected a rank of 0 to world_size - 1"),
     ({"method": "nccl"}, ValueError,
      "method: 'nccl', expected one of auto, peer, all_reduce"),
     ({"method": "peer"}, ValueError,
@@ -254,10 +254,11 @@ def test_as_torch_has_it() -> None:
     assert torch.equal(ours(ids), theirs(ids))
     half = TPEmbedding.from_pretrained(table, comm=SilentComm(0, 1), dtype=torch.half)
     assert torch.equal(half.weight, table.half())
-    module = TPEmbedding(10, 2, comm=SilentComm(rank=3, size=4), num_added=5)
+    module = TPEmbedding(10, 2, comm=SilentComm(rank=3, world_size=4), num_added=5)
     assert not module.weight.any()
     assert (module.vocab_range, module.added_range) == ((9, 1), (15, 0))
-    assert repr(module) == ("TPEmbedding(10, 2, num_added=5, method='all_reduce', rank=3, size=4)")
+    text = "TPEmbedding(10, 2, num_added=5, method='all_reduce', rank=3, world_size=4)"
+    assert repr(module) == text
 
 
 VOCAB, ADDED, HIDDEN = 11, 3, 5

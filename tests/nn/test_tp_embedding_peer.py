@@ -146,7 +146,7 @@ def test_it_stays_where_it_is(way: Way) -> None:
     for make in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot pickle"):
             make(module)
-    assert repr(module) == "TPEmbedding(9, 65536, num_added=0, method='peer', rank=0, size=2)"
+    assert repr(module) == "TPEmbedding(9, 65536, num_added=0, method='peer', rank=0, world_size=2)"
 
 
 def test_where_there_can_be_no_peer_memory(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:

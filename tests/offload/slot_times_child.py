@@ -89,7 +89,7 @@ def check_copies_that_hide_and_that_do_not() -> None:
         assert (snapshot.compute_ms, snapshot.transfer_ms) == (compute_ms, load_ms), snapshot
         assert (snapshot.stall_ms, snapshot.stall_share) == (stall_ms, stall_ms / 3), snapshot
         assert snapshot.ratio == compute_ms / load_ms, snapshot
-        assert snapshot.bytes_moved == 20 * copies * MIB, snapshot
+        assert snapshot.moved_bytes == 20 * copies * MIB, snapshot
         assert abs(snapshot.gb_s - copies * MIB / 1e6 / load_ms) < 1e-9, snapshot
         assert stall_ms or took == 2 + 20 * 3
 
@@ -116,7 +116,7 @@ def check_sessions_do_not_wait_for_each_other() -> None:
         machine.current = CALLERS[0]
         work(100.0)
     snapshot = monitor.snapshot()
-    assert snapshot.iterations == 12 and snapshot.stall_share == 0.0, snapshot
+    assert snapshot.num_iterations == 12 and snapshot.stall_share == 0.0, snapshot
     chained = OverlapMonitor()
     pipeline = pipeline_of(2, monitor=chained)
     with pipeline:
@@ -138,7 +138,7 @@ def check_captures_are_not_timed() -> None:
     driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
     go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
     snapshot = monitor.snapshot()
-    assert (snapshot.iterations, snapshot.compute_ms) == (20, 3.0), snapshot
+    assert (snapshot.num_iterations, snapshot.compute_ms) == (20, 3.0), snapshot
 
 
 def check_events_are_given_back() -> None:

@@ -43,10 +43,10 @@ class FakePipeline:
     def add(self, rows: Iterable[Row]) -> None:
         for compute, transfer, stall in rows:
             begin, self.end = self.end + stall, self.end + stall + compute
-            self.monitor._iterations += 1
-            self.monitor._copies += 1
+            self.monitor._num_iterations += 1
+            self.monitor._num_copies += 1
             times = (begin - transfer, begin, begin, self.end, math.nan, math.nan)
-            self.rows.append(_ROW.pack(*times, 0, self.monitor._iterations, 0))
+            self.rows.append(_ROW.pack(*times, 0, self.monitor._num_iterations, 0))
         while self.rows:
             self.monitor._update()
 
@@ -55,7 +55,7 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     monitor = OverlapMonitor(window=10, name="weights")
     pipeline = pipeline_of(device, 3, monitor=monitor)
     nothing = monitor.snapshot()
-    assert (nothing.iterations, nothing.depth, nothing.alarms) == (0, 3, 0)
+    assert (nothing.num_iterations, nothing.depth, nothing.num_alarms) == (0, 3, 0)
     assert math.isnan(nothing.ratio) and math.isnan(nothing.compute_ms)
     blocks = host_blocks(7, device)
     list(pipeline.load(blocks, copy=bring))
@@ -65,11 +65,11 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     sync(device)
     now = monitor.snapshot()
     assert now.name == "weights"
-    assert now.iterations == 21
-    assert now.bytes_moved == SLOT_BYTES * (7 + 7 + 14)
+    assert now.num_iterations == 21
+    assert now.moved_bytes == SLOT_BYTES * (7 + 7 + 14)
     for _ in pipeline.load(blocks, copy=bring):
         break
-    assert monitor.snapshot().iterations == 22  # a body that ends its run counts
+    assert monitor.snapshot().num_iterations == 22  # a body that ends its run counts
     assert now.compute_ms > 0 and now.transfer_ms > 0
     assert now.ratio == pytest.approx(now.compute_ms / now.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -82,12 +82,12 @@ def test_means_of_a_window() -> None:
     fake.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
     fake.add([(4.0, 4.0, 2.0)])
     now = monitor.snapshot()
-    assert now.iterations == 9
+    assert now.num_iterations == 9
     assert (now.compute_ms, now.transfer_ms, now.stall_ms) == (3.0, 2.0, 1.0)
     assert now.ratio == 1.5
     assert now.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
     assert now.gb_s == pytest.approx((1 << 20) / 2e6)
-    assert now.bytes_moved == 9 << 20
+    assert now.moved_bytes == 9 << 20
 
 
 def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +105,7 @@ def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
         assert len(alarms) == 1
         fake.add([(1.7, 1.0, 0.0)] * 20)
         fake.add([(1.4, 1.0, 0.0)] * 4)
-    assert [alarm.alarms for alarm in alarms] == [1, 2]
+    assert [alarm.num_alarms for alarm in alarms] == [1, 2]
     assert alarms[0].ratio == 0.5
     assert caplog.messages == [
         "pipeline: compute takes 0.50 times as long as its copies, expected at least 1.50 "
@@ -120,9 +120,9 @@ def test_a_monitor_is_of_one_pipeline() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(cpu, monitor=monitor)
     list(pipeline.load(host_blocks(3, cpu), copy=bring))
-    assert (monitor.snapshot().iterations, monitor.snapshot().depth) == (3, 3)
+    assert (monitor.snapshot().num_iterations, monitor.snapshot().depth) == (3, 3)
     pipeline.close()
-    assert (monitor.snapshot().iterations, monitor.snapshot().depth) == (3, 0)
+    assert (monitor.snapshot().num_iterations, monitor.snapshot().depth) == (3, 0)
     text = "SlotPipeline: monitor: that of another pipeline, expected a new one"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         pipeline_of(cpu, monitor=monitor)
@@ -137,7 +137,7 @@ def test_asked_by_other_threads_while_it_runs() -> None:
     def ask() -> int:
         most = 0
         while not over.is_set():
-            most = max(most, monitor.snapshot().iterations)
+            most = max(most, monitor.snapshot().num_iterations)
         return most
 
     with ThreadPoolExecutor(2) as threads:
@@ -146,7 +146,7 @@ def test_asked_by_other_threads_while_it_runs() -> None:
             list(pipeline.load(range(50), copy=lambda tensor, block: None))
         over.set()
     now = monitor.snapshot()
-    assert now.iterations == 10_000
+    assert now.num_iterations == 10_000
     assert now.compute_ms > 0
     assert 0 < max(future.result() for future in asking) <= 10_000
 

@@ -53,7 +53,7 @@ def test_tensors_lie_side_by_side_on_lines() -> None:
 
 def test_made_in_inference_mode_and_written_outside_of_it() -> None:
     with torch.inference_mode():
-        pool = PinnedPool([4, 8], torch.float32)
+        pool = PinnedPool(128)
         first = pool.tensor(64)
         second = PinnedPool(256).tensor()
     first.fill_(1)
@@ -74,26 +74,44 @@ def test_says_what_it_is() -> None:
 
 
 def shared(name: Any, rank: Any, size: int, timeout_s: float = 1.0) -> dict[str, Any]:
-    return {"size": 8, "share": Share(name, rank, size, timeout_s, HashStore())}
+    return {"num_bytes": 8, "share": Share(name, rank, size, timeout_s, HashStore())}
 
 
 test_mistakes = refusals(
     PinnedPool,
     {},
-    ({"size": 0}, ValueError, "size: 0, expected at least 1"),
-    ({"size": [4, 0], "dtype": torch.int8}, ValueError, "size: [4, 0], expected sizes of at lea"),
-    ({"size": [4]}, TypeError, "dtype: None, expected a torch.dtype for a shape"),
-    ({"size": 4.5}, TypeError, "size: float, expected an int"),
-    ({"size": 8, "dtype": "int8"}, TypeError, "dtype: str, expected a torch.dtype"),
-    ({"size": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
+    ({"num_bytes": 0}, ValueError, "num_bytes: 0, expected at least 1"),
+    ({"num_bytes": "0G"}, ValueError, "num_bytes: 0, expected at least 1"),
+    ({"num_bytes": "64 GB"}, ValueError, "num_bytes: '64 GB', expected bytes such as 1048576, '51"),
+    ({"num_bytes": [4]}, TypeError, "num_bytes: list, expected an int"),
+    ({"num_bytes": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
     (shared(3, 0, 1), ValueError, "share: name: 3, expected 1 to 200 letters"),
     (shared("a/b", 0, 1), ValueError, "share: name: 'a/b', expected 1 to"),
     (shared("a", None, 1), TypeError, "share 'a': rank: None, expected an"),
     (shared("a", 3, 2), ValueError, "share 'a': rank: 3, expected 0 to 1"),
-    (shared("a", 0, 0), ValueError, "share 'a': size: 0, expected at least 1"),
+    (shared("a", 0, 0), ValueError, "share 'a': world_size: 0, expected at least"),
     (shared("a", 0, 1, 0), ValueError, "share 'a': timeout_s: 0, expected above"),
-    ({"size": 1 << 60}, MemoryError, "size: 1.074e+09 GiB, expected at most the "),
+    ({"num_bytes": 1 << 60}, MemoryError, "num_bytes: 1.074e+09 GiB, expected at most the "),
 )
+
+
+def test_mistakes_of_tensors() -> None:
+    refused: Any = [
+        (([4, 0], torch.int8), ValueError, "shape: [4, 0], expected sizes of at least 1"),
+        (([4],), TypeError, "dtype: None, expected a torch.dtype"),
+        ((None, torch.int8), TypeError, "shape: None, expected an int"),
+        ((8, "int8"), TypeError, "dtype: str, expected a torch.dtype"),
+    ]
+    with PinnedPool(64) as pool:
+        for arguments, kind, text in refused:
+            with pytest.raises(kind, match=f"^PinnedPool.tensor: {re.escape(text)}"):
+                pool.tensor(*arguments)
+
+
+def test_bytes_as_text() -> None:
+    for text, num_bytes in (("4096", 4096), ("3k", 3 * 1024), ("2M", 2 * MIB), ("1MiB", MIB)):
+        with PinnedPool(text) as pool:
+            assert pool.stats.num_bytes == len(pool.tensor()) == num_bytes
 
 
 def test_a_share_without_a_group() -> None:
@@ -120,8 +138,8 @@ def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.cuda
 def test_is_pinned_and_of_use_to_the_ops() -> None:
-    pool = PinnedPool([5000, 41], torch.int32)
-    table = pool.tensor()
+    pool = PinnedPool(5000 * 41 * 4)
+    table = pool.tensor([5000, 41], torch.int32)
     assert table.is_pinned() and pool.stats.is_registered
     table.random_()
     rows = torch.zeros(700, 41, dtype=torch.int32, device="cuda")

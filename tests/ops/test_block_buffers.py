@@ -294,14 +294,27 @@ def test_wrong_calls() -> None:
             copy_blocks(rows(2, 9, 8), cache, wrong)
 
 
+def test_repr(device: torch.device) -> None:
+    layers = [torch.zeros(20, 4, 64, dtype=torch.float16, device=device) for _ in range(2)]
+    uneven = [layers[0], layers[1][:, :1]]
+    trusted = BlockBuffers.from_trusted_addresses([4096, 8192], 512, 7, device)
+    for buffers, text in (
+        (BlockBuffers(layers), "20 blocks of 512 bytes, float16"),
+        (BlockBuffers(layers, block_dims=2), "80 blocks of 128 bytes, float16"),
+        (BlockBuffers(uneven), "20 blocks of 128 to 512 bytes, float16"),
+        (trusted, "7 blocks of 512 bytes, trusted addresses"),
+    ):
+        assert repr(buffers) == f"BlockBuffers(2 buffers on {layers[0].device}, {text})"
+
+
 def test_wrong_addresses_and_signals() -> None:
     name, make = "BlockBuffers.from_trusted_addresses", BlockBuffers.from_trusted_addresses
     with pytest.raises(ValueError, match=f"{name}: addresses: none, expected at least one"):
         make([], 8, 2, "cpu")
     with pytest.raises(ValueError, match=f"{name}: block_bytes: 2 values, expected 1 as in"):
         make([4096], [8, 8], 2, "cpu")
-    with pytest.raises(ValueError, match=rf"{name}: block_strides\[0\]: 0, expected at least 1"):
-        make([4096], 8, 2, "cpu", block_strides=[0])
+    with pytest.raises(ValueError, match=rf"{name}: block_stride_bytes\[0\]: 0, expected at"):
+        make([4096], 8, 2, "cpu", block_stride_bytes=[0])
     for wrong, text in (
         ((None, 8, 2, "cpu"), "addresses: None, expected ints"),
         (([True], 8, 2, "cpu"), "addresses[0]: bool, expected an int"),
@@ -406,7 +419,7 @@ def test_memory_that_a_gpu_cannot_read() -> None:
     pageable = BlockBuffers([torch.zeros(4, 64, dtype=torch.uint8) for _ in range(LAYERS)])
     with pytest.raises(ValueError, match=r"copy_blocks: src\[0\]: pageable host memory"):
         copy_blocks(pageable, cache, pairs)
-    pool = PinnedPool((LAYERS, 4, 64), torch.uint8)
+    pool = PinnedPool(LAYERS * 4 * 64)
     far = BlockBuffers(list(pool.tensor((LAYERS, 4, 64), torch.uint8).unbind(0)))
     copy_blocks(far, cache, pairs)
     pool.close()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from paths import SRC
+from torch.distributed import HashStore
 
 import jitkern
+from jitkern.comm import PeerMemory, init_pynccl
+from jitkern.offload import DescriptorRing, OffloadEngine, SlotPipeline
 
 FACTORIES = {
     *("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "scalar_tensor", "eye"),
@@ -33,6 +38,42 @@ def test_signals_and_lists() -> None:
     outs, lses = torch.ones(3, 5, 2, 8, **cpu), torch.zeros(3, 5, 2, **cpu)
     assert jitkern.merge_states(outs, lses)[1].device.type == "cpu"
     assert jitkern.indexing(far[0], pairs).device.type == "cpu"
+
+
+NO_DEVICE: dict[str, Callable[..., Any]] = {
+    "LayerSignals": partial(jitkern.LayerSignals, 4),
+    "SlotPipeline": partial(SlotPipeline, num_slots=2, slot_shape=[8], dtype=torch.int8),
+    "DescriptorRing": DescriptorRing,
+    "OffloadEngine": partial(
+        OffloadEngine,
+        **dict.fromkeys(("num_layers", "num_cpu_blocks", "num_slots", "block_size"), 2),
+        token_shape=[8],
+        dtype=torch.int8,
+    ),
+    "PeerMemory": partial(PeerMemory, 1, HashStore(), rank=0, world_size=1),
+}
+
+
+@pytest.mark.parametrize("name", NO_DEVICE)
+def test_the_current_gpu_or_the_cpu(name: str) -> None:
+    made = NO_DEVICE[name]()
+    if torch.cuda.is_available():
+        assert made.device == torch.device("cuda", torch.cuda.current_device())
+        return
+    assert made.device == torch.device("cpu")
+    text = f"{name}: device: cuda, expected the CPU: PyTorch sees no GPU"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        NO_DEVICE[name](device="cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_says_that_there_is_none() -> None:
+    text = "init_pynccl: device: none was given, and PyTorch sees no GPU, expected a GPU"
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        init_pynccl(tp_rank=0, tp_size=1, tp_cpu_group=HashStore())
+    rows = torch.zeros(2, 8, device="cpu")
+    with pytest.raises(ValueError, match=r"expected a ring of a GPU, and PyTorch sees none$"):
+        DescriptorRing().serve(rows, rows)
 
 
 def test_every_new_tensor_names_its_device() -> None:

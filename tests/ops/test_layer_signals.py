@@ -30,6 +30,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
     dst, seen = BlockBuffers(layers), [torch.empty_like(layer) for layer in layers]
     signals = LayerSignals(num_signals, device)
     assert not signals.done(0)
+    assert repr(signals) == f"LayerSignals(0 of {num_signals} layers done, on {signals.device})"
     with pytest.raises(RuntimeError, match=r"LayerSignals.wait: no copy was queued"):
         signals.wait(0)
     on_gpu = device.type == "cuda"
@@ -48,6 +49,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
                 seen[layer].copy_(layers[layer])
         synchronize(device)
         assert all(map(signals.done, range(num_signals)))
+        assert f"({num_signals} of {num_signals} layers done" in repr(signals)
         for a, b in pairs.tolist():
             for layer in range(LAYERS if a >= 0 and b >= 0 else 0):
                 assert torch.equal(seen[layer][b].cpu(), src[a, layer])

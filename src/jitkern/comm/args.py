@@ -16,22 +16,22 @@ from jitkern.ops import dispatch
 
 
 def communicator_arg(call: str, value: Any) -> Communicator:
-    """Return `value` if it has a rank, a size and a sum."""
-    lacking = [name for name in ("rank", "size", "all_reduce") if not hasattr(value, name)]
+    """Return `value` if it has a rank, a world size and `all_reduce`."""
+    lacking = [name for name in ("rank", "world_size", "all_reduce") if not hasattr(value, name)]
     if lacking:
         came = f"{type_text(value)} without {', '.join(lacking)}"
         raise TypeError(f"{call}: comm: {came}, expected a Communicator")
-    if not 0 <= value.rank < value.size:
-        came = f"rank {value.rank} of {value.size}"
-        raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to size - 1")
+    if not 0 <= value.rank < value.world_size:
+        came = f"rank {value.rank} of {value.world_size}"
+        raise ValueError(f"{call}: comm: {came}, expected a rank of 0 to world_size - 1")
     return cast(Communicator, value)
 
 
-def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, int, int]:
-    """Return the group's store, or `group` if it is one, and this process's rank and size."""
+def store_of(call: str, group: Any, rank: Any, world_size: Any) -> tuple[c10d.Store, int, int]:
+    """Return the group's store, or `group` if it is one, this process's rank and world size."""
     if isinstance(group, c10d.Store):
-        size = int_arg(call, "size", size, 1)
-        return group, int_arg(call, "rank", rank, 0, size - 1), size
+        world_size = int_arg(call, "world_size", world_size, 1)
+        return group, int_arg(call, "rank", rank, 0, world_size - 1), world_size
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{call}: group: this process is not in it, expected one of its ranks")
     if not isinstance(group, dist.ProcessGroup | None):
@@ -41,10 +41,10 @@ def store_of(call: str, group: Any, rank: Any, size: Any) -> tuple[c10d.Store, i
         cure = "call torch.distributed.init_process_group() first"
         raise CommError(f"{call}: group: torch.distributed is not initialised; {cure}")
     own = dist.get_rank(group), dist.get_world_size(group)
-    came = own[0] if rank is None else rank, own[1] if size is None else size
+    came = own[0] if rank is None else rank, own[1] if world_size is None else world_size
     if came != own:
-        expected = f"rank {own[0]} of size {own[1]} as in the group"
-        raise ValueError(f"{call}: rank {came[0]} of size {came[1]}, expected {expected}")
+        expected = f"rank {own[0]} of {own[1]} as in the group"
+        raise ValueError(f"{call}: rank {came[0]} of {came[1]}, expected {expected}")
     return c10d._get_process_group_store(group or c10d._get_default_group()), *own
 
 

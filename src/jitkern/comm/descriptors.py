@@ -60,7 +60,7 @@ def hand_over(met: Rendezvous, fds: Descriptors, givers: Sequence[int]) -> None:
                         raise CommError(f"{met.name}: {text} as this process")
 
         def take() -> None:
-            num_left = met.size - 1 if met.rank in givers else 0
+            num_left = met.world_size - 1 if met.rank in givers else 0
             while num_left:  # all have connected: this does not block
                 with listener.accept()[0] as end:
                     if peer_uid(end) == os.geteuid():

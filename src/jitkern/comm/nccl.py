@@ -40,12 +40,14 @@ def init_pynccl(
     tp_size: int,
     tp_cpu_group: Any,
     max_size_bytes: int = 0,
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     timeout_s: float = 600.0,
 ) -> PyNCCLCommunicator:
     """Return a communicator over NCCL 2.27 or newer, once all ranks have called this.
 
     Uses the libnccl that PyTorch has loaded, else the system's; ``JITKERN_NCCL`` names another.
+    The parameters have mini-sglang's names: ``tp_rank``, ``tp_size``, ``tp_cpu_group`` and
+    ``max_size_bytes`` are ``rank``, ``world_size``, ``group`` and ``max_bytes`` elsewhere.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ def init_pynccl(
         A gloo group of just these ranks, or a store of its own. It carries no calls.
     max_size_bytes : int
         Device memory that is registered with NCCL, as ``buffer``; 1 GiB at most.
-    device : torch.device, optional
+    device : torch.device, str or int, optional
         This rank's GPU, by default the current one.
     timeout_s : float
         Seconds from a call, or the start of the set-up, until the GPU is done; ``math.inf``: none.
@@ -70,10 +72,7 @@ def init_pynccl(
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
     num_bytes = min(int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
-    device = device_arg(call, "device", device or torch.device("cuda"))
-    if device.type != "cuda":
-        raise ValueError(f"{call}: device: {device}, expected a GPU")
-    return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, device, num_bytes, timeout_s)
+    return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, num_bytes, timeout_s, device)
 
 
 class PyNCCLCommunicator(Closing):
@@ -88,7 +87,8 @@ class PyNCCLCommunicator(Closing):
     rank is gone. Then make a new communicator, over a new group. Delete graphs that captured it
     before ``close``.
 
-    Attributes: ``rank``, ``size``, ``device``, ``timeout_s``, ``nccl_version`` (``"2.28.9"``).
+    Attributes: ``rank``, ``world_size``, ``device``, ``timeout_s``, and ``nccl_version``, such as
+    ``"2.28.9"``.
     """
 
     _calls: Any = None  # the functions of csrc/comm/collectives.cc
@@ -97,11 +97,15 @@ class PyNCCLCommunicator(Closing):
         self,
         group: Any,
         rank: int,
-        size: int,
-        device: torch.device,
+        world_size: int,
         num_bytes: int,
         timeout_s: float,
+        device: torch.device | str | int | None = None,
     ) -> None:
+        self.device: torch.device = device_arg("init_pynccl", "device", device)
+        if self.device.type != "cuda":
+            came = "none was given, and PyTorch sees no GPU" if device is None else device
+            raise ValueError(f"init_pynccl: device: {came}, expected a GPU")
         self.nccl_version: str = load()
         self._failing = threading.Lock()  # held while one thread finds out why
         self._error: CommError | None = None  # the first one; every later call raises it again
@@ -111,22 +115,22 @@ class PyNCCLCommunicator(Closing):
             "init_pynccl",
             group,
             rank,
-            size,
+            world_size,
             timeout_s=min(timeout_s, MAX_TIMEOUT_S),
             position=self._position,
             facts=facts,
         )
-        self.rank, self.size, self.timeout_s, self.device = rank, size, timeout_s, device
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         try:
             own_id = bytes(host.module()["nccl_unique_id"]()) if rank == 0 else b""
             unique_id = self._rendezvous.exchange("unique_id", own_id.decode("latin-1"), str)[0]
             self._connect(unique_id.encode("latin-1", "replace"))
-            self._unused = _zeros(1, "int32", device)  # the tensor of calls without one
-            self.buffer: Tensor = _zeros(0, "uint8", device)
+            self._unused = _zeros(1, "int32", self.device)  # the tensor of calls without one
+            self.buffer: Tensor = _zeros(0, "uint8", self.device)
             """The registered memory, uint8: views of it at the same offset on every rank, such as
             ``buffer[:4096].view(torch.bfloat16)``, are sent without a copy."""
             if num_bytes:
-                self.buffer = as_torch(host.module()["nccl_allocate"](device.index, num_bytes))
+                self.buffer = as_torch(host.module()["nccl_allocate"](self.device.index, num_bytes))
                 status = self._calls.register_memory(self.buffer.data_ptr(), num_bytes)
                 self._settle("init_pynccl", status)
         except BaseException as error:
@@ -136,7 +140,7 @@ class PyNCCLCommunicator(Closing):
 
     def _connect(self, unique_id: bytes) -> None:
         make = host.Function("make_nccl_communicator")
-        calls = namespace(make(self.device.index, self.rank, self.size, self.timeout_s))
+        calls = namespace(make(self.device.index, self.rank, self.world_size, self.timeout_s))
         for function in vars(calls).values():
             function.release_gil = True  # the thread below has to look for late calls
         try:
@@ -163,7 +167,7 @@ class PyNCCLCommunicator(Closing):
         self._run("all_gather", "output x", (output,), (x,), output, x)
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` over all ranks, and write part ``rank`` of ``size`` to ``output``."""
+        """Reduce ``x`` over all ranks, and write part ``rank`` of ``world_size`` to ``output``."""
         number = _op_number("reduce_scatter", op)
         self._run("reduce_scatter", "output x", (output,), (x,), output, x, number)
 

@@ -34,12 +34,12 @@ class PeerCommunicator(Closing):
         1 MiB with more. 0: no peer memory, and making it is not collective.
     algorithm : "auto", "one_shot" or "two_shot"
         As for ``PeerReducer.all_reduce``, the same on all ranks.
-    device : torch.device, optional
+    device : torch.device, str or int, optional
         By default the current GPU, or the CPU if there is none.
-    deadline_s : float
-        Seconds that a small sum waits for other ranks, on the device; ``math.inf``: forever.
+    device_timeout_s : float
+        Seconds that the kernel of a small sum waits for other ranks; ``math.inf``: forever.
     timeout_s : float
-        Seconds for each step of the set-up, and of ``reset``.
+        Seconds that the host waits in each step of the set-up, and of ``reset``.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class PeerCommunicator(Closing):
         *,
         max_bytes: int | None = None,
         algorithm: Algorithm = "auto",
-        device: torch.device | None = None,
-        deadline_s: float = 10.0,
+        device: torch.device | str | int | None = None,
+        device_timeout_s: float = 10.0,
         timeout_s: float = 600.0,
     ) -> None:
         call = "PeerCommunicator"
@@ -58,29 +58,29 @@ class PeerCommunicator(Closing):
         if max_bytes is None:
             # Two H200s take 0.43 of NCCL's time at 4 MiB, the largest size measured, and a third of
             # it at 1 MiB. More ranks are not measured.
-            max_bytes = 4 << 20 if comm.size == 2 else 1 << 20
+            max_bytes = 4 << 20 if comm.world_size == 2 else 1 << 20
         max_bytes = int_arg(call, "max_bytes", max_bytes, 0)
         choice_arg(call, "algorithm", algorithm, [*ALGORITHMS])
-        if comm.size > MAX_RANKS:
+        if comm.world_size > MAX_RANKS:
             expected = f"expected at most {MAX_RANKS}; use it as it is"
-            raise ValueError(f"{call}: comm: {comm.size} ranks, {expected}")
-        deadline_s = seconds_arg(call, deadline_s, "deadline_s", math.inf)
+            raise ValueError(f"{call}: comm: {comm.world_size} ranks, {expected}")
+        device_timeout_s = seconds_arg(call, device_timeout_s, "device_timeout_s", math.inf)
         timeout_s = seconds_arg(call, timeout_s)
         where = device_arg(call, "device", device)
         self._comm, self._algorithm = comm, algorithm
         self.rank: int = comm.rank
-        self.size: int = comm.size
+        self.world_size: int = comm.world_size
         self.all_gather, self.broadcast = comm.all_gather, comm.broadcast
         self.send, self.recv, self.barrier = comm.send, comm.recv, comm.barrier
         self._dtypes = (torch.float32, torch.float16, torch.bfloat16)
-        self.max_bytes: int = max_bytes if comm.size > 1 else 0
+        self.max_bytes: int = max_bytes if comm.world_size > 1 else 0
         self.reducer: PeerReducer | None = None
         """This rank's part of small sums; None if all sums go to ``comm``."""
         if self.max_bytes == 0:
             return
         most = min(self.max_bytes, 4 << 20)  # larger sums take several rounds
-        num_bytes = PeerReducer.workspace_bytes_for(comm.size, most)
-        ranks: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": where}
+        num_bytes = PeerReducer.workspace_bytes_for(comm.world_size, most)
+        ranks: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "device": where}
         # If one rank took one shot and another one two, sums would be wrong.
         same = {"max_bytes": self.max_bytes, "algorithm": algorithm}
         self._peers = PeerMemory(
@@ -90,7 +90,7 @@ class PeerCommunicator(Closing):
             self._peers.addresses,
             **ranks,
             workspace_bytes=num_bytes,
-            deadline_s=deadline_s,
+            device_timeout_s=device_timeout_s,
             owner=self._peers.tensor(num_bytes, torch.uint8),
         )
         self.reducer.reset()

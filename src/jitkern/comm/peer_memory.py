@@ -46,16 +46,16 @@ class PeerMemory(Closing):
         Bytes per rank, the same on all ranks.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
         A gloo group of just these ranks, None for the default group, or a store of its own.
-    rank, size : int, optional
+    rank, world_size : int, optional
         This rank and the number of ranks; by default the group's. A store needs both.
-    device : torch.device, optional
+    device : torch.device, str or int, optional
         Where this rank's memory lies. By default the current GPU, or the CPU if there is none.
     timeout_s : float
         Seconds for each step of the set-up, and for a barrier; at most 1e6.
 
     Attributes
     ----------
-    rank, size, device, num_bytes, share_bytes
+    rank, world_size, device, num_bytes, share_bytes
         Distance from one rank's memory to the next: ``num_bytes`` rounded up to pages of 2 MiB.
 
     Raises
@@ -74,8 +74,8 @@ class PeerMemory(Closing):
         group: Any,
         *,
         rank: int | None = None,
-        size: int | None = None,
-        device: torch.device | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | int | None = None,
         timeout_s: float = 600.0,
         _user: str = "PeerMemory",
         _same: Mapping[str, Any] | None = None,
@@ -92,11 +92,12 @@ class PeerMemory(Closing):
             "_host": _host(),
             "_can_share": ordinal < 0 or bool(host.module()["gpu_shares_memory"](ordinal)),
         }
+        ranks = (rank, world_size)
         self._rendezvous = Rendezvous(
-            _user, group, rank, size, timeout_s=timeout_s, position=self._position, facts=facts
+            _user, group, *ranks, timeout_s=timeout_s, position=self._position, facts=facts
         )
         self.rank: int = self._rendezvous.rank
-        self.size: int = self._rendezvous.size
+        self.world_size: int = self._rendezvous.world_size
         try:
             _require_sharing(self._rendezvous.peers)
             self.share_bytes: int = -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -105,20 +106,22 @@ class PeerMemory(Closing):
             self._rendezvous.fail(error)
             raise
 
-    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """Return a tensor in this rank's memory, from byte ``offset`` on.
+    def tensor(
+        self, shape: int | Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
+    ) -> Tensor:
+        """Return a tensor in this rank's memory, from ``offset_bytes`` on.
 
-        Raises TypeError or ValueError for a wrong argument, such as an ``offset`` that is no
+        Raises TypeError or ValueError for a wrong argument, such as an ``offset_bytes`` that is no
         multiple of the item size, RuntimeError if the memory is closed or in a forked child.
         """
-        return self._tensor("tensor", self.rank, shape, dtype, offset, self.num_bytes)
+        return self._tensor("tensor", self.rank, shape, dtype, offset_bytes, self.num_bytes)
 
     def remote(
-        self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset: int = 0
+        self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
         """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
-        rank = int_arg("PeerMemory.remote", "rank", rank, 0, self.size - 1)
-        return self._tensor("remote", rank, shape, dtype, offset, self.num_bytes)
+        rank = int_arg("PeerMemory.remote", "rank", rank, 0, self.world_size - 1)
+        return self._tensor("remote", rank, shape, dtype, offset_bytes, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor over the memory of all ranks, in rank order. Raises as ``tensor``.
@@ -129,13 +132,13 @@ class PeerMemory(Closing):
             came = f"num_bytes: {self.num_bytes} leaves gaps between the ranks"
             expected = f"whole pages; {self.share_bytes} is the next"
             raise ValueError(f"PeerMemory.whole: {came}, expected {expected}")
-        return self._tensor("whole", 0, shape, dtype, 0, self.size * self.share_bytes)
+        return self._tensor("whole", 0, shape, dtype, 0, self.world_size * self.share_bytes)
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """The address of each rank's memory in this process, for kernels."""
         base = self._usable("addresses").base()
-        return tuple(base + rank * self.share_bytes for rank in range(self.size))
+        return tuple(base + rank * self.share_bytes for rank in range(self.world_size))
 
     def barrier(self) -> None:
         """Return when all ranks have called it. The host waits for the ranks, not for GPUs.
@@ -158,7 +161,7 @@ class PeerMemory(Closing):
 
     def __repr__(self) -> str:
         state = ", closed" if self._range is None else ""
-        where = f"rank {self.rank} of {self.size} on {self.device}"
+        where = f"rank {self.rank} of {self.world_size} on {self.device}"
         return f"PeerMemory({self.num_bytes} bytes of each rank, {where}{state})"
 
     def _usable(self, call: str) -> Any:
@@ -170,7 +173,7 @@ class PeerMemory(Closing):
         return self._range
 
     def _tensor(
-        self, name: str, rank: int, shape: Any, dtype: Any, offset: Any, limit_bytes: int
+        self, name: str, rank: int, shape: Any, dtype: Any, offset_bytes: Any, limit_bytes: int
     ) -> Tensor:
         range_, call = self._usable(name), f"PeerMemory.{name}"
         if not isinstance(dtype, torch.dtype):
@@ -181,13 +184,13 @@ class PeerMemory(Closing):
             expected = "an int or a sequence of ints"
             raise TypeError(f"{call}: shape: {type_text(shape)}, expected {expected}") from None
         num_bytes = math.prod(sizes) * dtype.itemsize
-        if int_arg(call, "offset", offset, 0) % dtype.itemsize:
+        if int_arg(call, "offset_bytes", offset_bytes, 0) % dtype.itemsize:
             expected = f"a multiple of {dtype.itemsize}, the bytes of an item"
-            raise ValueError(f"{call}: offset: {offset}, expected {expected}")
-        if min(sizes, default=0) < 0 or offset + num_bytes > limit_bytes:
-            came = f"{[*sizes]} of {dtype} from byte {offset} on"
+            raise ValueError(f"{call}: offset_bytes: {offset_bytes}, expected {expected}")
+        if min(sizes, default=0) < 0 or offset_bytes + num_bytes > limit_bytes:
+            came = f"{[*sizes]} of {dtype} from byte {offset_bytes} on"
             raise ValueError(f"{call}: shape: {came}, expected at most {limit_bytes} bytes in all")
-        view = range_.view(rank * self.share_bytes + offset, num_bytes)
+        view = range_.view(rank * self.share_bytes + offset_bytes, num_bytes)
         return as_torch(view).view(dtype).view(sizes)
 
     def _position(self) -> tuple[int, str]:

@@ -70,14 +70,14 @@ class PeerReducer:
     ----------
     addresses
         The address of each rank's workspace in this process, its own included: 2 to 8.
-    rank, size
+    rank, world_size
         This rank and the number of ranks.
     workspace_bytes
         Size of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must
         be 0xFF before the first call: see ``reset``.
-    device
-        This rank's GPU, or the CPU.
-    deadline_s
+    device : torch.device, str or int, optional
+        By default the current GPU, or the CPU if there is none.
+    device_timeout_s
         Seconds that a kernel waits for other ranks; ``math.inf``: forever. After that it gives up
         and the workspace is broken: later calls do nothing, and raise.
     owner
@@ -88,25 +88,26 @@ class PeerReducer:
         self,
         addresses: Sequence[int],
         rank: int,
-        size: int,
+        world_size: int,
         workspace_bytes: int,
         *,
-        device: torch.device | str = "cuda",
-        deadline_s: float = 10.0,
+        device: torch.device | str | int | None = None,
+        device_timeout_s: float = 10.0,
         owner: Any = None,
     ) -> None:
         call = "PeerReducer"
-        self.size: int = int_arg(call, "size", size, 2, MAX_RANKS)
-        self.rank: int = int_arg(call, "rank", rank, 0, self.size - 1)
-        if len(addresses) != self.size or any(at <= 0 or at % 16 for at in addresses):
-            expected = f"{self.size} multiples of 16 bytes, not 0"
+        self.world_size: int = int_arg(call, "world_size", world_size, 2, MAX_RANKS)
+        self.rank: int = int_arg(call, "rank", rank, 0, self.world_size - 1)
+        if len(addresses) != self.world_size or any(at <= 0 or at % 16 for at in addresses):
+            expected = f"{self.world_size} multiples of 16 bytes, not 0"
             raise ValueError(f"{call}: addresses: {[*addresses]}, expected {expected}")
         self.device: torch.device = device_arg(call, "device", device)
-        self.deadline_s: float = seconds_arg(call, deadline_s, "deadline_s", math.inf)
+        timeout_s = seconds_arg(call, device_timeout_s, "device_timeout_s", math.inf)
+        self.device_timeout_s: float = timeout_s
         self._owner = owner
         ordinal = -1 if self.device.type == "cpu" else self.device.index
-        one_shot_bytes = ONE_SHOT_BYTES[self.size]
-        deadline_ns = 0 if math.isinf(self.deadline_s) else max(1, round(self.deadline_s * 1e9))
+        one_shot_bytes = ONE_SHOT_BYTES[self.world_size]
+        deadline_ns = 0 if math.isinf(timeout_s) else max(1, round(timeout_s * 1e9))
         functions = namespace(
             host.Function("make_peer_reducer")(
                 ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
@@ -122,11 +123,12 @@ class PeerReducer:
         self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(functions.intact())
 
     @staticmethod
-    def workspace_bytes_for(size: int, max_bytes: int = 2 << 20) -> int:
+    def workspace_bytes_for(world_size: int, max_bytes: int = 2 << 20) -> int:
         """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
-        size = int_arg("workspace_bytes_for", "size", size, 2, MAX_RANKS)
+        world_size = int_arg("workspace_bytes_for", "world_size", world_size, 2, MAX_RANKS)
         max_bytes = int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
-        return int(host.module()["peer_workspace_bytes"](size, max_bytes, ONE_SHOT_BYTES[size]))
+        one_shot_bytes = ONE_SHOT_BYTES[world_size]
+        return int(host.module()["peer_workspace_bytes"](world_size, max_bytes, one_shot_bytes))
 
     def all_reduce(
         self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"
@@ -166,7 +168,10 @@ class PeerReducer:
         return output
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """Sum ``x``, and write part ``rank`` of ``size`` to ``output``, which may be in ``x``."""
+        """Sum ``x`` and write part ``rank`` of ``world_size`` to ``output``.
+
+        ``output`` may be in ``x``.
+        """
         args = output, x
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 

@@ -21,8 +21,8 @@ from jitkern.ops.pairs import HOST_SIDES, load_sort, pair_kernels
 # Vectors in flight: those of h2d_gather and d2h_scatter, which move the same bytes over each link.
 _COPIES = {"peer_gather": ("PeerGather", 8), "peer_scatter": ("PeerScatter", 4)}
 _GATHER_NAMES = [
-    " ".join([*(f"dsts[{rank}]" for rank in range(size)), "src", "pairs"])
-    for size in range(MAX_RANKS + 1)
+    " ".join([*(f"dsts[{rank}]" for rank in range(world_size)), "src", "pairs"])
+    for world_size in range(MAX_RANKS + 1)
 ]
 
 
@@ -92,17 +92,17 @@ def peer_gather(
         deadline. A rank that has timed out writes nothing until the group's ``reset``.
     """
     reducer = _reducer("peer_gather", group)
-    size = 1 if reducer is None else reducer.size
+    world_size = 1 if reducer is None else reducer.world_size
     if isinstance(dsts, (str, bytes)) or not isinstance(dsts, Sequence):
         raise TypeError(f"peer_gather: dsts: {type_text(dsts)}, expected a sequence of tensors")
-    if len(dsts) != size:
-        expected = f"{size}, one for each rank"
+    if len(dsts) != world_size:
+        expected = f"{world_size}, one for each rank"
         raise ValueError(f"peer_gather: dsts: {len(dsts)} tensors, expected {expected}")
     if reducer is None:
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
         return
     args = (src, list(dsts), pairs, num_sms, reducer.rank, *reducer.barrier_in_cpp)
-    names = _GATHER_NAMES[size]
+    names = _GATHER_NAMES[world_size]
     call_cpp("peer_gather", _gather.call, args, names, tuple(dsts), (src,), (pairs,))
 
 
@@ -124,7 +124,7 @@ def peer_scatter(
     if reducer is None:
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
-    args = (src, dst, pairs, num_sms, reducer.rank, reducer.size, *reducer.barrier_in_cpp)
+    args = (src, dst, pairs, num_sms, reducer.rank, reducer.world_size, *reducer.barrier_in_cpp)
     call_cpp("peer_scatter", _scatter.call, args, "dst src pairs", (dst,), (src,), (pairs,))
 
 
@@ -135,7 +135,7 @@ def _reducer(op: str, group: Any) -> PeerReducer | None:
     if not isinstance(group, PeerCommunicator):
         expected = "a PeerCommunicator or a PeerReducer"
         raise TypeError(f"{op}: group: {type_text(group)}, expected {expected}")
-    if group.size > 1 and group.reducer is None:
+    if group.world_size > 1 and group.reducer is None:
         came = "a PeerCommunicator without peer memory (closed, or of max_bytes 0)"
         raise ValueError(f"{op}: group: {came}, expected one that has it")
     return group.reducer

@@ -38,20 +38,23 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 to ``size - 1``."""
+        """This process's number, 0 to ``world_size - 1``."""
 
     @property
-    def size(self) -> int:
+    def world_size(self) -> int:
         """How many ranks there are."""
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place."""
 
     def all_gather(self, output: Tensor, x: Tensor) -> None:
-        """Write every rank's ``x`` to ``output``, ``size`` times as large, in the ranks' order."""
+        """Write every rank's ``x`` to ``output``, in the order of ranks.
+
+        ``output`` is ``world_size`` times as large as ``x``.
+        """
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce ``x`` over all ranks and write part ``rank`` of ``size`` of it to ``output``."""
+        """Reduce ``x`` over all ranks, and write part ``rank`` of ``world_size`` to ``output``."""
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to that of every rank."""

@@ -97,32 +97,32 @@ class Rendezvous:
         name: str,
         group: Any,
         rank: int | None,
-        size: int | None,
+        world_size: int | None,
         *,
         timeout_s: float,
         position: Callable[[], tuple[int, str]] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.timeout_s: float = seconds_arg(name, timeout_s)
-        root, rank, size = store_of(name, group, rank, size)
-        self.name, self.rank, self.size = name, rank, size
-        self._others = [other for other in range(size) if other != rank]
+        root, rank, world_size = store_of(name, group, rank, world_size)
+        self.name, self.rank, self.world_size = name, rank, world_size
+        self._others = [other for other in range(world_size) if other != rank]
         self._end: str | None = None  # why it cannot be used any more
         self._has_failed = False
         self._store: Store | None = None  # None: one rank is alone, or the store has failed
         self._num_exchanges = 0
         self._last_keys: list[str] = []  # those of the last exchange
         self._position = None if position is None else weakref.WeakMethod(position)
-        facts = {"called": name, "size": size, "jitkern": __version__, **(facts or {})}
+        facts = {"called": name, "world_size": world_size, "jitkern": __version__, **(facts or {})}
         process = os.getpid(), socket.gethostname(), _pids()
         self._own = PeerInfo(rank, *process, uuid.uuid4().hex, facts)
         self._known = {rank: self._own}  # the ranks that have come so far
-        if size > 1:
+        if world_size > 1:
             root = PrefixStore("jitkern", root)
             self._run(lambda until: self._meet(root, until), timeout_s)
             self._store = PrefixStore(self._token(), root)
             watch("answer", self._answer)
-        self.peers: list[PeerInfo] = [self._known[peer] for peer in range(size)]
+        self.peers: list[PeerInfo] = [self._known[peer] for peer in range(world_size)]
         for key in sorted({key for peer in self.peers for key in peer.facts if key[0] != "_"}):
             if any(peer.facts.get(key) != facts.get(key) for peer in self.peers):
                 rows = "".join(f"\n  {peer}  {peer.facts.get(key)}" for peer in self.peers)
@@ -275,7 +275,7 @@ class Rendezvous:
         self, op: str, number: int, peer: int, missing: Missing, limit_s: float | None, *notes: str
     ) -> CommTimeoutError:
         """Return the error of a call that was late; if `limit_s` is None, that cannot be done."""
-        where = f"rank {self.rank} of {self.size}"
+        where = f"rank {self.rank} of {self.world_size}"
         if peer >= 0:
             where = f"{where} {'to' if op == 'send' else 'from'} rank {peer}"
         elif number or op == self.name:
@@ -320,7 +320,7 @@ class Rendezvous:
         """
         own_text, token = json.dumps(self._own), ""
         seen: list[str] = []  # the keys by which ranks say that they have seen all
-        keys = [f"rank/{rank}" for rank in range(self.size)]
+        keys = [f"rank/{rank}" for rank in range(self.world_size)]
         root.set(keys[self.rank], own_text)
         for _ in polls(until):
             texts = [root.get(key) if root.check([key]) else None for key in keys]
@@ -338,11 +338,11 @@ class Rendezvous:
             for rank, text in enumerate(texts):
                 if text is not None:
                     self._known[rank] = self._peer(keys[rank], text)
-            if len(self._known) == self.size and token != self._token():
+            if len(self._known) == self.world_size and token != self._token():
                 if token:
                     root.delete_key(seen[self.rank])
                 token = self._token()
-                seen = [f"{token}/seen/{rank}" for rank in range(self.size)]
+                seen = [f"{token}/seen/{rank}" for rank in range(self.world_size)]
                 root.set(seen[self.rank], "1")
         ended = self._ended()
         late = [rank for rank in self._others if rank not in self._known or rank in ended]
@@ -351,7 +351,7 @@ class Rendezvous:
 
     def _exchange(self, store: Store, name: str, value: Any, kind: Any, until: float) -> list[Any]:
         self._num_exchanges += 1
-        keys = [f"{self._num_exchanges}/{name}/{rank}" for rank in range(self.size)]
+        keys = [f"{self._num_exchanges}/{name}/{rank}" for rank in range(self.world_size)]
         store.set(keys[self.rank], json.dumps([value]))
         for is_last in polls(until):
             if store.check(keys):

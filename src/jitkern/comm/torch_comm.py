@@ -59,7 +59,7 @@ class TorchCommunicator(Closing):
             call, group, None, None, timeout_s=timeout_s, position=self._position
         )
         self.rank: int = self._rendezvous.rank
-        self.size: int = self._rendezvous.size
+        self.world_size: int = self._rendezvous.world_size
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place; see ``Communicator.all_reduce``."""
@@ -71,7 +71,7 @@ class TorchCommunicator(Closing):
         """Write every rank's ``x`` to ``output``; see ``Communicator.all_gather``."""
         self._check("all_gather", output=output, x=x)
         self._check_items("all_gather", "output", output, x)
-        gather = partial(dist.all_gather, [*_bytes(output).chunk(self.size)])
+        gather = partial(dist.all_gather, [*_bytes(output).chunk(self.world_size)])
         self._run("all_gather", gather, _bytes(x))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: ReduceOp = "sum") -> None:
@@ -83,12 +83,12 @@ class TorchCommunicator(Closing):
         whole = x.detach().clone().view(-1)
         self._reduce("reduce_scatter", whole, op)
         output = output.detach().view(-1)
-        output.copy_(whole.view(self.size, output.numel())[self.rank])
+        output.copy_(whole.view(self.world_size, output.numel())[self.rank])
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
         """Write rank ``src``'s ``x`` to all ranks'; see ``Communicator.broadcast``."""
         self._check("broadcast", x=x)
-        src = int_arg("broadcast", "src", src, 0, self.size - 1)
+        src = int_arg("broadcast", "src", src, 0, self.world_size - 1)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=src)
 
     def send(self, x: Tensor, dst: int) -> None:
@@ -135,13 +135,14 @@ class TorchCommunicator(Closing):
             raise TypeError(f"{call}: output: {output.dtype}, expected {x.dtype} as x")
 
     def _check_items(self, call: str, name: str, whole: Tensor, part: Tensor) -> None:
-        """Raise unless `whole`, the argument `name`, has the items of `size` parts."""
-        if whole.numel() != part.numel() * self.size:
-            expected = f"{part.numel() * self.size}, {part.numel()} for each of {self.size} ranks"
+        """Raise unless `whole`, the argument `name`, has the items of `world_size` parts."""
+        if whole.numel() != part.numel() * self.world_size:
+            count, each = part.numel() * self.world_size, part.numel()
+            expected = f"{count}, {each} for each of {self.world_size} ranks"
             raise ValueError(f"{call}: {name}: {whole.numel()} items, expected {expected}")
 
     def _other_rank(self, call: str, name: str, value: Any) -> int:
-        rank = int_arg(call, name, value, 0, self.size - 1)
+        rank = int_arg(call, name, value, 0, self.world_size - 1)
         if rank == self.rank:
             raise ValueError(f"{call}: {name}: {rank}, expected another rank than this one")
         return rank
@@ -156,7 +157,7 @@ class TorchCommunicator(Closing):
         name = {"avg": "SUM", "prod": "PRODUCT"}.get(op, op.upper())
         self._run(call, dist.all_reduce, x, op=getattr(dist.ReduceOp, name))
         if op == "avg":
-            x.div_(self.size, rounding_mode=None if x.is_floating_point() else "trunc")
+            x.div_(self.world_size, rounding_mode=None if x.is_floating_point() else "trunc")
 
     def _run(
         self, call: str, function: Callable[..., Any], x: Tensor, peer: int = -1, **options: Any

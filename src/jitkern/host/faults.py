@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _EXPECTED = "a CUDA device or the CPU"
 
 
-def check(device: int | str | torch.device | None = None) -> None:
+def check(device: torch.device | str | int | None = None) -> None:
     """Raise IndexError for the first out-of-range index that a kernel met on ``device``.
 
     Kernels never touch memory outside their tensors: they skip such a row and record the fault in
@@ -22,9 +22,9 @@ def check(device: int | str | torch.device | None = None) -> None:
 
     Parameters
     ----------
-    device : int, str or torch.device, optional
-        A CUDA device; the current one by default. On the CPU there is never a fault to report,
-        because calls raise at once.
+    device : torch.device, str or int, optional
+        By default the current GPU, or the CPU if there is none. On the CPU there is never a fault
+        to report, because calls raise at once.
 
     Raises
     ------

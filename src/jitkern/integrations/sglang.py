@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,7 +248,7 @@ def _buffers(
     place: Any = "cpu" if device < 0 else device
     strides = [stride] * len(starts)
     return BlockBuffers.from_trusted_addresses(
-        starts, row_bytes, num_rows, place, block_strides=strides
+        starts, row_bytes, num_rows, place, block_stride_bytes=strides
     )
 
 
@@ -337,7 +338,9 @@ def _allocate(call: Call) -> Tensor:
     asks_for_pages = process_environment().get("SGLANG_HUGEPAGE_SIZE")
     if not is_usual or asks_for_pages or not torch.cuda.is_available():
         raise LeftToEngineError("memory of another kind")
-    buffer: Any = PinnedPool(call["dims"], call["dtype"]).tensor()
+    shape, dtype = call["dims"], call["dtype"]
+    pool = PinnedPool(math.prod(shape) * dtype.itemsize)
+    buffer: Any = pool.tensor(shape, dtype)
     # What the engine would unregister when it frees the pool: nothing, the PinnedPool does.
     buffer._sglang_cuda_host_registered_ranges = []
     return buffer  # type: ignore[no-any-return]

@@ -66,7 +66,7 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         addresses, sizes = [page.data_ptr() for page in pages], [page.shape[2] for page in pages]
         strides = [page.stride(0) for page in pages]
         return BlockBuffers.from_trusted_addresses(
-            addresses, sizes, len(pages[0]), "cpu", block_strides=strides
+            addresses, sizes, len(pages[0]), "cpu", block_stride_bytes=strides
         )
 
     def _add(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:

@@ -45,9 +45,10 @@ class TPEmbedding(torch.nn.Module):
     vocab_size, hidden_size : int
         Rows of the whole table without added ones, and elements of a row.
     comm : Communicator
-        The module uses its size, rank and ``all_reduce`` (int32 or uint8, "sum", in place).
+        The module uses its rank, world size and ``all_reduce`` (int32 or uint8, "sum", in place).
     dtype, device
-        A floating dtype, by default PyTorch's; the communicator's device.
+        A floating dtype, and the communicator's device; by default PyTorch's default dtype and
+        device, as for the modules of ``torch.nn``.
     num_added : int
         How many tokens were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
@@ -94,7 +95,7 @@ class TPEmbedding(torch.nn.Module):
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
         choice_arg(OP, "method", method, get_args(Method))
-        if comm.size > 1 and group is None and method == "peer":
+        if comm.world_size > 1 and group is None and method == "peer":
             expected = "expected the ranks' gloo group or store for method='peer'"
             raise ValueError(f"{OP}: group: None, {expected}")
         timeout_s = seconds_arg(OP, timeout_s)
@@ -107,13 +108,13 @@ class TPEmbedding(torch.nn.Module):
             raise ValueError(f"{OP}: device: {device}, expected {expected}") from error
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
-        self._is_split, peers = comm.size > 1, None
+        self._is_split, peers = comm.world_size > 1, None
         if self._is_split and group is not None and method != "all_reduce":
             peers = _peer_memory(like, self.num_embeddings, comm, method, group, timeout_s)
         self._peers = peers
         self.method: Method = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
-        self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.size, each)
+        self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.world_size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
         self.added_range: tuple[int, int] = self._part.added_range
         shape = self._part.num_rows, hidden_size
@@ -122,7 +123,7 @@ class TPEmbedding(torch.nn.Module):
         # The weight and all ranks' rows. In a tuple: the module does not register it again.
         self._shared: tuple[Tensor, Tensor] | None = None
         if peers is not None:
-            whole = peers.whole((shape[0] * comm.size, hidden_size), like.dtype)
+            whole = peers.whole((shape[0] * comm.world_size, hidden_size), like.dtype)
             self._shared = self.weight, whole[: self.num_embeddings]
 
     @classmethod
@@ -204,7 +205,8 @@ class TPEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the text of the module for ``print``."""
         sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}"
-        return f"{sizes}, method={self.method!r}, rank={self.comm.rank}, size={self.comm.size}"
+        ranks = f"rank={self.comm.rank}, world_size={self.comm.world_size}"
+        return f"{sizes}, method={self.method!r}, {ranks}"
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
@@ -314,7 +316,7 @@ class Part(NamedTuple):
 
 
 def part_of(
-    vocab_size: int, num_added: int, rank: int, size: int, rows_per_rank: int | None = None
+    vocab_size: int, num_added: int, rank: int, world_size: int, rows_per_rank: int | None = None
 ) -> Part:
     """Return a rank's part. Without ``rows_per_rank``, added ids are split separately."""
 
@@ -327,7 +329,7 @@ def part_of(
         held = rank * rows_per_rank, rows_per_rank
         ranges = range_of(*held, 0, vocab_size), range_of(*held, vocab_size, num_ids)
         return Part(rows_per_rank, *ranges)
-    base, added = -(-vocab_size // size), -(-num_added // size)
+    base, added = -(-vocab_size // world_size), -(-num_added // world_size)
     return Part(
         base + added,
         range_of(rank * base, base, 0, vocab_size),
@@ -357,24 +359,26 @@ def _write(to: Tensor, parts: Sequence[Tensor]) -> None:
 # -- memory in which ranks read each other's rows --------------------------------------------------
 
 
-def rows_in_pages(num_rows: int, size: int, row_bytes: int) -> int:
+def rows_in_pages(num_rows: int, world_size: int, row_bytes: int) -> int:
     """Return the rows of each rank, whose memory is whole pages."""
     unit = PAGE_BYTES // math.gcd(PAGE_BYTES, row_bytes)
-    return -(-num_rows // (size * unit)) * unit
+    return -(-num_rows // (world_size * unit)) * unit
 
 
 def _peer_memory(
     like: Tensor, num_rows: int, comm: Communicator, method: Method, group: Any, timeout_s: float
 ) -> PeerMemory | None:
     """Return memory for rows as `like`, or None on all ranks if "auto" finds none: collective."""
-    row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.size)
-    num_bytes = rows_in_pages(num_rows, comm.size, row_bytes) * row_bytes
+    row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.world_size)
+    num_bytes = rows_in_pages(num_rows, comm.world_size, row_bytes) * row_bytes
     is_wasteful = num_bytes > max(2 * held * row_bytes, _SMALL_BYTES)
     if method == "auto" and (is_wasteful or like.device.type not in ("cpu", "cuda")):
         return None
-    where: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "device": like.device}
+    ranks: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size}
     try:
-        return PeerMemory(num_bytes, group, **where, timeout_s=timeout_s, _user=OP)
+        return PeerMemory(
+            num_bytes, group, **ranks, device=like.device, timeout_s=timeout_s, _user=OP
+        )
     except UnsupportedError:  # on all ranks
         if method == "peer":
             raise

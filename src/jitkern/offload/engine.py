@@ -50,8 +50,9 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         Shape of a token in one layer: ``(num_heads, head_dim)`` in each of K and V, or
         ``(latent_dim,)``.
     dtype : torch.dtype
-    device : torch.device, str or int
-        A GPU, or the CPU, where each call copies before it returns.
+    device : torch.device, str or int, optional
+        By default the current GPU, or the CPU if there is none; on the CPU each call copies before
+        it returns.
     kind : {"kv", "mla"}
         K and V, or a single cache.
     layout : {"layer_first", "block_first"}
@@ -88,7 +89,7 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         block_size: int,
         token_shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         kind: Literal["kv", "mla"] = "kv",
         layout: Literal["layer_first", "block_first"] = "layer_first",
         pool: PinnedPool | None = None,
@@ -119,8 +120,10 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         # Inference tensors, as a server would make them, cannot be written outside inference mode.
         with torch.inference_mode(False), on_device:
             self._gpu = torch.zeros(gpu_shape, dtype=dtype, device=self.device)
-            self._own_pool = PinnedPool(cpu_shape, dtype) if pool is None else None
-            self._cpu = (pool or self._own_pool).tensor(cpu_shape, dtype)  # type: ignore[union-attr]
+            self._own_pool: PinnedPool | None = None
+            if pool is None:
+                pool = self._own_pool = PinnedPool(math.prod(cpu_shape) * dtype.itemsize)
+            self._cpu = pool.tensor(cpu_shape, dtype)
             if kind == "kv":
                 self.cpu_cache: Tensor = self._cpu
                 self.gpu_cache: Tensor = self._gpu
@@ -145,6 +148,8 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         num_tokens: int | None = None,
     ) -> None:
         """Copy ``blocks[i]`` of the CPU cache to ``slots[i]``, for all i in one call.
+
+        Both ``load`` and ``store`` take the GPU's side first, then the CPU's.
 
         Parameters
         ----------
@@ -176,7 +181,10 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         layer: int | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; see ``load``."""
+        """Copy ``slots[i]`` to ``blocks[i]`` of the CPU cache; see ``load``.
+
+        The GPU's side is first here too.
+        """
         self._copy("store", False, slots, blocks, layer, num_tokens)
 
     def load_blocks_into(self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None) -> None:
@@ -194,18 +202,19 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         """Copy place i of a tensor to block ``blocks[i]``: the reverse of ``load_blocks_into``."""
         self._copy("store_blocks_from", False, _PLACES, blocks, layer, tensor=tensor)
 
-    # Names that other engines use.
     load_to_slot_all_layers = load
+    """Alias of ``load``."""
     offload_slot_to_cpu = store
+    """Alias of ``store``."""
 
     def load_cpu_blocks_to_gpu_slots_all_layers(self, cpu_blocks: Blocks, slots: Blocks) -> None:
-        """The same as ``load(slots, cpu_blocks)``."""
+        """Alias of ``load(slots, cpu_blocks)``, with the CPU's side first."""
         self.load(slots, cpu_blocks)
 
     def offload_decode_slot(
         self, slot: Blocks, cpu_block: Blocks, num_tokens: int, *, layer: int | None = None
     ) -> None:
-        """The same as ``store(slot, cpu_block, num_tokens=num_tokens)``."""
+        """Alias of ``store(slot, cpu_block, num_tokens=num_tokens)``."""
         self.store(slot, cpu_block, num_tokens=num_tokens, layer=layer)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class PinnedMemory:
     part only, on the NUMA node of its GPU while that has room.
     """
 
-    def __init__(self, num_bytes: int, fd: int = -1, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(self, num_bytes: int, fd: int = -1, rank: int = 0, world_size: int = 1) -> None:
         memory, *methods = host.module()["make_pinned_memory"](num_bytes, fd)
         self._bind, self._touch, self._register, self.close = methods
         with torch.inference_mode(False):  # inference tensors cannot be written outside of it
@@ -42,7 +42,7 @@ class PinnedMemory:
         self.is_registered = False
         self.register_s = 0.0
         begin = time.perf_counter()
-        part_bytes = -(-num_bytes // (num_ranks * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES
+        part_bytes = -(-num_bytes // (world_size * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES
         first, last = (min(i * part_bytes, num_bytes) for i in (rank, rank + 1))
         self.numa_node = self._touch_part(first, last)
         self.touch_s: float = time.perf_counter() - begin
@@ -121,7 +121,7 @@ def _node_of_gpu() -> int | None:
     return None
 
 
-def require_free(num_bytes: int, argument: str = "PinnedPool: size") -> None:
+def require_free(num_bytes: int, argument: str = "PinnedPool: num_bytes") -> None:
     """Raise MemoryError if less memory is free: Linux would kill the process later."""
     free = free_bytes()
     if free is not None and num_bytes > free:

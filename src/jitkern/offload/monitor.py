@@ -33,15 +33,15 @@ class OverlapSnapshot:
     """
 
     name: str
-    iterations: int  # queued so far, without those in captured graphs
+    num_iterations: int  # queued so far, without those in captured graphs
     compute_ms: float  # mean time of a body
     transfer_ms: float  # mean time of a copy; of the longer one if a block is loaded and stored
     stall_ms: float  # mean time that the compute stream waited for a copy between two bodies
     ratio: float  # compute_ms / transfer_ms; below 1 no number of slots hides the copies
     stall_share: float  # the share of iterations that waited for over 5 % of their time
-    bytes_moved: int  # in all iterations; each copy counts as a whole slot
+    moved_bytes: int  # in all iterations; each copy counts as a whole slot
     gb_s: float  # speed of the copies, both directions together
-    alarms: int  # how often the ratio fell below the limit
+    num_alarms: int  # how often the ratio fell below the limit
     depth: int  # slots of the pipeline; 0 after it is closed
 
 
@@ -87,10 +87,10 @@ class OverlapMonitor:
         self._harvest: Callable[[int], bytes] | None = None
         self._observe: Callable[[Iteration, int], object] | None = None
         # The pipeline counts these.
-        self._iterations = self._copies = 0
+        self._num_iterations = self._num_copies = 0
         self._lock = threading.Lock()  # guards the rest
         self._timed = deque[Iteration](maxlen=self._window)
-        self._num_timed = self._checked_at = self._alarms = 0
+        self._num_timed = self._checked_at = self._num_alarms = 0
         self._is_alarmed = False
         # The last iteration that was read.
         self._number, self._end = 0, 0.0
@@ -108,15 +108,15 @@ class OverlapMonitor:
         num_stalled = sum(x.stall_ms > _STALLED * (x.compute_ms + x.stall_ms) for x in timed)
         return OverlapSnapshot(
             name=self._name,
-            iterations=self._iterations,
+            num_iterations=self._num_iterations,
             compute_ms=_quotient(compute_ms, len(timed)),
             transfer_ms=_quotient(transfer_ms, len(timed)),
             stall_ms=_quotient(sum(x.stall_ms for x in timed), len(timed)),
             ratio=_quotient(compute_ms, transfer_ms),
             stall_share=_quotient(num_stalled, len(timed)),
-            bytes_moved=self._copies * self._slot_bytes,
+            moved_bytes=self._num_copies * self._slot_bytes,
             gb_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
-            alarms=self._alarms,
+            num_alarms=self._num_alarms,
             depth=0 if pipeline is None else pipeline.depth,
         )
 
@@ -143,7 +143,7 @@ class OverlapMonitor:
         finally:
             self._lock.release()
         if is_due:
-            self._alarms += 1
+            self._num_alarms += 1
             now = self.snapshot()
             _log.warning(
                 "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
@@ -196,7 +196,7 @@ class OverlapMonitor:
         self._timed.append(Iteration(*times, follows, end - begin))
         self._num_timed += 1
         if self._observe is not None:
-            self._observe(self._timed[-1], self._iterations)
+            self._observe(self._timed[-1], self._num_iterations)
 
 
 def _sums(timed: Collection[Iteration]) -> tuple[float, float]:

@@ -163,8 +163,8 @@ class SlotPipeline:
     slot_shape : sequence of int
         Shape of a slot's tensor.
     dtype : torch.dtype
-    device : torch.device, str or int
-        A GPU, or the CPU.
+    device : torch.device, str or int, optional
+        By default the current GPU, or the CPU if there is none.
     monitor : OverlapMonitor, optional
         Measures the iterations.
     max_slots : int, optional
@@ -184,7 +184,7 @@ class SlotPipeline:
         num_slots: int,
         slot_shape: Sequence[int],
         dtype: torch.dtype,
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         monitor: OverlapMonitor | None = None,
         max_slots: int | None = None,
     ) -> None:
@@ -344,8 +344,8 @@ class SlotPipeline:
                 slot = loaded.popleft()
                 self._streams.next(COMPUTE, slot.index)
                 if monitor is not None:
-                    monitor._iterations += 1
-                    monitor._copies += num_copies
+                    monitor._num_iterations += 1
+                    monitor._num_copies += num_copies
                 yield slot
                 if store is not None:
                     self._copy(STORE, slot, store)
@@ -353,7 +353,7 @@ class SlotPipeline:
                     self._streams.next(NONE, 0)
                 slot.block = None
                 self._free.append(slot)
-                if monitor is not None and monitor._iterations % _EVERY == 0:
+                if monitor is not None and monitor._num_iterations % _EVERY == 0:
                     self._measure(monitor)
             if error is not None:
                 raise error

@@ -14,6 +14,7 @@ import torch
 
 from jitkern import fs
 from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg
+from jitkern.env import parse_bytes
 from jitkern.errors import ShareError
 from jitkern.offload import memory
 from jitkern.offload.memory import PinnedMemory
@@ -32,7 +33,7 @@ class Share:
     ----------
     name
         The pool's name, the same in all ranks: letters, digits, ``._+-``. Messages quote it.
-    rank, num_ranks
+    rank, world_size
         This process's number, counted from 0, and the number of processes.
     timeout_s
         How long a rank waits for the others at each step.
@@ -43,7 +44,7 @@ class Share:
 
     name: str
     rank: int
-    num_ranks: int
+    world_size: int
     timeout_s: float = 300.0
     group: Any = None
 
@@ -60,7 +61,7 @@ class PoolStats:
 
 
 class PinnedPool(AbstractContextManager["PinnedPool"]):
-    """Pinned host memory of exactly the requested size, split into tensors.
+    """Pinned host memory of exactly the requested bytes, split into tensors.
 
     Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
     registered with CUDA: 24 GB/s for 64 GiB, ``cuMemHostAlloc`` reaches 2.8
@@ -70,12 +71,10 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
 
     Parameters
     ----------
-    size : int or sequence of int
-        Bytes, or the shape of a tensor of ``dtype``.
-    dtype : torch.dtype, optional
-        Required with a shape. ``tensor()`` returns that tensor.
+    num_bytes : int or str
+        Bytes, or a text such as ``"64G"``: 64 GiB, as the sizes of ``jitkern warm``.
     share : Share, optional
-        One pool for all ranks of a node; every rank makes it, with the same name and size.
+        One pool for all ranks of a node; every rank makes it, with the same name and bytes.
 
     Raises
     ------
@@ -86,22 +85,15 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     RuntimeError
         CUDA does not register the memory.
     ShareError
-        In every rank: a rank is missing, has ended or failed, or asked for another size.
+        In every rank: a rank is missing, has ended or failed, or asked for other `num_bytes`.
     """
 
     stats: PoolStats
     _used = 0  # bytes given to tensors
     _memory: PinnedMemory | None = None
 
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        dtype: torch.dtype | None = None,
-        *,
-        share: Share | None = None,
-    ) -> None:
-        self._shape, num_bytes = _size_arg(size, dtype)
-        self._dtype = dtype
+    def __init__(self, num_bytes: int | str, *, share: Share | None = None) -> None:
+        num_bytes = _bytes_arg(num_bytes)
         optional_arg("PinnedPool", "share", share, Share)
         if share is None:
             with memory.taking(num_bytes):
@@ -120,9 +112,9 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     ) -> torch.Tensor:
         """Return the next tensor of the pool, at the next multiple of 128 bytes.
 
-        The default is the shape that the pool was made with, or all of its bytes. In a shared pool,
-        ranks that make the same calls get the same memory. ValueError if less memory is left,
-        RuntimeError if the pool is closed.
+        ``tensor()`` is all bytes of the pool, ``tensor(n)`` the next n bytes, both as uint8. In a
+        shared pool, ranks that make the same calls get the same memory. TypeError or ValueError for
+        a wrong argument or if less memory is left, RuntimeError if the pool is closed.
         """
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's pool; make one"
@@ -130,9 +122,10 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         if self._memory is None:
             raise RuntimeError("PinnedPool.tensor: the pool is closed")
         bytes_ = self._memory.tensor
-        if shape is None:
-            shape, dtype = self._shape, dtype or self._dtype
-        sizes, num_bytes = _size_arg(shape, dtype or torch.uint8, "PinnedPool.tensor", "shape")
+        if shape is None and dtype is None:
+            shape = len(bytes_)
+        sizes, dtype = _shape_arg(shape, dtype)
+        num_bytes = math.prod(sizes) * dtype.itemsize
         begin = -(-self._used // _ALIGN_BYTES) * _ALIGN_BYTES
         if begin + num_bytes > len(bytes_):
             left = max(0, len(bytes_) - begin)
@@ -141,7 +134,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         self._used = begin + num_bytes
         with torch.inference_mode(False):  # inference tensors cannot be written outside of it
             part = bytes_[begin : begin + num_bytes]
-            return part.view(dtype or torch.uint8).view(sizes)
+            return part.view(dtype).view(sizes)
 
     def close(self) -> None:
         """Wait for the GPUs and unregister the memory; a second call does nothing.
@@ -183,7 +176,7 @@ def _make_shared(num_bytes: int, share: Share) -> PinnedMemory:
 
         met.all_or_none("made", make)
         hand_over(met, fds, [0])
-        part = partial(PinnedMemory, num_bytes, fds[0], met.rank, met.size)
+        part = partial(PinnedMemory, num_bytes, fds[0], met.rank, met.world_size)
         pinned = met.all_or_none("touched", part)
         lock.close()
         met.all_or_none("registered", pinned.register)
@@ -200,7 +193,7 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
         raise ValueError(f"PinnedPool: share: name: {share.name!r}, expected {expected}")
     name, facts = f"PinnedPool: share {share.name!r}", {"num_bytes": num_bytes}
     try:
-        ranks = share.group, share.rank, share.num_ranks
+        ranks = share.group, share.rank, share.world_size
         met = Rendezvous(name, *ranks, timeout_s=share.timeout_s, facts=facts)
         try:
             yield met
@@ -214,16 +207,22 @@ def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
         raise ShareError(f"{name}: {str(error).removeprefix(name + ': ')}") from error
 
 
-def _size_arg(
-    size: Any, dtype: torch.dtype | None, call: str = "PinnedPool", name: str = "size"
-) -> tuple[list[int], int]:
-    """Return the shape and its size in bytes."""
-    if dtype is not None:
-        dtype_arg(call, dtype)
-    if not isinstance(size, Sequence):
-        shape = [int_arg(call, name, size, 1)]
-    elif dtype is None:
-        raise TypeError(f"{call}: dtype: None, expected a torch.dtype for a shape")
-    else:
-        shape = list(shape_arg(call, name, size))
-    return shape, math.prod(shape) * (1 if dtype is None else dtype.itemsize)
+def _bytes_arg(num_bytes: Any) -> int:
+    """Return a number of bytes, which may be a text."""
+    if isinstance(num_bytes, str):
+        parsed = parse_bytes(num_bytes)
+        if parsed is None:
+            expected = "bytes such as 1048576, '512M' or '64G'"
+            raise ValueError(f"PinnedPool: num_bytes: {num_bytes!r}, expected {expected}")
+        num_bytes = parsed
+    return int_arg("PinnedPool", "num_bytes", num_bytes, 1)
+
+
+def _shape_arg(shape: Any, dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and dtype of a tensor; an int without a dtype counts bytes."""
+    call = "PinnedPool.tensor"
+    sizes = shape_arg(call, "shape", shape) if isinstance(shape, Sequence) else None
+    if sizes is None:
+        sizes = (int_arg(call, "shape", shape, 1),)
+        dtype = torch.uint8 if dtype is None else dtype
+    return sizes, dtype_arg(call, dtype)

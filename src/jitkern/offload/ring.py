@@ -189,7 +189,8 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         """
         self._require_open()
         if self.device.type == "cpu":
-            raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU")
+            none = "" if torch.cuda.is_available() else ", and PyTorch sees none"
+            raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU{none}")
         _require_writable(_SERVE, dst, src)
         idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
         return RingServer(self, partial(self._serve, src, dst, idle_ns), dst)

@@ -88,9 +88,9 @@ class BlockBuffers:
         addresses: Sequence[int] | Tensor,
         block_bytes: int | Sequence[int],
         num_blocks: int,
-        device: torch.device | str | int,
+        device: torch.device | str | int | None = None,
         *,
-        block_strides: Sequence[int] | None = None,
+        block_stride_bytes: Sequence[int] | None = None,
     ) -> BlockBuffers:
         """Return a list of buffers at addresses of an engine's, such as a pointer table.
 
@@ -105,9 +105,10 @@ class BlockBuffers:
         block_bytes : int or sequence of int
             Bytes per block in each layer.
         num_blocks : int
-        device : torch.device, str or int
-            The device of the memory: a GPU, or "cpu".
-        block_strides : sequence of int, optional
+        device : torch.device, str or int, optional
+            The device of the memory, "cpu" for the host's; by default the current GPU, or the CPU
+            if there is none.
+        block_stride_bytes : sequence of int, optional
             Bytes from one block to the next in each layer; by default ``block_bytes``.
         """
         name = "BlockBuffers.from_trusted_addresses"
@@ -124,8 +125,10 @@ class BlockBuffers:
         if isinstance(block_bytes, int):
             block_bytes = [int_arg(name, "block_bytes", block_bytes, 1)] * len(values)
         sizes = ints("block_bytes", block_bytes)
-        strides = sizes if block_strides is None else ints("block_strides", block_strides)
-        for argument, counts in (("block_bytes", sizes), ("block_strides", strides)):
+        strides = sizes
+        if block_stride_bytes is not None:
+            strides = ints("block_stride_bytes", block_stride_bytes)
+        for argument, counts in (("block_bytes", sizes), ("block_stride_bytes", strides)):
             if len(counts) != len(values):
                 text = f"{len(counts)} values, expected {len(values)} as in addresses"
                 raise ValueError(f"{name}: {argument}: {text}")
@@ -141,6 +144,9 @@ class BlockBuffers:
     def __len__(self) -> int:
         """Return the number of buffers."""
         return self._length
+
+    def __repr__(self) -> str:
+        return f"BlockBuffers({host.module()['block_buffers_text'](self._handle)})"
 
     def __tvm_ffi_object__(self) -> Any:
         return self._handle
@@ -169,8 +175,9 @@ class LayerSignals:
     ----------
     num_layers : int
         A divisor of the number of buffers of the copy: each flag is for a group of neighbours.
-    device : torch.device, str or int
-        The GPU of the copies. On the CPU all layers are done when ``copy_blocks`` returns.
+    device : torch.device, str or int, optional
+        The GPU of the copies; by default the current one, or the CPU if there is none. On the CPU
+        all layers are done when ``copy_blocks`` returns.
 
     Examples
     --------
@@ -186,7 +193,7 @@ class LayerSignals:
     True
     """
 
-    def __init__(self, num_layers: int, device: torch.device | str | int = "cuda") -> None:
+    def __init__(self, num_layers: int, device: torch.device | str | int | None = None) -> None:
         import torch
 
         self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1)
@@ -233,6 +240,10 @@ class LayerSignals:
         if type(layer) is int and 0 <= layer < self.num_layers:
             return layer
         return int_arg(call, "layer", layer, 0, self.num_layers - 1, error=IndexError)
+
+    def __repr__(self) -> str:
+        num_done = sum(map(self.done, range(self.num_layers)))
+        return f"LayerSignals({num_done} of {self.num_layers} layers done, on {self.device})"
 
     def __tvm_ffi_object__(self) -> Any:
         return self._handle

@@ -101,6 +101,19 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
                                             row_items * tensor.item_bytes());
 }
 
+std::string BlockBuffers::text() const {
+  const auto [least, most] = std::minmax_element(
+      entries_.begin(), entries_.end(),
+      [](const BufferEntry& a, const BufferEntry& b) { return a.piece_bytes < b.piece_bytes; });
+  std::string bytes = str(least->piece_bytes);
+  if (!are_alike_) bytes += str(" to ", most->piece_bytes);
+  const std::string device = on_cuda() ? str("cuda:", device_.device_id) : "cpu";
+  const std::string dtype =
+      has_dtype() ? Tensor(kName, "", tensors_[0]).dtype_name() : "trusted addresses";
+  return str(entries_.size(), " buffers on ", device, ", ", num_blocks_, " blocks of ", bytes,
+             " bytes, ", dtype);
+}
+
 // -- overlap -------------------------------------------------------------------------------------
 
 Lattice BlockBuffers::lattice(i64 layer) const {
@@ -242,9 +255,12 @@ tvm::ffi::ObjectRef trust_block_buffers(Array<int64_t> addresses, Array<int64_t>
       tvm::ffi::make_object<BlockBuffers>(std::move(entries), i64(num_blocks), device));
 }
 
+tvm::ffi::String block_buffers_text(AnyView buffers) { return BlockBuffers::of(buffers)->text(); }
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make_block_buffers, make_block_buffers);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(trust_block_buffers, trust_block_buffers);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(block_buffers_text, block_buffers_text);
 
 }  // namespace jitkern

@@ -35,6 +35,7 @@ class BlockBuffers : public tvm::ffi::Object {
   i64 row_stride() const { return row_stride_; }
   bool are_alike() const { return are_alike_; }  // blocks of all layers have equally many bytes
   u64 bits() const { return bits_; }             // all addresses, strides and sizes, or-ed
+  std::string text() const;                      // for repr
   bool is_empty() const { return num_blocks_ == 0 || entries_[0].piece_bytes == 0; }
 
   // The entries in the memory of the scope's GPU, with its addresses. ValueError if host memory is

@@ -1,0 +1,159 @@
+"""Names in public signatures follow the rules at the top of docs/reference.md."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jitkern import errors
+
+MODULES = ("jitkern", "jitkern.comm", "jitkern.offload", "jitkern.nn")
+
+DEVICE = "torch.device | str | int | None"
+BYTES = re.compile(r"byte|pitch|width|stride|offset|footprint")
+TIME = re.compile(r"time|deadline|latency|second|delay")
+INSTEAD = {
+    "size": "num_bytes or world_size",
+    "outs": "partials",
+    "files": "replay",
+    "num_ranks": "world_size",
+    "tp_rank": "rank",
+    "tp_size": "world_size",
+    "tp_cpu_group": "group",
+    "deadline_s": "timeout_s or device_timeout_s",
+}
+
+EXCEPTIONS = {
+    # CUDA's
+    "memcpy_2d_async.dst",
+    "memcpy_2d_async.dpitch",
+    "memcpy_2d_async.spitch",
+    "memcpy_2d_async.width",
+    # mini-sglang's
+    "init_pynccl.tp_rank",
+    "init_pynccl.tp_size",
+    "init_pynccl.tp_cpu_group",
+    "compare_memory_kernel_perf.memory_footprint",
+    "perf_cpu.repetitions",
+    "perf_cuda.repetitions",
+    # a number of dimensions, as PyTorch's `dims`
+    "BlockBuffers.block_dims",
+    # the files of its sources
+    "DeviceModule.files",
+    # to be renamed
+    "merge_states.outs",
+    "warm.files",
+}
+
+
+def public_objects() -> dict[str, Any]:
+    """Return classes and functions, and public methods and properties by "class.name"."""
+    objects: dict[str, Any] = {}
+    for module in map(import_module, MODULES):
+        for name in getattr(module, "__all__", None) or vars(module):
+            value = getattr(module, name)
+            if name[0] != "_" and is_ours(value):
+                objects[name] = value
+            for member in dir(value) if inspect.isclass(value) and name in objects else ():
+                method = inspect.unwrap(getattr(value, member))
+                if member[0] != "_" and (isinstance(method, property) or is_ours(method)):
+                    objects[f"{name}.{member}"] = method
+    return objects
+
+
+def is_ours(value: Any) -> bool:
+    return callable(value) and str(getattr(value, "__module__", "")).startswith("jitkern")
+
+
+def signatures() -> Iterator[tuple[str, Signature]]:
+    """Yield a class with the parameters of its constructor: the fields, for a dataclass."""
+    for name, value in public_objects().items():
+        is_plain_error = value in vars(errors).values() and "__init__" not in vars(value)
+        if not isinstance(value, property) and not is_plain_error:
+            yield name, inspect.signature(value)
+
+
+def attributes() -> Iterator[tuple[str, str, str]]:
+    """Yield class, name and annotation of properties, and of what a class sets in ``self``."""
+    for name, value in public_objects().items():
+        if isinstance(value, property):
+            yield (*name.split("."), "")
+        elif inspect.isclass(value):
+            pattern = re.compile(r"^ +self\.([a-z]\w*): (.+?) = ", re.M)
+            for attribute, annotation in pattern.findall(inspect.getsource(value)):
+                yield name, attribute, annotation
+
+
+def name_rule(name: str, annotation: str) -> str | None:
+    """Return the rule that a name breaks."""
+    if name in INSTEAD:
+        return f"is {INSTEAD[name]}"
+    if BYTES.search(name):
+        return None if name.endswith("_bytes") else "ends in _bytes"
+    if TIME.search(name) and annotation != "bool":
+        return None if name.endswith(("_s", "_ms")) else "ends in _s or _ms"
+    is_number = annotation == "int" and name.endswith("s")
+    return "begins with num_" if is_number and not name.startswith(("num_", "max_")) else None
+
+
+def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
+    """Yield the parameters that break a rule, and the rule."""
+    parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
+    names = [*parameters]
+    for name, parameter in parameters.items():
+        if rule := name_rule(name, parameter.annotation):
+            yield name, rule
+        if name == "device" and (parameter.annotation, parameter.default) != (DEVICE, None):
+            yield name, f"is {DEVICE} = None"
+    if {"src", "dst"} <= {*names} and names[:2] != ["src", "dst"]:
+        yield "dst", "comes second, after src"
+    if "output" in names[1:] and parameters["output"].kind != Parameter.KEYWORD_ONLY:
+        yield "output", "comes first, as in torch.distributed, or by name"
+
+
+def test_public_names_follow_the_rules() -> None:
+    walked, broken = set(), {}
+    for where, signature in signatures():
+        walked |= {f"{where}.{name}" for name in signature.parameters}
+        broken |= {f"{where}.{name}": rule for name, rule in mistakes(signature)}
+    for where, name, annotation in attributes():
+        walked.add(f"{where}.{name}")
+        if rule := name_rule(name, annotation):
+            broken[f"{where}.{name}"] = rule
+    assert walked >= {
+        *("copy_blocks.src", "PinnedPool.tensor.shape", "TPEmbedding.vocab_size"),
+        *("OverlapSnapshot.gb_s", "KernelConfig.num_threads"),  # a dataclass, a named tuple
+        "BlockBuffers.from_trusted_addresses.device",  # a class method
+        *("PeerMemory.share_bytes", "Communicator.world_size"),  # an attribute, a property
+    }
+    assert {name: rule for name, rule in broken.items() if name not in EXCEPTIONS} == {}
+    assert {*broken} >= EXCEPTIONS, "not all exceptions are ones"
+
+
+class Wrong:
+    """Each method breaks one rule."""
+
+    def retired(self, size: int) -> None: ...
+    def unit_first(self, bytes_moved: int) -> None: ...
+    def no_unit(self, block_stride: int) -> None: ...
+    def no_second(self, timeout: float) -> None: ...
+    def plural(self, alarms: int) -> None: ...
+    def gpu_by_default(self, device: torch.device | str | int | None = "cuda") -> None: ...
+    def no_default(self, device: torch.device | str | int | None) -> None: ...
+    def other_annotation(self, device: torch.device | None = None) -> None: ...
+    def backwards(self, dst: Tensor, src: Tensor) -> None: ...
+    def pairs_first(self, pairs: Tensor, src: Tensor, dst: Tensor) -> None: ...
+    def output_last(self, x: Tensor, output: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Wrong) if name[0] != "_"])
+def test_each_rule_can_be_broken(name: str) -> None:
+    assert len(list(mistakes(inspect.signature(getattr(Wrong, name))))) == 1
