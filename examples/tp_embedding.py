@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # One write: otherwise the lines of several ranks mix if output is not buffered.
     sys.stdout.write(
         f"rank {ranks.rank} of {ranks.world_size}, {device}: {held} of {rows} rows, "
-        f"by {split.method}, {args.tokens} tokens in {time_ms:.3f} ms, {'equal' if is_equal else 'DIFFERENT'}\n"
+        f"by {split.method}, {args.tokens} tokens in {time_ms:.3f} ms, "
+        f"{'equal' if is_equal else 'DIFFERENT'}\n"
     )
     dist.barrier()
     dist.destroy_process_group()

@@ -174,8 +174,14 @@ def test_wrong_calls_send_nothing(code: str) -> None:
 
 test_wrong_reducers = refusals(
     PeerReducer,
-    {"addresses": [16, 32], "rank": 0, "size": 2, "workspace_bytes": 1 << 20, "device": "cpu"},
-    ({"size": 9}, ValueError, "size: 9, expected 2 to 8"),
+    {
+        "addresses": [16, 32],
+        "rank": 0,
+        "world_size": 2,
+        "workspace_bytes": 1 << 20,
+        "device": "cpu",
+    },
+    ({"world_size": 9}, ValueError, "world_size: 9, expected 2 to 8"),
     ({"rank": 2}, ValueError, "rank: 2, expected 0 to 1"),
     ({"addresses": [16]}, ValueError, "addresses: [16], expected 2 multiples of 16 bytes"),
     ({"addresses": [16, 24]}, ValueError, "addresses: [16, 24], expected 2 multiples of 16 bytes"),
@@ -188,5 +194,5 @@ def test_sizes_of_workspaces() -> None:
     for size in range(2, 9):
         sizes = [PeerReducer.workspace_bytes_for(size, 1 << bits) for bits in range(10, 26)]
         assert sizes == sorted(sizes) and sizes[-1] < 64 << 24
-    with pytest.raises(ValueError, match="size: 1, expected 2 to 8"):
+    with pytest.raises(ValueError, match="world_size: 1, expected 2 to 8"):
         PeerReducer.workspace_bytes_for(1)
