@@ -48,9 +48,6 @@ EXCEPTIONS = {
     "BlockBuffers.block_dims",
     # the files of its sources
     "DeviceModule.files",
-    # to be renamed
-    "merge_states.outs",
-    "warm.files",
 }
 
 
