@@ -17,32 +17,32 @@ if TYPE_CHECKING:
 class BlockBuffers:
     """A KV cache that is a list of tensors, one per layer: one side of ``copy_blocks``.
 
-    Checked once, so that a call of ``copy_blocks`` moves blocks of all layers in one launch. Its
-    table of addresses is in GPU memory, 32 bytes per tensor. PyTorch's autograd does not see writes
-    into a list.
+    The tensors are checked once, here. Each call of ``copy_blocks`` then copies blocks of all
+    layers in one launch. The first one uploads a table of addresses, 32 bytes per tensor, and
+    cannot be captured. Writes do not bump the tensors' version counters.
 
-    The list keeps the memory that its tensors have when it is made: ``tensor.data = other`` changes
-    the tensor and not the list. Memory that is freed by force, by ``resize_`` of a tensor or of its
-    storage, must not be copied any more: make a new list.
+    The list keeps the memory that its tensors have now: ``tensor.data = other`` changes the tensor
+    but not the list. After a ``resize_`` of a tensor or its storage, which frees the memory, do not
+    use the list: make a new one.
 
     Parameters
     ----------
     *tensors : sequence of Tensor
-        One list with a tensor per layer, or several of equal length, such as K and V: layer i then
-        is the i-th tensor of each list, in turn. A tensor is no list: pass ``list(tensor)``. All
-        are on one device, in pinned memory if the other side is on a GPU, and have the same dtype
-        and number of blocks. Bytes per block may differ. A block is contiguous, or has rows at one
-        distance.
+        One list with a tensor per layer, or several lists of equal length, such as K and V. With
+        several lists their tensors alternate: K and V of layer 0, K and V of layer 1, and so on.
+        One tensor is not a list: pass ``list(tensor)``. All tensors are on one device, have the
+        same dtype and number of blocks, and are in pinned memory if the other side is on a GPU.
+        Bytes per block may differ. A block is contiguous, or consists of equally spaced rows.
     block_dims : int
-        1: the first dimension counts blocks. 2: the first two do, as in ``[pages, page_size,
-        ...]`` with a block per token; or ``[cpu_blocks, factor, ...]``, whose blocks are ``factor``
-        GPU blocks. Block ``i`` is then ``[i // n, i % n]``.
+        1: the first dimension counts blocks. 2: the first two dimensions do, as in ``[pages,
+        page_size, ...]`` with one block per token, or ``[cpu_blocks, factor, ...]`` with ``factor``
+        GPU blocks in a CPU block. Block ``i`` is then ``[i // n, i % n]``.
 
     Raises
     ------
     TypeError, ValueError
-        No list of tensors; tensors of different devices, dtypes or numbers of blocks; strides that
-        are no rows.
+        An argument is not a list of tensors; devices, dtypes or numbers of blocks differ; a block
+        is not made of equally spaced rows.
 
     Examples
     --------
@@ -92,24 +92,25 @@ class BlockBuffers:
         *,
         block_stride_bytes: Sequence[int] | None = None,
     ) -> BlockBuffers:
-        """Return a list of buffers at addresses of an engine's, such as a pointer table.
+        """Return a list of buffers at given addresses, such as an engine's pointer table.
 
-        Nothing is checked: a wrong address or size corrupts memory or ends the process. The caller
-        keeps the memory allocated. Host memory has to be pinned and to have the same address on
-        the GPU. It copies with tensors of any dtype.
+        Nothing is checked: a wrong address or size corrupts memory or ends the process. Keep the
+        memory allocated. Host memory must be pinned and have the same address on the GPU. The
+        other side of a copy may have any dtype.
 
         Parameters
         ----------
         addresses : sequence of int or Tensor
-            Block 0 of each layer. A tensor on the GPU is read once, which synchronises.
+            The address of block 0 of each layer. A tensor on the GPU is read once, here, which
+            synchronises.
         block_bytes : int or sequence of int
             Bytes per block in each layer.
         num_blocks : int
         device : torch.device, str or int, optional
-            The device of the memory, "cpu" for the host's; by default the current GPU, or the CPU
-            if there is none.
+            The device of the memory; "cpu" for host memory. Default: the current GPU, or the CPU if
+            there is none.
         block_stride_bytes : sequence of int, optional
-            Bytes from one block to the next in each layer; by default ``block_bytes``.
+            Bytes from one block to the next in each layer. Default: ``block_bytes``.
         """
         name = "BlockBuffers.from_trusted_addresses"
 
@@ -162,22 +163,23 @@ def _list_arg(tensors: Any) -> list[Any]:
 
 
 class LayerSignals:
-    """Tells streams and the host which layers of a ``copy_blocks`` have arrived.
+    """Signals to streams and to the host which layers of a ``copy_blocks`` have arrived.
 
-    Attention of layer 0 can start while later layers are still on the link. One copy at a time;
-    the next one re-arms the signals. CUDA graphs cannot capture them.
+    So attention of layer 0 can start while later layers are still being copied. Only one copy at a
+    time may use the signals; each copy resets them. CUDA graphs cannot capture them.
 
-    Every wait ends: it can only be queued after the copy, whose kernel sets every flag, even if it
-    skips blocks that are out of range. The next call on the device, or ``jitkern.check``, raises
-    IndexError for those.
+    A wait always ends: it can be queued only after the copy, and the copy sets the flags of all
+    layers, even if it skips blocks that are out of range. The next jitkern call on the device, or
+    ``jitkern.check``, raises IndexError for those.
 
     Parameters
     ----------
     num_layers : int
-        A divisor of the number of buffers of the copy: each flag is for a group of neighbours.
+        Number of flags. It divides the number of buffers of the copy; each flag stands for a group
+        of consecutive buffers, such as K and V of a layer.
     device : torch.device, str or int, optional
-        The GPU of the copies; by default the current one, or the CPU if there is none. On the CPU
-        all layers are done when ``copy_blocks`` returns.
+        The GPU of the copies. Default: the current GPU, or the CPU if there is none. On the CPU all
+        layers are done when ``copy_blocks`` returns.
 
     Examples
     --------
@@ -210,9 +212,9 @@ class LayerSignals:
         self._wait, self._is_done = module["wait_layer_signal"], module["is_layer_done"]
 
     def wait(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Make ``stream``, by default torch's current one, wait until this layer has arrived.
+        """Make ``stream`` (default: torch's current one) wait until this layer has arrived.
 
-        A stream memory operation: no kernel, and the host does not wait.
+        The wait is a stream memory operation: no kernel runs, and the host does not wait.
 
         Raises
         ------
@@ -233,7 +235,7 @@ class LayerSignals:
         self._wait(self._handle, layer, handle)
 
     def done(self, layer: int) -> bool:
-        """Tell whether this layer of the last copy has arrived, without asking the GPU."""
+        """Tell whether this layer of the last copy has arrived, without a driver call."""
         return bool(self._is_done(self._handle, self._layer_arg("LayerSignals.done", layer)))
 
     def _layer_arg(self, call: str, layer: int) -> int:
