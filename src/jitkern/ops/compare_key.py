@@ -21,24 +21,24 @@ _compare = host.Function("compare_key")
 def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
-    One step down a radix tree of cached prefixes: ``x`` is the request, whose first ``start``
-    tokens are matched already, and ``y`` is the node's key. Items count from ``start``. After
-    mini-sglang.
+    One step down a radix tree of cached prefixes: ``x`` holds the tokens of the request, of which
+    the first ``start`` are already matched; ``y`` is the key of the node. The result does not
+    include ``start``. Synchronous, on the CPU. After mini-sglang.
 
     Parameters
     ----------
     x, y : Tensor
         ``[x_length]`` and ``[y_length]``, both int32 or both int64, contiguous, in CPU memory. A
-        read-only NumPy array is copied.
+        read-only NumPy array is copied first.
     start : int
-        The first item of ``x`` to compare, 0 to ``x_length``.
+        The first item of ``x`` to compare: 0 to ``x_length``.
     page_size : int
-        The result is rounded down to a multiple of it, 1 or more.
+        The result is rounded down to a multiple of this; 1 or more.
 
     Raises
     ------
     TypeError, ValueError
-        ``x`` or ``y`` is not a contiguous 1-D tensor of that kind, or an int is out of range.
+        ``x`` or ``y`` has a wrong dtype, device, shape or stride; an int is out of range.
     """
     call: Callable[[Tensor, Tensor, int, int], int] = _compare.call
     try:
