@@ -84,49 +84,54 @@ def copy_blocks(
 ) -> None:
     """Copy block ``pairs[i, 0]`` of ``src`` to block ``pairs[i, 1]`` of ``dst``, in all layers.
 
-    One call moves N blocks of L layers between a pool in host memory and a cache on a GPU, in
-    either direction, or within one GPU or one cache. Asynchronous on the current stream. Keep host
-    memory allocated until the stream has passed the call. With ``pairs`` on the GPU nothing is
-    allocated, and a CUDA graph may capture any call. By default a concurrent decode step is 2 to
-    6 % longer during copies to the host, and 4 to 8 % during copies to the GPU.
+    One call copies N blocks of L layers: between a pool in host memory and a cache on a GPU, in
+    either direction, within one GPU, or within one cache. Asynchronous on the current stream. Keep
+    host memory allocated until the stream has passed the call. With ``pairs`` on the GPU the call
+    allocates nothing, and a CUDA graph can capture it. By default a concurrent decode step takes 2
+    to 6 % longer during copies to the host, and 4 to 8 % longer during copies to the GPU.
+
+    Block tables of an engine are often on the GPU: one vector of source blocks, one of destination
+    blocks, and a number of valid entries that only the GPU knows. So this op alone, of those that
+    take pairs, accepts ``pairs`` as two vectors, and ``count``.
 
     Parameters
     ----------
     src, dst : Tensor or BlockBuffers
-        A list of buffers, one per layer; or ``[num_layers, num_blocks, ...]``, or ``[num_blocks,
-        num_layers, ...]`` if the block dimension is 0. Same dtype, layers and bytes of a block in
-        one layer. A tensor's blocks are contiguous, its first two strides free. A cache of one
-        layer is ``[num_blocks, ...]`` with block dimension 0 on both sides. One side is in pinned
-        host memory and one on a GPU, or both are on one GPU, or on the CPU. Blocks of ``dst`` share
-        no memory with each other or with ``src``, unless both are one cache in which no block is a
-        source and a destination.
+        ``[num_layers, num_blocks, ...]``; ``[num_blocks, num_layers, ...]`` if the block dimension
+        is 0; or ``BlockBuffers``, one buffer per layer. Both have the same dtype, number of layers
+        and bytes per block in one layer. Blocks of a tensor are contiguous in each layer; the
+        strides of its first two dimensions are free. A cache of one layer is ``[num_blocks, ...]``
+        with block dimension 0 on both sides. One side is in pinned host memory and the other on a
+        GPU, or both are on one GPU, or both on the CPU. Blocks of ``dst`` must not overlap each
+        other or ``src``. Exception: both may be the same cache if no block is both a source and a
+        destination.
     pairs : Tensor or tuple of two Tensors
-        ``[..., 2]`` of (source block, destination block), or a vector of each; int32 or int64,
+        ``[..., 2]`` of (source block, destination block), or a vector of each. int32 or int64,
         contiguous, on the GPU, or on the CPU, where they are read before the call returns. A pair
-        with a negative member is skipped. A repeated destination ends undefined.
+        with a negative number is skipped. If a destination repeats, its content is undefined.
     src_block_dim, dst_block_dim : int
-        The dimension that counts blocks, 0 or 1; the other one counts layers.
+        The dimension that counts blocks, 0 or 1. The other one counts layers.
     method : {"auto", "sm", "engine"}
-        "auto" uses 2 SMs, so that a concurrent model is slowed little, and writes to the host at
-        32 GB/s (PCIe 5.0 x16; scaled to the link). Exception, with ``pairs`` on the CPU and a
-        current stream that is not the default stream: the copy engine copies pieces of 64 KiB or
-        more. "sm": a kernel on 4 SMs, at the speed of the link. "engine", with ``pairs`` on the
-        CPU: one copy per run of blocks that are consecutive on both sides; no SM. A captured graph
-        copies the same blocks at each replay.
+        "auto": a kernel on 2 SMs, so that a concurrent model is slowed little. It writes to the
+        host at 32 GB/s (PCIe 5.0 x16; in proportion on other links). Exception: with ``pairs`` on
+        the CPU and a current stream other than the default stream, the copy engine copies pieces of
+        64 KiB or more. "sm": a kernel on 4 SMs, at the speed of the link. "engine", only with
+        ``pairs`` on the CPU: the copy engine, with one copy per run of blocks that are consecutive
+        on both sides. A captured graph copies the same blocks in each replay.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
-        Clamped to 0 and their number.
+        Clamped to the range from 0 to the number of pairs.
     num_sms : int, optional
         SMs that copy at full speed, each with a block of 1024 threads; "auto" is then "sm".
-        Ignored by "engine". Within one GPU the default is all SMs.
+        "engine" ignores it. Within one GPU the default is all SMs.
     signals : LayerSignals, optional
-        Layers are copied in order, and each is signalled when it has arrived. Not with "engine".
+        Copies layers in order, and signals each one when it has arrived. Not with "engine".
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As ``h2d_gather``; "engine" may be captured with ``pairs`` on the CPU. While PyTorch traces,
-        lists, signals and tuples are refused.
+        As ``h2d_gather``, except that "engine" can be captured with ``pairs`` on the CPU. While
+        PyTorch traces the call, ``BlockBuffers``, ``signals`` and a tuple of pairs are refused.
 
     Examples
     --------
