@@ -45,30 +45,31 @@ def d2h_scatter(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over the link,
-    asynchronously on the current stream. Keep ``dst`` allocated until the stream has passed the
-    call, and read it then: PyTorch hands out freed pinned memory again at once. Calls that sort
-    their pairs take scratch memory from PyTorch's caching allocator. With ``pairs`` on the GPU a
-    CUDA graph may capture the call.
+    The reverse of ``h2d_gather``: a persistent kernel on a few SMs writes ``dst`` over the link.
+    Asynchronous on the current stream. Keep ``dst`` allocated, and read it only after the stream
+    has passed the call: PyTorch reuses freed pinned memory at once. Calls that sort their pairs
+    allocate scratch memory from PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph
+    can capture the call.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]``, on a GPU or the CPU. Rows contiguous, 1 byte or more, stride free.
+        ``[num_src_rows, ...]``, on a GPU or the CPU. Rows are contiguous, of 1 byte or more; the
+        row stride is free.
     dst : Tensor
-        ``[num_dst_rows, ...]`` in host memory, dtype and bytes per row of ``src``, pinned if
-        ``src`` is on a GPU. Rows share no memory with each other or with ``src``.
+        ``[num_dst_rows, ...]`` in host memory, pinned if ``src`` is on a GPU. Same dtype and bytes
+        per row as ``src``. Its rows must not overlap each other or ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``src`` or on the CPU, where they are checked before anything is queued. A pair with a
-        negative member is skipped. A repeated destination ends undefined.
+        negative number is skipped. If a destination repeats, its content is undefined.
     num_sms : int, optional
-        As in ``h2d_gather``. Default: 2 with "auto", enough to keep the link busy with "sm".
+        As in ``h2d_gather``. Default: 2 with "auto"; with "sm" as many as saturate the link.
     order : {"auto", "given", "host"}
-        Order in which rows are written, "host" by place in ``dst``; see ``h2d_gather``.
+        The order in which rows are written. "host": in the order of ``dst``. See ``h2d_gather``.
     method : {"auto", "sm"}
-        "auto" uses 2 SMs, so that a concurrent model is slowed little. "sm" uses as many as keep
-        the link busy.
+        "auto" uses 2 SMs, so that a concurrent model is slowed little. "sm" uses as many SMs as
+        saturate the link.
 
     Raises
     ------
