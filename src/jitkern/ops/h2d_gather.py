@@ -47,40 +47,42 @@ def h2d_gather(
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
 
-    A persistent kernel on a few SMs reads ``src`` over the link, asynchronously on the current
+    A persistent kernel on a few SMs reads ``src`` over the link. Asynchronous on the current
     stream. Keep ``src`` allocated and unchanged until the stream has passed the call. Calls that
-    sort their pairs (to find repeats, from 32,768 pairs, or by ``order``) take scratch memory from
-    PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph may capture the call. Pairs
-    on the CPU are checked before anything is queued, and uploaded before the call returns.
+    search for repeats (``dedup``, from 32,768 pairs on) or sort their pairs (``order``) allocate
+    scratch memory from PyTorch's caching allocator. With ``pairs`` on the GPU a CUDA graph can
+    capture the call. Pairs on the CPU are checked before anything is queued, and may change when
+    the call has returned.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, pinned if ``dst`` is on a GPU. Rows contiguous, row
-        stride free, 1 byte or more.
+        ``[num_src_rows, ...]`` in host memory, pinned if ``dst`` is on a GPU. Rows are contiguous,
+        of 1 byte or more; the row stride is free.
     dst : Tensor
-        ``[num_dst_rows, ...]``, dtype and bytes per row of ``src``, on a GPU or the CPU. Rows share
-        no memory with each other or with ``src``.
+        ``[num_dst_rows, ...]``, on a GPU or the CPU. Same dtype and bytes per row as ``src``. Its
+        rows must not overlap each other or ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dst`` or on the CPU. A pair with a negative member is skipped. A repeated destination ends
-        undefined, as may others of the same source row with ``dedup``.
+        ``dst`` or on the CPU. A pair with a negative number is skipped. If a destination repeats,
+        its content is undefined; with ``dedup``, so is that of other destinations of its sources.
     slot_map : Tensor, optional
-        ``[num_src_rows]``, int32 or int64, on the device of ``dst``. Afterwards ``slot_map[source]
-        == destination`` for every copied pair; other entries keep their value.
+        ``[num_src_rows]``, int32 or int64, on the device of ``dst``. The kernel sets
+        ``slot_map[source] = destination`` for every copied pair and keeps the other entries.
     dedup : bool
-        Large calls fetch a repeated source row once and copy the repeats in device memory. Costs
-        less than 2 % on distinct rows.
+        Large calls read a repeated source row over the link once, and copy repeats within the GPU.
+        The search takes less than 2 % of the call.
     num_sms : int, optional
-        SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto"; 3
-        to 8 with "sm". Small calls use the whole GPU for a few microseconds.
+        SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", 3 to
+        8 with "sm". Small calls use the whole GPU for a few microseconds.
     order : {"auto", "given", "host"}
-        Order in which rows are fetched: as given, or by place in ``src``. The result is the same.
-        "auto" sorts 4,096 pairs or more (10,240 at 1 GiB) of rows of 2 KiB or less, if the source
-        is larger than the 0.75 GiB that the link's address translation covers.
+        The order in which rows are read; the result is the same. "given": the order of ``pairs``.
+        "host": the order of ``src``, by a sort on the GPU. "auto" sorts 4,096 pairs or more (10,240
+        for a ``src`` of 1 GiB) of rows of 2 KiB or less, if ``src`` is larger than the 0.75 GiB
+        that the link's address translation covers.
     method : {"auto", "sm"}
-        "auto" uses 2 SMs, so that a concurrent decode step is only 6 % longer. "sm" uses as many
-        as keep the link busy.
+        "auto" uses 2 SMs, and a concurrent decode step takes about 6 % longer. "sm" uses as many
+        SMs as saturate the link.
 
     Raises
     ------
@@ -90,7 +92,7 @@ def h2d_gather(
     RuntimeError
         An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A row number past the end. If ``pairs`` are on the CPU at once, with nothing written. On
+        A row number past the end. If ``pairs`` are on the CPU, at once, with nothing written. On
         CUDA the pair is skipped, and the next jitkern call on the device or ``check`` raises.
 
     Examples
