@@ -78,34 +78,36 @@ def indexing(
     added_range: tuple[int, int] | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Return ``weights[indices]``, with zeros where an index is outside of this part of the table.
+    """Return ``weights[indices]``; with ``vocab_range``, zeros for rows that other ranks hold.
 
-    Asynchronous on the current stream. Bit-exact for every dtype: bytes are copied as they lie in
-    memory, and lazy views of conj() and neg() are refused. A CUDA graph may capture any call, also
-    the first. After ``torch.nn.functional.embedding``, which has a gradient, and vLLM's
-    vocab-parallel embedding.
+    Asynchronous on the current stream. Bytes are copied, so the result is bit-exact for every
+    dtype; lazy views of conj() and neg() are refused. A CUDA graph can capture any call, also the
+    first. After ``torch.nn.functional.embedding`` (without its gradient) and vLLM's vocab-parallel
+    embedding.
 
     Parameters
     ----------
     weights : Tensor
-        ``[num_rows, ...]``; rows contiguous, row stride free, 1 byte or more. May lie in pinned
-        host memory, larger than the GPU's, with ``indices`` on a GPU: the rows are read in place.
-        Keep it allocated and unchanged until the stream has passed the call.
+        ``[num_rows, ...]``. Rows are contiguous, of 1 byte or more; the row stride is free. With
+        ``indices`` on a GPU, ``weights`` may be in pinned host memory and larger than GPU memory:
+        the kernel reads the rows in place. Keep it allocated and unchanged until the stream has
+        passed the call.
     indices : Tensor
-        Any shape, int32 or int64, on the device of ``weights``, or on a GPU for a table in host
-        memory. A negative index gives zeros. A tensor that is not contiguous is copied.
+        Any shape, int32 or int64, on the device of ``weights``, or on a GPU if ``weights`` is in
+        host memory. A negative index gives zeros. A tensor that is not contiguous is copied first.
     output : Tensor, optional
         ``[*indices.shape, *weights.shape[1:]]``, dtype of ``weights``, on the device of
-        ``indices``, rows contiguous and equally spaced; overlaps no row of ``weights``. Returned.
+        ``indices``. Rows are contiguous, equally spaced, and must not overlap rows of ``weights``.
+        Returned.
     vocab_range : (int, int), optional
         ``(start, length)``: ``weights`` holds rows ``start`` to ``start + length - 1`` of a table
-        split over ranks. Other indices give zeros, so that a sum over ranks is the whole row.
+        that is split over ranks. Other indices give zeros, so a sum over ranks gives all rows.
     added_range : (int, int), optional
         ``(start, length)``: a second range, such as added tokens. Its rows follow those of
-        ``vocab_range`` in ``weights``. The two share no index.
+        ``vocab_range`` in ``weights``. The ranges must not overlap.
     vocab_size : int, optional
-        With ``vocab_range``: the number of indices over all ranks. Larger ones raise as they do
-        without ``vocab_range``; without it they are zeros.
+        With ``vocab_range``: the number of indices over all ranks. An index of ``vocab_size`` or
+        more then raises. If it is not given, such an index gives zeros.
 
     Raises
     ------
