@@ -33,26 +33,33 @@ def memcpy_2d_async(
 ) -> None:
     """Copy ``height`` rows of ``width`` bytes, ``dpitch`` and ``spitch`` bytes apart.
 
-    The copy engine's strided copy (``cuMemcpy2DAsync``); no SM takes part. It starts at the first
-    byte of each view: one block of a cache ``[num_layers, num_blocks, block_bytes]`` is ``cache[:,
-    block_id]``, with layers as rows. Asynchronous on ``stream``; keep both tensors allocated, and
-    the host's unchanged, until the stream has passed the copy. A CUDA graph may capture it.
+    One strided copy by the copy engine (``cuMemcpy2DAsync``), which uses no SM. It starts at the
+    first byte of each tensor: for one block of a cache ``[num_layers, num_blocks, block_bytes]``,
+    pass ``cache[:, block_id]``, with layers as rows. Asynchronous on ``stream``. Keep both tensors
+    allocated, and the host's unchanged, until the stream has passed the copy. A CUDA graph can
+    capture it.
+
+    Names, ``stream`` and the order of ``dst`` before ``src`` are those of CUDA's
+    ``cudaMemcpy2DAsync``, which has each pitch after its pointer. The other copies of jitkern take
+    ``src`` before ``dst``, and use PyTorch's current stream.
 
     Parameters
     ----------
     dst, src : Tensor
-        On a GPU or the CPU, any shape, strides and dtype. Host memory is pinned if the other side
-        is on a GPU. The copied bytes lie within each tensor's storage and do not overlap.
+        On a GPU or the CPU, of any shape, strides and dtype. Host memory must be pinned if the
+        other side is on a GPU. The copied bytes must be within the storage of each tensor and must
+        not overlap.
     dpitch, spitch : int
-        Bytes from one row to the next, ``width`` or more; ignored if ``height`` is 1. Pitches over
-        the driver's limit of 2 GiB go row by row.
+        Bytes from one row of ``dst``, or of ``src``, to the next: ``width`` or more. Ignored if
+        ``height`` is 1. With pitches over the driver's limit of 2 GiB, rows are copied one by one.
     width, height : int
-        Bytes of a row, and rows. If one is 0, nothing is done.
+        Bytes per row, and number of rows. If either is 0, nothing is copied.
     kind : {"h2d", "d2h", "d2d", "h2h"}
-        The direction; it must agree with the tensors' devices. "d2d" is within one GPU or between
-        two. "h2h" is done by CPU threads before the call returns.
+        The direction, which must agree with the tensors' devices. "d2d": within one GPU or between
+        two. "h2h": by CPU threads, before the call returns.
     stream : torch.cuda.Stream, optional
-        A stream of the GPU, by default the current one, of ``dst`` if there are two; not for "h2h".
+        A stream of the GPU (of either GPU for a copy between two). Default: the current stream, for
+        two GPUs that of ``dst``. Not for "h2h".
 
     Raises
     ------
@@ -61,7 +68,7 @@ def memcpy_2d_async(
         overlaps; pageable memory. Nothing was written.
     RuntimeError
         An argument requires grad, ``dst`` is an inference tensor, or a tracer or dispatch mode of
-        PyTorch is active, which would not see the copy.
+        PyTorch is active, since it would not see the copy.
     """
     call = _memcpy.call
     if not (inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,))):
