@@ -68,26 +68,25 @@ def store_cache(
 ) -> None:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
-    One launch for both, asynchronous on the current stream; allocates nothing. Bit-exact for every
-    dtype: bytes are copied as they lie in memory, and lazy views of conj() and neg() are refused. A
-    CUDA graph may capture any call, also the first. After vLLM's ``reshape_and_cache`` and
-    mini-sglang.
+    One launch for both, asynchronous on the current stream; allocates nothing. Bytes are copied, so
+    the result is bit-exact for every dtype; lazy views of conj() and neg() are refused. A CUDA
+    graph can capture any call, also the first. After vLLM's ``reshape_and_cache`` and mini-sglang.
 
     Parameters
     ----------
     k_cache : Tensor
-        ``[num_slots, ...]``. A row is all dimensions after the first, contiguous, 1 byte or more;
-        the row stride is free. Rows share no memory.
+        ``[num_slots, ...]``. A row is everything after the first dimension: contiguous, 1 byte or
+        more. The row stride is free; rows must not overlap.
     v_cache : Tensor or None
-        The same number of slots, device and dtype; rows may have another size. K and V may be
-        interleaved in one tensor (``kv[:, 0]``, ``kv[:, 1]``). None for a single cache, such as
+        Same number of slots, device and dtype as ``k_cache``; rows may have another size. K and V
+        may interleave in one tensor (``kv[:, 0]``, ``kv[:, 1]``). None for a single cache, such as
         MLA's: ``store_cache(cache, None, indices, rows)``.
     indices : Tensor
         ``[num_rows]``, int32 or int64, contiguous, on the caches' device. A negative index skips
-        its row. If an index repeats, the slot ends with a mix of the rows.
+        its row. If an index repeats, its slot gets a mix of the rows.
     k, v : Tensor
-        ``[num_rows, ...]``, device, dtype and bytes per row of their caches. ``v`` is None if
-        ``v_cache`` is.
+        ``[num_rows, ...]``, with the device, dtype and bytes per row of their caches. ``v`` is None
+        if ``v_cache`` is None.
 
     Raises
     ------
