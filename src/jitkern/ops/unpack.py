@@ -132,45 +132,47 @@ def unpack(
 ) -> None:
     """Copy pieces of ``src`` to the places in ``dst`` that descriptors name.
 
-    One call moves any number of pieces of any size and alignment, asynchronously on the current
-    stream. With ``descriptors`` on the GPU nothing is allocated, and a CUDA graph may capture the
-    call; each replay reads them again. Keep host memory allocated until the stream has passed it.
+    One call copies any number of pieces of any size and alignment. Asynchronous on the current
+    stream. With ``descriptors`` on the GPU the call allocates nothing, and a CUDA graph can capture
+    it; each replay reads the descriptors again. Keep host memory allocated until the stream has
+    passed the call.
 
-    A call on a ring takes the pushes that are complete when the GPU reaches it, in order, up to
-    ``num_slots``, and never waits. After its copies ``offload.DescriptorRing.wait`` returns and the
-    slot is free. Each replay of a captured call takes the pushes made until then. If two calls
-    overlap on one ring, the GPU refuses the second, and a later call raises RuntimeError.
+    With a ring, a call consumes the pushes that are complete when the GPU reaches it, in order, up
+    to ``num_slots``. It never waits for a push. After its copies, the slots are free and
+    ``offload.DescriptorRing.wait`` returns. Each replay of a captured call consumes the pushes made
+    until then. If two calls on one ring run at the same time, the GPU refuses the second, and a
+    later call raises RuntimeError.
 
     Parameters
     ----------
     src, dst : Tensor
-        Contiguous, of any dtype and shape; they count as bytes. Both on one GPU, one of them in
-        pinned host memory, or both on the CPU. They share no memory.
+        Contiguous, of any dtype and shape; only their bytes matter. Both on one GPU, one on a GPU
+        and one in pinned host memory, or both on the CPU. They must not overlap.
     descriptors : Tensor or DescriptorRing
-        int64, contiguous. ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of
-        (src_off, dst_off, len, count, src_stride, dst_stride): ``count`` pieces, strides of either
-        sign. A ``len`` or ``count`` of 0 does nothing. Bytes of ``dst`` that several pieces write
-        end undefined. On the GPU, or on the CPU, where they are read before the call returns. Or a
-        ``offload.DescriptorRing``.
+        int64, contiguous, on the GPU, or on the CPU, where they are read before the call returns.
+        ``[n, 3]`` of (src_off, dst_off, len) in bytes, or ``[n, 6]`` of (src_off, dst_off, len,
+        count, src_stride, dst_stride): ``count`` pieces of ``len`` bytes, strides of either sign. A
+        ``len`` or ``count`` of 0 copies nothing. If several pieces write a byte of ``dst``, its
+        value is undefined. Or an ``offload.DescriptorRing``.
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
-        Clamped to 0 and their number.
+        Clamped to the range from 0 to the number of descriptors.
     num_slots : int, optional
-        For a ring: how many slots are looked at.
+        With a ring: the maximum number of pushes that the call consumes.
 
     Raises
     ------
     TypeError, ValueError
         A wrong dtype, device, shape or stride; pageable memory; memory that overlaps;
-        ``descriptors`` on the CPU during graph capture; ``num_slots`` without a ring,
-        ``count`` with one. Nothing was written.
+        ``descriptors`` on the CPU during graph capture; ``num_slots`` without a ring, ``count``
+        with a ring. Nothing was written.
     RuntimeError
         An argument requires grad, or an output is an inference tensor outside of inference mode.
     IndexError
-        A descriptor that reaches outside of ``src`` or ``dst``, or has a negative ``len`` or
-        ``count``. For ``descriptors`` on the CPU at once, with nothing written. Otherwise it is
-        skipped, and the next jitkern call on the device or ``check`` raises. A ring's
-        call that raises an earlier error was made: do not repeat it for the same pushes.
+        A descriptor reaches outside of ``src`` or ``dst``, or has a negative ``len`` or ``count``.
+        For ``descriptors`` on the CPU, at once, with nothing written. Otherwise it is skipped, and
+        the next jitkern call on the device or ``check`` raises. If a call with a ring raises the
+        error of an earlier call, its own kernel has been queued: do not repeat the call.
     """
     if type(descriptors) is _ring_type:
         if count is not None:
