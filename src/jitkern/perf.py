@@ -29,14 +29,14 @@ def perf_cuda(
     Parameters
     ----------
     f : callable
-        Enqueues the work on the current stream. Called once for warm-up, then captured.
+        Queues the work on the current stream. Called once for warm-up, then captured.
     init_stream : bool
-        Time on a new stream, since the legacy default stream captures no graph.
+        Use a new stream, because the legacy default stream cannot be captured.
     repetitions : int
         Timed replays (or calls, without a graph); the mean is returned.
     cuda_graph_repetitions : int or None
-        Calls captured into one CUDA graph, which hides the host's launch cost. ``None`` or 0
-        times plain calls.
+        Calls captured into one CUDA graph, which hides the launch time of the host. ``None`` or 0:
+        no graph, time plain calls.
 
     Raises
     ------
@@ -87,10 +87,10 @@ def _graph_replay(f: Call, calls: int) -> Call:
 
 
 def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> float:
-    """Return the milliseconds one call of ``f`` takes on the CPU: the median of the samples.
+    """Return the milliseconds one call of ``f`` takes on the CPU: the median of ``repetitions``.
 
-    ``f`` is called once for warm-up. Each of ``repetitions`` samples repeats it until it is about
-    ``min_sample_ms`` long.
+    ``f`` is called once for warm-up. A sample repeats the call for about ``min_sample_ms``
+    milliseconds.
     """
     int_arg("perf_cpu", "repetitions", repetitions, 1)
     f()
@@ -120,18 +120,20 @@ def compare_memory_kernel_perf(
     Parameters
     ----------
     baseline, our_impl : callable
-        As ``perf_cuda`` takes them, along with `extra_kwargs`.
+        The function ``f`` of ``perf_cuda``, for each of the two.
     memory_footprint : int
         Bytes read plus bytes written by one call.
     description : str
-        Begins the logged line (logger ``jitkern.perf``, level INFO).
+        Start of the logged line (logger ``jitkern.perf``, level INFO).
+    extra_kwargs : dict, optional
+        More arguments of ``perf_cuda``.
     need_latency : bool
-        Log the milliseconds beside the bandwidth.
+        Also log the milliseconds.
 
     Returns
     -------
     (float, float)
-        GB/s, of 1e9 bytes, of the baseline and of ours.
+        GB/s (1e9 bytes per second) of the baseline and of our implementation.
     """
     int_arg("compare_memory_kernel_perf", "memory_footprint", memory_footprint, 1)
     bandwidths: list[float] = []
