@@ -43,7 +43,7 @@ def init_pynccl(
     device: torch.device | str | int | None = None,
     timeout_s: float = 600.0,
 ) -> PyNCCLCommunicator:
-    """Return a communicator over NCCL 2.27 or newer, once all ranks have called this.
+    """Return a communicator over NCCL 2.27 or newer. Collective: all ranks call it.
 
     Uses the libnccl that PyTorch has loaded, else the system's; ``JITKERN_NCCL`` names another.
     The parameters have mini-sglang's names: ``tp_rank``, ``tp_size``, ``tp_cpu_group`` and
@@ -52,20 +52,23 @@ def init_pynccl(
     Parameters
     ----------
     tp_rank, tp_size : int
-        This rank, 0 to ``tp_size - 1``, and how many there are.
+        This rank, 0 to ``tp_size - 1``, and the number of ranks.
     tp_cpu_group : torch.distributed.ProcessGroup or torch.distributed.Store
-        A gloo group of just these ranks, or a store of its own. It carries no calls.
+        A gloo group of exactly these ranks, or a store that nothing else uses. Only the set-up and
+        errors use it.
     max_size_bytes : int
-        Device memory that is registered with NCCL, as ``buffer``; 1 GiB at most.
+        Bytes of ``buffer``, device memory that is registered with NCCL; at most 1 GiB.
     device : torch.device, str or int, optional
-        This rank's GPU, by default the current one.
+        This rank's GPU. Default: the current GPU.
     timeout_s : float
-        Seconds from a call, or the start of the set-up, until the GPU is done; ``math.inf``: none.
+        Seconds within which the GPU must finish a call, and all ranks the set-up. ``math.inf``: no
+        limit.
 
     Raises
     ------
     CommTimeoutError, CommError
-        Ranks did not come in time: it names them. Two have one number or one GPU; versions differ.
+        Ranks did not arrive in time, and the error names them. Or two ranks have the same number or
+        GPU, or versions of NCCL differ.
     UnsupportedError
         There is no usable NCCL; the message says what to install.
     """
@@ -78,14 +81,15 @@ def init_pynccl(
 class PyNCCLCommunicator(Closing):
     """A ``Communicator`` over NCCL; ``init_pynccl`` makes it.
 
-    Every call queues one NCCL operation on the current stream, without a copy or a synchronisation.
-    CUDA graphs can capture it. Calls on several streams are done in order. One thread at a time.
+    Each call queues one NCCL operation on the current stream, without a copy or a synchronisation.
+    CUDA graphs can capture it. Calls on several streams run in the order of the calls. Only one
+    thread at a time may use a communicator.
 
-    If the GPU has not done a call within ``timeout_s``, or NCCL has an error before, the
-    communicator is aborted: threads that wait for the GPU go on, with wrong results in the tensors
-    of that call. The next call, or ``check``, raises ``CommTimeoutError``, or ``CommError`` if no
-    rank is gone. Then make a new communicator, over a new group. Delete graphs that captured it
-    before ``close``.
+    If the GPU has not finished a call within ``timeout_s``, or NCCL reports an error, the
+    communicator is aborted: threads that wait for the GPU continue, and the tensors of that call
+    hold wrong values. The next call, or ``check``, raises ``CommTimeoutError``, or ``CommError`` if
+    no rank is missing. Then make a new communicator over a new group. Before ``close``, delete
+    graphs that captured calls.
 
     Attributes: ``rank``, ``world_size``, ``device``, ``timeout_s``, and ``nccl_version``, such as
     ``"2.28.9"``.
@@ -172,7 +176,7 @@ class PyNCCLCommunicator(Closing):
         self._run("reduce_scatter", "output x", (output,), (x,), output, x, number)
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
-        """Write rank ``src``'s ``x`` to that of every rank."""
+        """Copy ``x`` of rank ``src`` to ``x`` of every rank."""
         self._run("broadcast", "x", (x,), (), x, src)
 
     def send(self, x: Tensor, dst: int) -> None:
@@ -184,9 +188,9 @@ class PyNCCLCommunicator(Closing):
         self._run("recv", "x", (x,), (), x, src)
 
     def barrier(self) -> None:
-        """Return when every rank has called it, and the GPU has done all earlier work.
+        """Return after every rank has called it and the GPU has finished all earlier work.
 
-        Raises RuntimeError while the current stream is being captured.
+        RuntimeError while the current stream is being captured.
         """
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("barrier: called in a graph, expected outside: the host waits in it")
@@ -194,14 +198,14 @@ class PyNCCLCommunicator(Closing):
         self._settle("barrier", self._calls.wait_done())
 
     def watch(self) -> None:
-        """Put the work of the current stream, such as a graph replay, under the deadline.
+        """Start the deadline for the work queued on the current stream, such as a graph replay.
 
-        Every rank calls it, as any other call; it queues nothing.
+        All ranks call it, in the same order as other calls. It queues no work.
         """
         self._run("watch", "", (), (), self._unused)
 
     def check(self) -> None:
-        """Raise if a call has failed, or was not done in time. Does not wait."""
+        """Raise if a call has failed or was not finished in time. Does not wait."""
         self._look()
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -209,15 +213,15 @@ class PyNCCLCommunicator(Closing):
     # -- registered memory -------------------------------------------------------------------------
 
     def get_buffer(self) -> int:
-        """Return the address of ``buffer``, 0 if there is none."""
+        """Return the address of ``buffer``; 0 if there is none."""
         return self.buffer.data_ptr()
 
     # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for all calls, and end the communicator together with the other ranks.
+        """Wait for all calls and end the communicator. Collective.
 
-        Raises CommTimeoutError if they do not come; then it is aborted.
+        If other ranks do not call it in time, the communicator is aborted: CommTimeoutError.
         """
         if self._is_closed:
             return
@@ -234,7 +238,7 @@ class PyNCCLCommunicator(Closing):
     destroy = close  # mini-sglang's name
 
     def abort(self) -> None:
-        """End the communicator at once: its operations on the GPU return, with wrong results."""
+        """End the communicator at once; its operations on the GPU end with wrong results."""
         if not self._is_closed:
             self._end("has aborted it")
             self._abort()
