@@ -16,24 +16,25 @@ from jitkern.comm.protocol import Closing, Communicator, ReduceOp
 
 
 class PeerCommunicator(Closing):
-    """A ``Communicator`` of the ranks of one host, with small sums in one kernel of ours.
+    """A ``Communicator`` for the ranks of one host, with small sums over peer memory.
 
-    ``all_reduce`` and ``reduce_scatter`` with ``"sum"``, of fp32, fp16 and bf16 and up to
-    ``max_bytes``, go through a ``PeerReducer``; all other calls go to ``comm``, which is not
-    closed. The bits of an item do not depend on the other items: up to ``max_bytes``, a model's
-    sums do not depend on its batch size. Making one is collective, and raises as ``PeerMemory``.
+    A ``PeerReducer`` runs ``all_reduce`` and ``reduce_scatter`` with ``"sum"`` for fp32, fp16 and
+    bf16 tensors of up to ``max_bytes``. All other calls are passed to ``comm``; ``close`` does not
+    close it. Up to ``max_bytes``, the sum of an element has the same bits whatever the size of the
+    tensor, so a model's sums do not depend on its batch size. Making one is collective, and raises
+    the errors of ``PeerMemory``.
 
     Parameters
     ----------
     comm : Communicator
         At most 8 ranks, on one host.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        As for ``PeerMemory``; ranks in the order of `comm`.
+        As for ``PeerMemory``, with the same ranks as `comm`.
     max_bytes : int, optional
-        The largest tensor for peer memory, the same on all ranks; by default 4 MiB with two ranks,
-        1 MiB with more. 0: no peer memory, and making it is not collective.
+        The largest tensor that is summed over peer memory, the same on all ranks. Default: 4 MiB
+        with two ranks, 1 MiB with more. 0: no peer memory; making it is then not collective.
     algorithm : "auto", "one_shot" or "two_shot"
-        As for ``PeerReducer.all_reduce``, the same on all ranks.
+        As for ``PeerReducer.all_reduce``; the same on all ranks.
     device : torch.device, str or int, optional
         By default the current GPU, or the CPU if there is none.
     device_timeout_s : float
@@ -117,7 +118,7 @@ class PeerCommunicator(Closing):
             return False  # not a tensor: `comm` raises
 
     def reset(self) -> None:
-        """Recover from a CommTimeoutError of a small sum. Collective; no rank may be in a call."""
+        """Recover from a CommTimeoutError of a small sum. Collective, with no call in progress."""
         if self.reducer is None:
             return
         # A rank whose GPU is late would write to workspaces that others have cleared.
@@ -127,9 +128,9 @@ class PeerCommunicator(Closing):
         self._peers.barrier()
 
     def close(self) -> None:
-        """Release the memory. Later sums go to ``comm``, so all ranks close it at the same time.
+        """Release the memory; a second call does nothing. Later sums go to ``comm``.
 
-        Graphs that hold sums must be gone. May be called again.
+        So all ranks must close it at the same point. First delete graphs that captured sums.
         """
         if self.reducer is not None:
             self.max_bytes, self.reducer = 0, None
