@@ -30,42 +30,45 @@ _INSTEAD = "use init_pynccl's all_reduce between them"
 
 
 class PeerMemory(Closing):
-    """Memory on each rank of a host that all ranks read and write. Making one is collective.
+    """Memory on each rank of a host that all ranks can read and write. Making one is collective.
 
-    Each rank maps the memory of all ranks in rank order: a kernel finds rank ``r``'s at
-    ``addresses[r]``. It starts as zeros. Ordering is up to the caller: a reader must come after the
-    writer, by ``barrier`` and streams, or by flags.
+    Each rank maps the memory of all ranks, in rank order; that of rank ``r`` starts at
+    ``addresses[r]``. It starts as zeros. You must order reads after writes, by ``barrier`` and
+    streams, or by flags in the memory.
 
-    If a step fails on one rank, all ranks raise an error of the same kind. A rank keeps the memory
-    until it has closed it and dropped its last tensor; that call waits for the GPU. A forked child
-    does not have the memory: touching it is SIGSEGV.
+    If a step of the set-up fails on one rank, all ranks raise an error of the same kind. A rank
+    unmaps the memory when it is closed and its last tensor is deleted, after waiting for the GPU. A
+    forked child does not have the memory: touching it is SIGSEGV.
 
     Parameters
     ----------
     num_bytes : int
         Bytes per rank, the same on all ranks.
     group : torch.distributed.ProcessGroup or torch.distributed.Store
-        A gloo group of just these ranks, None for the default group, or a store of its own.
+        A gloo group of exactly these ranks, None for the default group, or a store that nothing
+        else uses.
     rank, world_size : int, optional
-        This rank and the number of ranks; by default the group's. A store needs both.
+        This rank and the number of ranks. Default: those of the group. Required with a store.
     device : torch.device, str or int, optional
         Where this rank's memory lies. By default the current GPU, or the CPU if there is none.
     timeout_s : float
-        Seconds for each step of the set-up, and for a barrier; at most 1e6.
+        Seconds that a rank waits for the others in each step of the set-up and in a barrier; at
+        most 1e6.
 
     Attributes
     ----------
     rank, world_size, device, num_bytes, share_bytes
-        Distance from one rank's memory to the next: ``num_bytes`` rounded up to pages of 2 MiB.
+        ``share_bytes`` is the distance between the memory of two ranks: ``num_bytes``, rounded up
+        to pages of 2 MiB.
 
     Raises
     ------
     UnsupportedError
-        Ranks are on several hosts, or GPUs cannot address each other's memory; it says which.
+        Ranks are on several hosts, or GPUs cannot access each other's memory; it says which.
     CommTimeoutError, CommError
-        Ranks did not come in time, or have ended, and it names them; or they differ in an argument.
+        Ranks did not arrive in time or have ended, and it names them; or their arguments differ.
     MemoryError, RuntimeError
-        A GPU has not enough memory left; there is no CUDA driver, or it reports an error.
+        A GPU has too little free memory; there is no CUDA driver, or it reports an error.
     """
 
     def __init__(
@@ -112,21 +115,21 @@ class PeerMemory(Closing):
         """Return a tensor in this rank's memory, from ``offset_bytes`` on.
 
         Raises TypeError or ValueError for a wrong argument, such as an ``offset_bytes`` that is no
-        multiple of the item size, RuntimeError if the memory is closed or in a forked child.
+        multiple of the item size; RuntimeError if the memory is closed, or in a forked child.
         """
         return self._tensor("tensor", self.rank, shape, dtype, offset_bytes, self.num_bytes)
 
     def remote(
         self, rank: int, shape: int | Sequence[int], dtype: torch.dtype, offset_bytes: int = 0
     ) -> Tensor:
-        """Return a tensor in any rank's memory, on this rank's device. See ``tensor``."""
+        """Return a tensor in the memory of any rank, on this rank's device. See ``tensor``."""
         rank = int_arg("PeerMemory.remote", "rank", rank, 0, self.world_size - 1)
         return self._tensor("remote", rank, shape, dtype, offset_bytes, self.num_bytes)
 
     def whole(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor over the memory of all ranks, in rank order. Raises as ``tensor``.
+        """Return a tensor over the memory of all ranks, in rank order. See ``tensor``.
 
-        ValueError if ``num_bytes`` is no multiple of ``page_bytes``; it says the next that is.
+        ValueError if ``num_bytes`` is no multiple of 2 MiB; the message has the next multiple.
         """
         if self.num_bytes != self.share_bytes:
             came = f"num_bytes: {self.num_bytes} leaves gaps between the ranks"
@@ -141,19 +144,19 @@ class PeerMemory(Closing):
         return tuple(base + rank * self.share_bytes for rank in range(self.world_size))
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. The host waits for the ranks, not for GPUs.
+        """Return after all ranks have called it. The host waits for the ranks, not for GPUs.
 
-        CommTimeoutError names ranks that did not come in time or have ended. Then later barriers
-        fail.
+        CommTimeoutError names ranks that did not arrive in time or have ended. All later barriers
+        then fail.
         """
         self._usable("barrier")
         self._num_barriers += 1
         self._rendezvous.exchange("barrier", number=self._num_barriers)
 
     def close(self) -> None:
-        """Release the memory; tensors keep their part. May be called again.
+        """Release the memory; a second call does nothing. Tensors keep the mapping alive.
 
-        The other ranks keep their mapping of it; their next barrier names the rank that closed it.
+        The other ranks keep their mappings; their next barrier names the rank that closed it.
         """
         if self._range is not None and os.getpid() == self._pid:
             self._range = None
