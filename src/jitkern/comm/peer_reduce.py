@@ -55,33 +55,34 @@ host.builds("peer_reduce", kernel)
 
 
 class PeerReducer:
-    """all_reduce and reduce_scatter of the ranks of one host, in one kernel, without NCCL.
+    """all_reduce and reduce_scatter for the ranks of one host, in one kernel, without NCCL.
 
-    Tensors are so small that latency decides. A call is one launch on the current stream: a rank
-    writes its values to the others' workspaces, waits for theirs, adds them in fp32 in rank order,
-    and rounds once. So all ranks get the same bits with every algorithm. NaN stays NaN.
+    For small tensors, where latency matters most. A call is one launch on the current stream. Each
+    rank writes its values to the workspaces of the others, waits for theirs, sums in fp32 in rank
+    order, and rounds once. So all ranks get the same bits, with each algorithm. NaN stays NaN.
+    After vLLM's custom all-reduce.
 
     All ranks make the same calls in the same order, with the same dtype, size and algorithm. CUDA
-    graphs can capture calls. Calls must not overlap: a call on another stream waits for the last
-    one, whose stream must still exist; the caller orders graph replays. One thread at a time may
-    use it.
+    graphs can capture calls. Calls must not overlap. A call on another stream waits for the
+    previous one, whose stream must still exist; order replays of graphs yourself. Only one thread
+    at a time may use a reducer.
 
     Parameters
     ----------
     addresses
-        The address of each rank's workspace in this process, its own included: 2 to 8.
+        The address in this process of each rank's workspace, its own included: 2 to 8 ints.
     rank, world_size
         This rank and the number of ranks.
     workspace_bytes
-        Size of each workspace, the same on all ranks; see ``workspace_bytes_for``. All bytes must
-        be 0xFF before the first call: see ``reset``.
+        Bytes of each workspace, the same on all ranks; see ``workspace_bytes_for``. Call ``reset``
+        before the first call, or set all bytes to 0xFF.
     device : torch.device, str or int, optional
         By default the current GPU, or the CPU if there is none.
     device_timeout_s
-        Seconds that a kernel waits for other ranks; ``math.inf``: forever. After that it gives up
-        and the workspace is broken: later calls do nothing, and raise.
+        Seconds that a kernel waits for other ranks; ``math.inf``: forever. After a timeout, later
+        calls copy nothing and raise, until ``reset``.
     owner
-        The object that keeps the workspaces mapped; it lives as long as the reducer.
+        An object that keeps the workspaces mapped; the reducer keeps a reference to it.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class PeerReducer:
 
     @staticmethod
     def workspace_bytes_for(world_size: int, max_bytes: int = 2 << 20) -> int:
-        """Return the workspace bytes with which up to ``max_bytes`` take one round of a call."""
+        """Return the workspace bytes with which a tensor of ``max_bytes`` takes a single round."""
         world_size = int_arg("workspace_bytes_for", "world_size", world_size, 2, MAX_RANKS)
         max_bytes = int_arg("workspace_bytes_for", "max_bytes", max_bytes, 1)
         one_shot_bytes = ONE_SHOT_BYTES[world_size]
@@ -133,29 +134,31 @@ class PeerReducer:
     def all_reduce(
         self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"
     ) -> Tensor:
-        """Sum ``x`` over all ranks; in place, unless ``output`` is given. Return the sum.
+        """Sum ``x`` over all ranks, in place unless ``output`` is given. Return the sum.
 
         Parameters
         ----------
         x : Tensor
-            fp32, fp16 or bf16, contiguous, any number of items. Fastest if aligned to 16 bytes.
+            fp32, fp16 or bf16, contiguous, any number of elements. Fastest if aligned to 16 bytes.
         output : Tensor, optional
-            Same dtype and number of items: ``x`` itself, or memory of its own.
+            Same dtype and number of elements. Either ``x`` itself, or memory that does not overlap
+            it.
         algorithm : "auto", "one_shot" or "two_shot"
-            One shot: each rank sends everything to all others, in one trip. Two shots: each rank
-            sums one part and sends the sum: fewer bytes, in two trips. Default: by size; one shot
-            on the CPU.
+            "one_shot": each rank sends all of ``x`` to all others, in one step. "two_shot": each
+            rank sums a part and sends the result, which is fewer bytes in two steps. "auto" selects
+            by size; on the CPU, one shot.
 
         Raises
         ------
         TypeError, ValueError, RuntimeError
-            An argument is wrong or requires a gradient; the call is traced; it is on another stream
-            than a capture. Nothing is sent.
+            An argument is wrong or requires grad; the call is traced; another stream than the
+            current one is being captured. Nothing was sent.
         CommTimeoutError
-            Ranks did not come to an earlier call, or on the CPU to this one; it names them. All
+            Ranks did not arrive in an earlier call, or on the CPU in this one; it names them. All
             later calls raise it, until ``reset``.
         IndexError
-            An earlier op on this GPU found an index out of range. The sum was made all the same.
+            An earlier op on this GPU found an index out of range. The sum has been queued
+            nevertheless.
         """
         way = ALGORITHMS.get(algorithm)
         if way is None:
@@ -176,17 +179,17 @@ class PeerReducer:
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 
     def device_barrier(self) -> None:
-        """Have the current stream wait for all ranks' streams. The host does not wait, on GPUs.
+        """Make the current stream wait for those of all ranks. On GPUs, the host does not wait.
 
-        After it all ranks see what any rank's GPU wrote before it. One launch with the deadline of
-        the other calls, also in a CUDA graph. Raises CommTimeoutError as ``all_reduce``.
+        After it, all ranks see what the GPU of any rank wrote before it. One launch, with the
+        timeout of the other calls; CUDA graphs can capture it. Raises as ``all_reduce``.
         """
         self._device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
 
     def reset(self) -> None:
-        """Fill this rank's workspace with 0xFF, and forget that it was broken. Waits for the GPU.
+        """Prepare this rank's workspace again after a timeout. Waits for the GPU.
 
-        No rank may be in a call: call ``synchronize`` and a barrier first, and a barrier after.
+        No rank may be in a call: call ``synchronize`` and a barrier before, and a barrier after.
         """
         self._reset()
 
