@@ -56,40 +56,43 @@ def peer_gather(
     *,
     num_sms: int | None = None,
 ) -> None:
-    """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of every rank's ``dsts`` member.
+    """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of the tensors of all ranks.
 
-    It is for rows of a host pool that all ranks of the host need, such as MLA's latent cache. Each
-    rank fetches an equal part of the distinct rows over its own link, in the order of ``src``, and
-    writes it to the memory of all. A row that is requested several times is fetched once. On the
-    CPU each rank copies all rows to its own memory.
+    For rows of a host pool that all ranks of a host need, such as MLA's latent cache. Each rank
+    reads an equal part of the distinct rows over its own link, in the order of ``src``, and writes
+    it to the memory of all ranks. Repeated rows are read once. On the CPU each rank copies all rows
+    to its own memory.
 
-    Collective: all ranks pass the same pairs, on one stream each. It starts and ends with a barrier
-    of their streams: below a few MiB ``h2d_gather`` on each rank is faster. CUDA graphs can capture
-    it. Takes scratch memory from PyTorch's allocator.
+    Collective: all ranks pass the same pairs. Asynchronous on the current stream. A call starts and
+    ends with a barrier between the ranks' streams, so below a few MiB ``h2d_gather`` on each rank
+    is faster. CUDA graphs can capture it. Allocates scratch memory from PyTorch's allocator.
 
     Parameters
     ----------
     src : Tensor
-        ``[num_src_rows, ...]`` in host memory, the same on all ranks, such as a shared
-        ``offload.PinnedPool``; pinned if ``dsts`` are on GPUs. Rows contiguous, row stride free.
+        ``[num_src_rows, ...]`` in host memory that all ranks share, such as a shared
+        ``offload.PinnedPool``; pinned if ``dsts`` are on GPUs. Rows are contiguous; the row stride
+        is free.
     dsts : sequence of Tensor
-        ``[num_dst_rows, ...]`` by rank: ``peers.remote(rank, ...)`` of a ``PeerMemory``. Same
-        shape, strides and dtype; dtype as ``src``. They overlap neither each other nor ``src``.
+        One tensor ``[num_dst_rows, ...]`` per rank: ``peers.remote(rank, ...)`` of a
+        ``PeerMemory``. All have the same shape and strides, and the dtype of ``src``. They must not
+        overlap each other or ``src``.
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
-        ``dsts``, at most 2**30. A negative member skips the pair. Destinations should be distinct.
+        ``dsts``, at most 2**30 pairs. A pair with a negative number is skipped. If a destination
+        repeats, its content is undefined.
     group : PeerCommunicator or PeerReducer
-        The ranks, with their barriers and deadline. One rank: ``h2d_gather``.
+        Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
-        Blocks of 1024 threads that read over the bus, as in ``h2d_gather``.
+        SMs that read over the link, as in ``h2d_gather``.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError, IndexError
-        As ``h2d_gather``, on every rank; RuntimeError also if traced.
+        As ``h2d_gather``, on every rank; RuntimeError also if the call is traced.
     CommTimeoutError
-        Ranks did not come to an earlier call, or on the CPU to this one, within the group's
-        deadline. A rank that has timed out writes nothing until the group's ``reset``.
+        Ranks did not arrive in an earlier call, or on the CPU in this one, within the group's
+        timeout. A rank that has timed out writes nothing until the group's ``reset``.
     """
     reducer = _reducer("peer_gather", group)
     world_size = 1 if reducer is None else reducer.world_size
@@ -114,11 +117,11 @@ def peer_scatter(
     *,
     num_sms: int | None = None,
 ) -> None:
-    """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst``, a part by each rank.
+    """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst``, a part on each rank.
 
-    The reverse of ``peer_gather``, with its rules and errors: the rows of ``src`` that
-    ``pairs`` name are the same on all ranks, and ``dst`` is the host memory that they share. After
-    it all ranks see all rows. A destination that appears twice has undefined content.
+    The reverse of ``peer_gather``, with its rules and errors. The rows of ``src`` that ``pairs``
+    name must have the same content on all ranks; ``dst`` is host memory that all ranks share. After
+    the call all ranks see all rows.
     """
     reducer = _reducer("peer_scatter", group)
     if reducer is None:
