@@ -27,13 +27,15 @@ class Closing:
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Ranks that compute together.
+    """The protocol of collectives between ranks.
 
-    Every rank makes the same calls in the same order, with tensors of the same dtype and sizes.
-    Tensors are contiguous, on the communicator's device. Calls are queued on the current stream; on
-    the CPU they return when they are done. Each raises TypeError, ValueError or RuntimeError for a
-    wrong or traced argument, when nothing was sent; CommError if the communicator is closed or has
-    failed; CommTimeoutError, which names them, if other ranks did not come in time.
+    All ranks make the same calls in the same order, with tensors of the same dtype and size.
+    Tensors are contiguous, on the communicator's device. On GPUs a call is asynchronous on the
+    current stream; on the CPU it returns when it is done.
+
+    Each call raises TypeError, ValueError or RuntimeError for a wrong or traced argument, before
+    anything is sent; CommError if the communicator is closed or has failed; CommTimeoutError, which
+    names the missing ranks, if they did not arrive in time.
     """
 
     @property
@@ -42,7 +44,7 @@ class Communicator(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce ``x`` over all ranks, in place."""
@@ -57,7 +59,7 @@ class Communicator(Protocol):
         """Reduce ``x`` over all ranks, and write part ``rank`` of ``world_size`` to ``output``."""
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
-        """Write rank ``src``'s ``x`` to that of every rank."""
+        """Copy ``x`` of rank ``src`` to ``x`` of every rank."""
 
     def send(self, x: Tensor, dst: int) -> None:
         """Send ``x`` to rank ``dst``, which calls ``recv``."""
@@ -66,4 +68,4 @@ class Communicator(Protocol):
         """Receive ``x`` from rank ``src``, which calls ``send``."""
 
     def barrier(self) -> None:
-        """Return when every rank has called it, and all earlier calls are done."""
+        """Return after every rank has called it and all earlier calls have finished."""
