@@ -26,26 +26,25 @@ _DTYPES = "float16, bfloat16, float32, float64, uint8, int8, int32, int64"  # th
 class TorchCommunicator(Closing):
     """A ``Communicator`` over a gloo group of ``torch.distributed``, for tensors on the CPU.
 
-    Making one is collective. One thread at a time uses it. Over NCCL use ``init_pynccl``, also
-    between hosts.
+    Making one is collective. Only one thread at a time may use it. For GPUs use ``init_pynccl``.
 
-    A call returns when it is done, or at the group's own deadline, for which gloo closes the
-    group's connections: ``init_process_group(timeout=)`` sets it, 30 minutes by default. If ranks
-    give gloo different sizes, it ends their processes (SIGABRT).
+    A call returns when it is done, or raises after the timeout of the group, which
+    ``init_process_group(timeout=)`` sets (default 30 minutes). Then gloo closes the connections of
+    the group. If ranks pass tensors of different sizes, gloo aborts their processes (SIGABRT).
 
     Parameters
     ----------
     group
-        Its backend is ``"gloo"``, or ``"cpu:gloo,..."``. Default: torch's default group.
+        A group with backend ``"gloo"`` or ``"cpu:gloo,..."``. Default: torch's default group.
     timeout_s
-        Seconds that making it waits for the other ranks.
+        Seconds to wait for the other ranks when it is made.
 
     Raises
     ------
     UnsupportedError
-        The group has no gloo.
+        The group has no gloo backend.
     CommTimeoutError, CommError
-        Ranks did not come, or have ended, and it names them; there is no group.
+        Ranks did not arrive or have ended, and it names them; or there is no group.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = 600.0) -> None:
@@ -86,7 +85,7 @@ class TorchCommunicator(Closing):
         output.copy_(whole.view(self.world_size, output.numel())[self.rank])
 
     def broadcast(self, x: Tensor, src: int = 0) -> None:
-        """Write rank ``src``'s ``x`` to all ranks'; see ``Communicator.broadcast``."""
+        """Copy ``x`` of rank ``src`` to all ranks; see ``Communicator.broadcast``."""
         self._check("broadcast", x=x)
         src = int_arg("broadcast", "src", src, 0, self.world_size - 1)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=src)
@@ -104,13 +103,13 @@ class TorchCommunicator(Closing):
         self._run("recv", dist.recv, _bytes(x), peer=src, group_src=src)
 
     def barrier(self) -> None:
-        """Return when every rank has called it; see ``Communicator.barrier``."""
+        """Return after every rank has called it; see ``Communicator.barrier``."""
         self._rendezvous.check("barrier")
         # A sum: the barrier of torch's gloo has a deadline in some versions only.
         self._reduce("barrier", torch.zeros(1, dtype=torch.int32, device=_CPU), "sum")
 
     def close(self) -> None:
-        """Make no more calls, and tell the others; does not wait for them. The group stays."""
+        """End the communicator and tell the other ranks, without waiting. The group stays open."""
         self._rendezvous.close()
 
     # -- arguments ---------------------------------------------------------------------------------
