@@ -57,10 +57,9 @@ def record_hint(arch: object = "") -> str:
 
 
 class DeviceModule:
-    """Kernels of one translation unit, compiled for each arch that is asked for.
+    """Kernels of one translation unit, compiled for each arch when first needed.
 
-    Made by ``load_jit`` with ``device_files``. Nothing is compiled before an image is
-    needed. Threads may share it.
+    Returned by ``load_jit`` with ``device_files``. Several threads may use it at the same time.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class DeviceModule:
         return f"DeviceModule({self._used} with {', '.join(self.exports)})"
 
     def image(self, arch: Arch) -> bytes:
-        """Return the code for `arch`: a cubin, or PTX if the compiler is older than `arch`.
+        """Return the code for `arch`: a cubin, or PTX if the compiler is too old for `arch`.
 
-        Raises CompileError if it does not compile; FrozenError or ToolchainError if it is missing,
-        and jitkern is frozen or there is no compiler.
+        Raises CompileError if the code does not compile. If it is in no cache: FrozenError after
+        ``freeze``, ToolchainError if there is no compiler.
         """
         return self.lookup(arch).loaded
 
@@ -112,48 +111,49 @@ class DeviceModule:
         cluster: int | Sequence[int] | None = None,
         cooperative: bool = False,
     ) -> None:
-        """Launch a kernel on the current torch stream; returns at once.
+        """Launch a kernel on torch's current stream; asynchronous.
 
-        If all tensors are on the CPU, the C++ function of the kernel's name is called with the same
-        arguments; grid, block and the like are only checked. The first call on a device loads the
-        code, also while a stream is captured. The kernels of a module share ``__device__``
-        variables.
+        If all tensors are on the CPU, calls the kernel's C++ function (``cpp_wrappers`` of
+        ``load_jit``) with the same arguments, and returns when it is done; `grid`, `block` and the
+        other launch options are only checked. The first call on a device loads the code, which also
+        works during a stream capture. The kernels of a module share ``__device__`` variables.
 
         Parameters
         ----------
         export
             The kernel's name in ``device_wrappers``.
         *args
-            Members of the kernel's ``Params``, in order. If these are known (see
-            ``load_jit``), a number is converted to its member's type, and a tensor must
-            be contiguous and of its dtype. Otherwise an int is ``long long``, a float ``double``, a
-            bool ``bool``, and a driver for CUDA 12.4 or newer checks the bytes of all. A ctypes
-            value keeps its type; ``ctypes.c_void_p`` is any pointer, unchecked. An object with
-            ``__dlpack__`` is a tensor.
+            Members of the kernel's ``Params``, in order. If jitkern knows them (see ``load_jit``),
+            a number is converted to the type of its member, and a tensor must be contiguous and
+            have the member's dtype. Otherwise an int is passed as ``long long``, a float as
+            ``double``, a bool as ``bool``, and only the total number of bytes is checked, by
+            drivers for CUDA 12.4 or newer. A ctypes value keeps its type and is not checked, such
+            as ``ctypes.c_void_p`` for any pointer. An object with ``__dlpack__`` is a tensor.
         grid, block
-            Numbers of blocks and threads, in one to three dimensions. A kernel whose class has
-            ``kNumThreads`` has that many threads, also by default; any other requires `block`.
+            Numbers of blocks and of threads per block, in one to three dimensions. If the class has
+            ``kNumThreads``, that is the default for `block`, and any `block` must have as many
+            threads. Otherwise `block` is required.
         shared_bytes
-            Dynamic shared memory of a block, bytes, up to the GPU's limit (227 KiB on an H200).
+            Dynamic shared memory per block, in bytes, up to the GPU's limit (227 KiB on an H200).
         use_pdl
-            Let the kernel start while the one before it drains (programmatic dependent launch, from
-            compute capability 9.0 on; elsewhere without effect). It must call
-            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it touches what earlier
-            kernels write.
+            Let the kernel start while the previous one drains (programmatic dependent launch;
+            compute capability 9.0 or newer, no effect elsewhere). The kernel must call
+            ``wait_for_earlier_kernels`` of ``jitkern/pdl.cuh`` before it accesses memory that
+            earlier kernels write.
         cluster
-            Blocks of a thread block cluster, one to three sizes that divide the grid's.
+            Size of a thread block cluster in one to three dimensions, which divides the grid.
         cooperative
-            Have all blocks resident at once, so that they may wait for each other.
+            Cooperative launch: all blocks are resident, so they may wait for each other.
 
         Raises
         ------
         ValueError, TypeError
-            An unknown kernel, an argument that does not fit its member, memory that this GPU cannot
-            reach, sizes that no GPU has.
+            The kernel is unknown, an argument does not fit its member, the GPU cannot access the
+            memory of a tensor, or a launch size is over the limits of all GPUs.
         UnsupportedError
             There is no GPU.
         CompileError, ToolchainError
-            The first call on a device, or on the CPU, has to compile, and cannot.
+            The first call on a device, or on the CPU, must compile the code and cannot.
         """
         if export not in self.exports:
             known = ", ".join(self.exports)
