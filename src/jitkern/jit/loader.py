@@ -81,55 +81,57 @@ def load_jit(
     extra_include_paths: Files | None = None,
     build_directory: File | None = None,
 ) -> Any:
-    """Compile templated sources for given template arguments, or find them compiled.
+    """Load kernels or functions from sources: from the cache, or by compiling them.
 
-    ``device_files`` are device code, compiled by NVRTC and launched by jitkern; ``cpp_files`` along
-    with them run on CPU tensors. Otherwise ``cpp_files`` and ``cuda_files`` bring host functions.
+    Three routes: ``device_files`` are device code, compiled by NVRTC and launched by jitkern; with
+    them, ``cpp_files`` are the kernels' CPU versions. ``cuda_files`` are ``.cu`` files with host
+    functions, compiled by nvcc. ``cpp_files`` alone are C++. After mini-sglang's ``load_jit``.
 
     Parameters
     ----------
     *args
         The module's name, then its template arguments (see ``make_cpp_args``).
     cpp_files, cuda_files, device_files
-        Sources: paths, relative ones from the current directory. ``jitkern:ops/store.cu`` is a
-        source of jitkern's own.
+        Paths of sources. Relative paths start at the current directory. ``jitkern:ops/store.cu`` is
+        a source of jitkern.
     cpp_wrappers, cuda_wrappers
-        (name, expression): each C++ expression is exported as function `name` of the module. Along
-        with ``device_files`` the name is that of a kernel, and the function takes its arguments.
+        (name, expression): the C++ expression is exported as function `name` of the module. With
+        ``device_files``, `name` is that of a kernel, and the function takes the kernel's arguments.
     device_wrappers
-        (name, class) or (name, class, params) of each kernel. The class has a POD type ``Params``
-        and ``static __device__ void run(const Params&)``; its constants ``kNumThreads``, threads
-        per block, and ``kMinBlocks`` are the launch bounds. A launch checks its arguments by the
-        members of ``Params``. They are read in `device_files` if they are plainly written, in C++17
-        or newer; otherwise `params` declares them, such as ``"float* data, int64 count"``: a type
-        is a dtype of torch or a number of C, ``void*`` a tensor of any dtype, ``strided float*``
-        one of any strides. The compiler compares either with the struct.
+        (name, class) or (name, class, params) for each kernel. The class has a POD type ``Params``
+        and ``static __device__ void run(const Params&)``. Its constants ``kNumThreads`` (threads
+        per block) and ``kMinBlocks`` are the launch bounds. A launch checks its arguments against
+        the members of ``Params``. jitkern reads these in `device_files` if the struct is a plain
+        list of numbers and pointers. Otherwise declare them in `params`, such as ``"float* data,
+        int64 count"``. A type is a torch dtype or a C number type; ``void*`` accepts a tensor of
+        any dtype, ``strided float*`` one of any strides. The compiler checks both against the
+        struct (C++17 or newer).
     extra_cflags, extra_cuda_cflags, extra_ldflags
-        More flags for the C++ compiler, for nvcc or NVRTC, for the linker. Paths among them may be
-        relative, from the current directory.
+        Additional flags for the C++ compiler, for nvcc or NVRTC, and for the linker. Relative paths
+        in them start at the current directory.
     extra_include_paths
-        Directories searched for headers, before jitkern's own.
+        Directories to search for headers, before jitkern's own.
     build_directory
-        Build there and keep the files. Not with ``device_files``.
+        Build in this directory and keep the files. Not with ``device_files``.
 
     Returns
     -------
     DeviceModule or tvm_ffi.Module
-        For ``device_files`` a DeviceModule, which compiles nothing before an image is needed;
-        otherwise the loaded module, whose functions are its exports.
+        With ``device_files`` a DeviceModule, which compiles at its first launch; otherwise the
+        loaded module with the exported functions.
 
     Raises
     ------
     FileNotFoundError
-        A source does not exist; the message says where it was looked for.
+        A source does not exist; the message names the searched places.
     CompileError
-        It does not compile; the exception carries the command and the whole log.
+        A source does not compile; the exception has the command and the whole log.
     FrozenError
-        It is not compiled yet and ``freeze`` was called.
+        The code is in no cache, and ``freeze`` was called.
     ToolchainError
         There is no compiler; the message ends with what to install.
     ValueError, TypeError
-        An argument makes no sense; the message names it.
+        An argument is invalid; the message names it.
 
     Examples
     --------
@@ -152,10 +154,10 @@ def load_aot(
     extra_include_paths: Files | None = None,
     build_directory: File | None = None,
 ) -> Any:
-    """Compile sources that export their own functions (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
+    """Load sources that export functions themselves (``TVM_FFI_DLL_EXPORT_TYPED_FUNC``).
 
-    Each file is a translation unit of its own. Arguments, result and exceptions are those of
-    ``load_jit``; further `args` only make the name longer.
+    Each file is a separate translation unit. Arguments, result and exceptions are those of
+    ``load_jit``, except that all `args` are parts of the module's name.
     """
     return load_library(checked("load_aot", args, locals())).loaded
 
