@@ -31,11 +31,12 @@ class CppArgs(tuple[str, ...]):
 
 
 class KernelConfig(NamedTuple):
-    """The launch shape that a kernel is compiled for, in the order of the C++ template.
+    """A launch configuration that a kernel is compiled for, in the order of the C++ template.
 
-    `num_threads`: threads per block, 1 to 1024. `max_occupancy`: blocks that one SM should hold at
-    once, the second argument of ``__launch_bounds__``. `use_pdl`: whether the kernel uses
-    programmatic dependent launch (9.0 or newer). It unpacks: ``make_cpp_args(656, *config)``.
+    `num_threads`: threads per block, 1 to 1024. `max_occupancy`: minimum number of blocks per SM,
+    the second argument of ``__launch_bounds__``. `use_pdl`: whether the kernel uses programmatic
+    dependent launch (compute capability 9.0 or newer). It can be unpacked:
+    ``make_cpp_args(656, *config)``.
 
     Examples
     --------
@@ -54,20 +55,20 @@ class KernelConfig(NamedTuple):
 
 
 def make_cpp_args(*args: int | float | bool | str | torch.dtype | KernelConfig) -> CppArgs:
-    """Write Python values as C++ template arguments.
+    """Convert Python values to C++ template arguments.
 
-    Takes bool, int and float; a torch.dtype, which becomes CUDA's type (``float``,
-    ``__nv_bfloat16``, ``int32_t``, ...), whose header the kernel includes; a str, which is C++; and
-    a KernelConfig, which expands to its three values. The ``str()`` of the result is the list
-    joined with ``", "``.
+    Accepts bool, int and float; a torch.dtype, which becomes CUDA's type (``float``,
+    ``__nv_bfloat16``, ``int32_t``, ...; the kernel must include its header); a str, which is
+    inserted unchanged; and a KernelConfig, which expands to its three values. ``str()`` of the
+    result joins the arguments with ``", "``.
 
     Raises
     ------
     TypeError
-        Another type, such as a NumPy or torch scalar, which would read a device or hide a dtype;
-        or a dtype that CUDA has no type for.
+        A value has another type, such as a NumPy or torch scalar, which might be on a GPU or hide a
+        dtype; or CUDA has no type for a dtype.
     ValueError
-        An int that does not fit 64 bits, or a float that is not finite.
+        An int does not fit 64 bits, or a float is not finite.
 
     Examples
     --------
