@@ -27,46 +27,50 @@ _SMALL_BYTES = 16 << 20  # whole pages may take this, or twice the bytes of a ra
 class TPEmbedding(torch.nn.Module):
     """``torch.nn.Embedding`` with its rows split over the ranks of a communicator, for inference.
 
-    All ranks get the table's rows bit for bit, NaN payloads and -0.0 included, in one of two ways:
+    Every rank gets the rows of the table bit for bit, NaN payloads and -0.0 included, by one of two
+    methods:
 
-    ``"all_reduce"``: all ranks look up the same ids. Each rank has the rows that it holds, and
-    zeros for the others; the result is their sum over the ranks, as integers.
+    ``"all_reduce"``: all ranks look up the same ids. Each rank contributes the rows that it holds,
+    and zeros for all others. The result is their sum over the ranks, computed on integers. After
+    vLLM's ``VocabParallelEmbedding``.
 
-    ``"peer"``: each rank reads each row from the ``comm.PeerMemory`` of the rank that holds it.
-    That is one launch and not collective: ranks may look up different ids at different times.
+    ``"peer"``: each rank reads every row from the ``comm.PeerMemory`` of the rank that holds it. A
+    look-up is one launch and not collective: ranks may look up different ids at different times.
     Making the module, ``load_full``, ``load_state_dict`` and ``fence`` are collective.
 
     Added tokens have the ids ``vocab_size`` to ``vocab_size + num_added - 1``. ``"all_reduce"``
-    splits the vocabulary evenly, and the added tokens by themselves. ``"peer"`` assigns ids to
-    ranks in order, in whole pages of memory. The last ranks may have fewer, or none.
+    splits the vocabulary evenly, and separately the added tokens. ``"peer"`` assigns ids to ranks
+    in order, in whole pages of memory. The last ranks may hold fewer rows, or none.
 
     Parameters
     ----------
     vocab_size, hidden_size : int
-        Rows of the whole table without added ones, and elements of a row.
+        Rows of the whole table without added tokens, and elements per row.
     comm : Communicator
         The module uses its rank, world size and ``all_reduce`` (int32 or uint8, "sum", in place).
     dtype, device
         A floating dtype, and the communicator's device; by default PyTorch's default dtype and
         device, as for the modules of ``torch.nn``.
     num_added : int
-        How many tokens were added to the vocabulary.
+        Number of tokens that were added to the vocabulary.
     method : "auto", "peer" or "all_reduce"
-        ``"auto"``: ``"peer"`` if there is a `group`, all ranks can have peer memory, and whole
-        pages do not waste it. With one rank it is ``"all_reduce"``, and nothing is sent.
+        ``"auto"`` selects ``"peer"`` if `group` is given, all ranks support peer memory, and
+        rounding to whole pages wastes little of it. With one rank the method is ``"all_reduce"``,
+        and nothing is sent.
     group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
-        How the ranks of `comm` make their memory, as for ``comm.PeerMemory``.
+        Required for peer memory: a group or store of the ranks of `comm`, as for
+        ``comm.PeerMemory``.
     timeout_s : float
-        Seconds for each step of making the memory, and for each wait for the other ranks.
+        Seconds for each step of allocating peer memory, and for each wait for the other ranks.
 
     Attributes
     ----------
     weight : torch.nn.Parameter
         This rank's rows: those of ``vocab_range``, then those of ``added_range``, then zeros. All
-        are zeros until they are loaded. It requires no gradient. For ``"peer"`` other ranks read
+        are zeros until they are loaded. Does not require grad. With ``"peer"``, other ranks read
         it: write to it only between two calls of ``fence``.
     num_embeddings, embedding_dim, full_shape : int, int, (int, int)
-        Rows of the whole table, added ones included, elements of a row, and both.
+        Rows of the whole table, added tokens included; elements per row; and both.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
     method : "peer" or "all_reduce"
@@ -128,10 +132,11 @@ class TPEmbedding(torch.nn.Module):
 
     @classmethod
     def from_pretrained(cls, embeddings: Any, *, comm: Communicator, **options: Any) -> TPEmbedding:
-        """Return the module of a whole table, as ``torch.nn.Embedding.from_pretrained`` does.
+        """Return a module with this table, like ``torch.nn.Embedding.from_pretrained``.
 
-        ``embeddings`` is a table as for ``load_full``. A tensor also gives the dtype and device,
-        unless ``options``, the other arguments of the module, do. Added tokens are its last rows.
+        ``embeddings`` is the whole table, as for ``load_full``; added tokens are its last rows. If
+        it is a tensor, its dtype and device are the defaults of the module's. ``options`` are the
+        other arguments of the module.
         """
         shape = _shape_of(embeddings, "embeddings")
         if len(shape) != 2:
@@ -145,14 +150,14 @@ class TPEmbedding(torch.nn.Module):
         return module
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, on the current stream.
+        """Return the rows of `ids`: ``[*ids.shape, hidden_size]``. On the current stream.
 
-        ``ids`` are int32 or int64, of any shape, on the device of ``weight``; a negative one gives
+        ``ids`` are int32 or int64, of any shape, on the device of ``weight``. A negative id gives
         zeros. An id of ``num_embeddings`` or more is an IndexError, as in ``indexing``. If
-        ``weight`` requires a gradient and gradients are enabled, RuntimeError.
+        ``weight`` requires grad and gradients are enabled, RuntimeError.
 
-        Summing over ranks is collective, with the same ids. ``torch.compile`` breaks its graph
-        around it; other tracers raise RuntimeError.
+        With ``"all_reduce"`` the call is collective, and all ranks pass the same ids.
+        ``torch.compile`` breaks its graph around the call; other tracers raise RuntimeError.
         """
         weight: Tensor = self.weight
         table: Tensor | None = None
@@ -176,12 +181,12 @@ class TPEmbedding(torch.nn.Module):
         return look_up(weight, ids, self._part, self.num_embeddings, self.comm)
 
     def load_full(self, weight: Any) -> None:
-        """Copy this rank's rows of the whole table into ``weight``; read no other rows.
+        """Copy this rank's rows of the whole table into ``weight``; other rows are not read.
 
-        ``weight`` is a tensor of any device and dtype, also one mapped from a file, or an object
-        that can be sliced like one: ``safetensors.safe_open(...).get_slice(name)``. Collective for
-        ``"peer"``, like ``load_state_dict``. The memory stays the same, and CUDA graphs stay valid.
-        After a CommTimeoutError make a new module to load again.
+        ``weight`` is a tensor of any device and dtype, such as one mapped from a file, or an object
+        with the same slicing: ``safetensors.safe_open(...).get_slice(name)``. Collective for
+        ``"peer"``, like ``load_state_dict``. Addresses stay the same, so CUDA graphs stay valid.
+        After a CommTimeoutError this module can load no more: make a new one.
         """
         shape = _shape_of(weight, "weight")
         if shape != self.full_shape:
@@ -191,10 +196,10 @@ class TPEmbedding(torch.nn.Module):
             _write(self.weight, parts)
 
     def fence(self) -> None:
-        """Wait for this rank's GPU, then for all ranks; nothing for ``"all_reduce"``. Collective.
+        """Wait for this rank's GPU, then for all ranks. Collective; no-op for ``"all_reduce"``.
 
-        Call it before and after writes to ``weight`` other than by ``load_full``, and not inside a
-        stream capture.
+        Call it before and after you write to ``weight``, except by ``load_full`` and
+        ``load_state_dict``. Not during a stream capture.
         """
         if self._peers is None:
             return
