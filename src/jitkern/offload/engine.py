@@ -36,48 +36,52 @@ _CACHES = ("cpu_cache", "gpu_cache", "cpu_k", "cpu_v", "gpu_k", "gpu_v")
 
 
 class OffloadEngine(AbstractContextManager["OffloadEngine"]):
-    """A KV cache in pinned host memory, and slots on the GPU that its blocks are copied to.
+    """A KV cache in pinned host memory, and slots for some of its blocks on the GPU.
 
-    Each call is one ``copy_blocks`` of K and V, asynchronous on torch's current stream. The caller,
-    or a ``SlotPipeline`` (``load_blocks_into``), orders it with other streams that use a slot. An
-    engine must be used by one thread at a time.
+    Each call is one ``copy_blocks`` of K and V, asynchronous on torch's current stream. If other
+    streams use a slot, order them yourself, or use a ``SlotPipeline`` with ``load_blocks_into``.
+    Only one thread at a time may use an engine.
 
     Parameters
     ----------
     num_layers, num_cpu_blocks, num_slots, block_size : int
-        Layers, blocks of the CPU cache, blocks that fit on the GPU, and tokens per block.
+        Number of layers, of blocks in the CPU cache, of blocks on the GPU, and of tokens per block.
     token_shape : sequence of int
-        Shape of a token in one layer: ``(num_heads, head_dim)`` in each of K and V, or
+        Shape of one token in one layer: ``(num_heads, head_dim)``, for K and for V; or
         ``(latent_dim,)``.
     dtype : torch.dtype
+        Dtype of both caches.
     device : torch.device, str or int, optional
         By default the current GPU, or the CPU if there is none; on the CPU each call copies before
         it returns.
     kind : {"kv", "mla"}
-        K and V, or a single cache.
+        "kv": K and V. "mla": a single cache.
     layout : {"layer_first", "block_first"}
-        Layout of the CPU cache: ``[num_layers, num_cpu_blocks, ...]``; or ``[num_cpu_blocks,
-        num_layers, ...]``, where a block is contiguous over all layers, K before V.
+        Layout of the CPU cache. "layer_first": ``[num_layers, num_cpu_blocks, ...]``.
+        "block_first": ``[num_cpu_blocks, num_layers, ...]``; all layers of a block are contiguous,
+        K before V.
     pool : PinnedPool, optional
-        The CPU cache is the next tensor of this pool; by default the engine makes its own pool.
+        The CPU cache is the next tensor of this pool. By default the engine makes its own pool.
     method : {"auto", "sm", "engine"}
-        See ``copy_blocks``.
+        How blocks are copied; see ``copy_blocks``.
 
     Attributes
     ----------
-    cpu_cache, gpu_cache : Tensor
-        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``, or block-first
-        ``[num_cpu_blocks, 2, num_layers, ...]``; and ``[2, num_layers, num_slots, ...]``. Without
-        the 2 for ``"mla"``.
+    cpu_cache : Tensor
+        ``[2, num_layers, num_cpu_blocks, block_size, *token_shape]``; if block-first,
+        ``[num_cpu_blocks, 2, num_layers, ...]``. The 2 stands for K and V; "mla" has no such
+        dimension.
+    gpu_cache : Tensor
+        ``[2, num_layers, num_slots, block_size, *token_shape]``, for "mla" without the 2.
     cpu_k, cpu_v, gpu_k, gpu_v : Tensor
-        Their K and V; absent for ``"mla"``.
+        Views of K and V in the two caches; not for "mla".
 
     Raises
     ------
     TypeError, ValueError
-        A wrong argument; the pool is too small.
+        An argument is wrong, or the pool is too small.
     MemoryError, RuntimeError
-        No pinned memory of that size; see ``PinnedPool``.
+        There is not enough memory, or CUDA does not pin it; see ``PinnedPool``.
     """
 
     def __init__(
@@ -147,29 +151,29 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         layer: int | None = None,
         num_tokens: int | None = None,
     ) -> None:
-        """Copy ``blocks[i]`` of the CPU cache to ``slots[i]``, for all i in one call.
+        """Copy block ``blocks[i]`` of the CPU cache to slot ``slots[i]``, for all i in one call.
 
         Both ``load`` and ``store`` take the GPU's side first, then the CPU's.
 
         Parameters
         ----------
         slots, blocks : int, sequence of int or Tensor
-            The same count of each, without repeats. Both on the host, checked before the copy is
-            queued; or both int32 or int64 on the GPU, where a pair with a negative number is
-            skipped.
+            The same number of each, without repeats. On the host they are checked before the copy
+            is queued. Or both are int32 or int64 tensors on the GPU, where a pair with a negative
+            number is skipped.
         layer : int, optional
-            Copies this layer only; by default all.
+            The layer to copy. Default: all layers.
         num_tokens : int, optional
-            Copies the first tokens of each block only, for a block that is not full yet.
+            Copy only the first tokens of each block, for a block that is not full yet.
 
         Raises
         ------
         IndexError
-            A number is out of range. If it is on the GPU, its pair is skipped and the next jitkern
+            A number is out of range. If it is on the GPU, its pair is skipped, and the next jitkern
             call on the device or ``check`` raises.
         TypeError, ValueError
-            A wrong argument; numbers on the GPU with ``method="engine"``; numbers on the host
-            without it while a CUDA graph is captured.
+            An argument is wrong; numbers are on the GPU with ``method="engine"``, or on the host
+            with another method while a CUDA graph is captured.
         """
         self._copy("load", True, slots, blocks, layer, num_tokens)
 
@@ -188,18 +192,18 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
         self._copy("store", False, slots, blocks, layer, num_tokens)
 
     def load_blocks_into(self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None) -> None:
-        """Copy block ``blocks[i]`` to place i of a tensor, such as a slot of a ``SlotPipeline``.
+        """Copy block ``blocks[i]`` to index i of a tensor, such as a slot of a ``SlotPipeline``.
 
-        The tensor is on the engine's device, of its dtype: ``[2, n, block_size, *token_shape]`` for
-        one layer of K and V, ``[2, num_layers, n, ...]`` for all; without the 2 for ``"mla"``. n is
-        at least the number of blocks. See ``load`` for the rest.
+        The tensor has the engine's device and dtype. Its shape is ``[2, n, block_size,
+        *token_shape]`` for one layer, ``[2, num_layers, n, ...]`` for all layers, and for "mla"
+        without the 2; n is at least the number of blocks. See ``load`` for the rest.
         """
         self._copy("load_blocks_into", True, _PLACES, blocks, layer, tensor=tensor)
 
     def store_blocks_from(
         self, tensor: Tensor, blocks: Blocks, *, layer: int | None = None
     ) -> None:
-        """Copy place i of a tensor to block ``blocks[i]``: the reverse of ``load_blocks_into``."""
+        """Copy index i of a tensor to block ``blocks[i]``: the reverse of ``load_blocks_into``."""
         self._copy("store_blocks_from", False, _PLACES, blocks, layer, tensor=tensor)
 
     load_to_slot_all_layers = load
@@ -220,9 +224,8 @@ class OffloadEngine(AbstractContextManager["OffloadEngine"]):
     def close(self) -> None:
         """Wait for the GPU and free the memory; a second call does nothing.
 
-        A pool passed as ``pool`` stays open. Tensors that are still referenced stay valid on the
-        CPU. While torch's current stream is captured it raises RuntimeError, and the engine stays
-        open.
+        A pool passed as ``pool`` stays open. Tensors that you still hold stay valid on the CPU.
+        RuntimeError while torch's current stream is being captured; the engine then stays open.
         """
         if not self._is_open:
             return
