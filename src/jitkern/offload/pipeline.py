@@ -109,7 +109,7 @@ class Streams:
 
 @dataclass(eq=False)
 class Slot:
-    """GPU memory `tensor`, the slot's `index`, and the `block` it holds during one iteration."""
+    """A slot: its memory `tensor`, its `index`, and the `block` that it holds in this iteration."""
 
     index: int
     tensor: torch.Tensor = field(repr=False)
@@ -117,10 +117,11 @@ class Slot:
 
 
 class Run(AbstractContextManager["Run"], Iterator[Slot]):
-    """An iterator over the slots of one run, in the order of the blocks.
+    """The iterator of one run over its slots, in the order of the blocks.
 
-    The run starts with the first ``next``, whose thread it belongs to. It ends after the last slot,
-    when it is no longer referenced (as after a ``break``), or with the body of ``with run:``.
+    The run starts at the first ``next`` and belongs to the thread that calls it. It ends after the
+    last slot, when nothing references it any more (as after a ``break``), or at the end of a
+    ``with run:`` body.
     """
 
     def __init__(self, iterate: Callable[[weakref.ref[Run]], Generator[Slot, None, None]]) -> None:
@@ -145,37 +146,38 @@ class Run(AbstractContextManager["Run"], Iterator[Slot]):
 
 
 class SlotPipeline:
-    """Slots of GPU memory through which blocks stream, concurrently with compute.
+    """Streams blocks through a few slots of GPU memory, concurrently with compute.
 
-    A run iterates over blocks. Its body gets one slot after the other, while torch's current stream
-    is the pipeline's compute stream. Copies are queued on one stream per direction, loads as many
-    blocks ahead as there are slots. Events order the uses of each slot.
+    A run is a ``for`` loop over blocks; each iteration gets a slot. Inside the body, torch's
+    current stream is the pipeline's compute stream. Loads and stores are queued on a stream each,
+    loads as many blocks ahead as there are slots. Events order the uses of each slot.
 
-    A run starts after all work on the caller's current stream, and later work there waits for the
-    run; the host never waits. ``with pipeline:`` does so once for several runs. A body may raise or
-    ``break``. Ctrl-C inside the pipeline's own code can leave it broken: the next use raises, and
-    ``close`` works. ``torch.cuda.graph`` can capture runs. On the CPU each step runs at once.
+    A run starts after all earlier work on the caller's current stream, and later work there waits
+    for the run. ``with pipeline:`` does so once for several runs. The host never waits. A body may
+    raise or ``break``. Ctrl-C inside the pipeline's own code can break the pipeline: then every use
+    but ``close`` raises. ``torch.cuda.graph`` can capture runs. On the CPU, copies run at once.
 
     Parameters
     ----------
     num_slots : int
-        Depth, the number of blocks on the GPU at a time: 1 to 4096. With 1 nothing overlaps.
+        Number of blocks on the GPU at a time: 1 to 4096. With 1 nothing overlaps.
     slot_shape : sequence of int
         Shape of a slot's tensor.
     dtype : torch.dtype
     device : torch.device, str or int, optional
         By default the current GPU, or the CPU if there is none.
     monitor : OverlapMonitor, optional
-        Measures the iterations.
+        Times the iterations.
     max_slots : int, optional
-        Adds slots up to this number if they save time, and removes them when fewer are as fast.
-        All iterations are timed then.
+        Add slots up to this number if that saves time, and remove them if fewer are as fast. All
+        iterations are then timed.
 
     Attributes
     ----------
     device, slot_bytes
+        The device, and the bytes of a slot.
     compute_stream, load_stream, store_stream : torch.cuda.Stream or None
-        Streams of bodies, of copies to slots, and of copies from slots; None on the CPU.
+        The streams of bodies, of copies to slots, and of copies from slots; None on the CPU.
     """
 
     def __init__(
@@ -215,42 +217,44 @@ class SlotPipeline:
             monitor._attach(self, self._streams.harvest, observe)
 
     def load(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
-        """Copy blocks into slots; the body reads them.
+        """Iterate over slots into which blocks have been copied; the body reads them.
 
         Parameters
         ----------
         blocks : iterable
-            Taken one at a time as slots become free, in order.
+            The blocks, of any type. The pipeline takes one when a slot becomes free, in order.
         copy : callable
-            ``copy(slot.tensor, block)`` queues the copy on torch's current stream. Pin host memory:
-            a copy of pageable memory blocks the host.
+            ``copy(slot.tensor, block)`` queues the copy on torch's current stream. Use pinned
+            memory: a copy from pageable memory blocks the host.
 
         Raises
         ------
         RuntimeError
-            At the first ``next``: the pipeline is closed or broken, in use by another thread, or
+            At the first ``next``: the pipeline is closed or broken, another thread uses it, or it
             has an active run.
         """
         return self._new_run("load", blocks, {"copy": copy}, copy, None)
 
     def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
-        """Let the body write each slot, and copy the slot to its block afterwards.
+        """Iterate over slots that the body fills; each is copied to its block afterwards.
 
         ``copy(slot.tensor, block)`` queues that copy; see ``load`` for the rest.
         """
         return self._new_run("store", blocks, {"copy": copy}, None, copy)
 
     def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
-        """Copy blocks into slots, let the body change them, and copy them back.
+        """Iterate over slots with copied blocks; after the body each is copied back to its block.
 
-        A block is loaded before earlier blocks are stored: they must not share memory.
+        ``load`` and ``store`` are as `copy` in the methods of these names. A block may be loaded
+        before earlier blocks have been stored, so blocks must not share memory.
         """
         return self._new_run("update", blocks, {"load": load, "store": store}, load, store)
 
     def fork(self) -> None:
-        """Make later copies wait for all work queued on the compute stream.
+        """Make later copies wait for all work queued so far on the compute stream.
 
-        Inside ``with pipeline:``, for copies that read results of that work, such as indices.
+        For copies that read results of that work, such as indices. Only inside ``with pipeline:``,
+        else RuntimeError.
         """
         if not self._is_inside():
             raise RuntimeError("SlotPipeline.fork: not inside `with pipeline:`, expected to be")
@@ -259,8 +263,8 @@ class SlotPipeline:
     def close(self) -> None:
         """Free the slots' memory without waiting; a second call does nothing.
 
-        Inside ``with pipeline:`` it ends the session. RuntimeError if a run is active, or another
-        thread is inside ``with pipeline:``.
+        Inside ``with pipeline:``, the caller's stream waits for all queued work as at its end.
+        RuntimeError if a run is active, or another thread is inside ``with pipeline:``.
         """
         if self._is_closed:
             return
