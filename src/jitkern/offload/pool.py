@@ -32,14 +32,14 @@ class Share:
     Parameters
     ----------
     name
-        The pool's name, the same in all ranks: letters, digits, ``._+-``. Messages quote it.
+        The pool's name, the same on all ranks: letters, digits and ``._+-``. Errors quote it.
     rank, world_size
-        This process's number, counted from 0, and the number of processes.
+        This process's rank, from 0 on, and the number of ranks.
     timeout_s
-        How long a rank waits for the others at each step.
+        Seconds that a rank waits for the others in each step.
     group
-        Where the ranks meet: a gloo group of exactly these ranks, or a ``Store`` of
-        torch.distributed. By default torch's default group.
+        How the ranks find each other: a gloo group of exactly these ranks, or a ``Store`` of
+        torch.distributed. Default: torch's default group.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Share:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Size and place of a pool, and the seconds that this process took to make it."""
+    """Bytes and NUMA node of a pool, and the seconds that this process took to make it."""
 
     num_bytes: int
     touch_s: float
@@ -63,11 +63,11 @@ class PoolStats:
 class PinnedPool(AbstractContextManager["PinnedPool"]):
     """Pinned host memory of exactly the requested bytes, split into tensors.
 
-    Mapped in huge pages on the NUMA node of the current GPU, touched by one thread per core, then
-    registered with CUDA: 24 GB/s for 64 GiB, ``cuMemHostAlloc`` reaches 2.8
-    (``bench/results/pinned_pool.json``). Without a GPU the memory is not registered. It lives as
-    long as the pool or one of its tensors; freeing it waits for the GPUs. A forked child must not
-    touch the tensors of a private pool.
+    The memory is mapped in huge pages on the NUMA node of the current GPU, touched by one thread
+    per core, then registered with CUDA: 24 GB/s for 64 GiB, 2.8 with ``cuMemHostAlloc``
+    (``bench/results/pinned_pool.json``). It starts as zeros. Without a GPU it is not registered. It
+    is freed when the pool and all its tensors are gone, after waiting for the GPUs. A forked child
+    must not touch the tensors of a private pool.
 
     Parameters
     ----------
@@ -79,13 +79,13 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     Raises
     ------
     TypeError, ValueError
-        A wrong argument.
+        An argument is wrong.
     MemoryError
-        Less memory is free: Linux would kill the process later.
+        There is not enough free memory; Linux would kill the process later.
     RuntimeError
-        CUDA does not register the memory.
+        CUDA cannot register the memory.
     ShareError
-        In every rank: a rank is missing, has ended or failed, or asked for other `num_bytes`.
+        On every rank: a rank is missing, has ended or failed, or asked for other `num_bytes`.
     """
 
     stats: PoolStats
@@ -139,9 +139,9 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     def close(self) -> None:
         """Wait for the GPUs and unregister the memory; a second call does nothing.
 
-        Tensors stay valid on the CPU and keep the memory; ops that pass one to a GPU raise. While
-        torch's current stream is captured it raises RuntimeError, and the pool stays open. While
-        another stream is, only torch's other streams are waited for.
+        Tensors keep the memory and stay valid on the CPU; ops that would pass one to a GPU raise.
+        RuntimeError while torch's current stream is being captured; the pool then stays open. While
+        another stream is being captured, it waits only for torch's other streams.
         """
         if self._memory is not None:
             self._memory.close()
