@@ -33,12 +33,13 @@ _SERVE = "DescriptorRing.serve"
 
 
 class DescriptorRing(AbstractContextManager["DescriptorRing"]):
-    """Slots of descriptors in pinned host memory, filled by CPU threads and emptied by a consumer.
+    """A ring of copy descriptors in pinned host memory: CPU threads push, ``unpack`` consumes.
 
-    A descriptor tells which bytes of a source go where in a destination. A push writes descriptors
-    to memory that GPUs read in place, and publishes them by one store: no copy, no driver call.
-    Slots are used in turn; a slot is reused once its last push has been consumed. Any thread may
-    push. A C++ producer (``jitkern/both/ring.h``) may replace Python, but not push concurrently.
+    A descriptor names bytes of a source and their place in a destination. A push writes descriptors
+    to memory that GPUs read in place, and publishes them by one store, without a copy or a driver
+    call. Slots are used in turn; a slot is reused after its push has been consumed. Any thread may
+    push. A C++ producer (``jitkern/both/ring.h``) may push instead of Python, but not at the same
+    time.
 
     Parameters
     ----------
@@ -47,14 +48,14 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
     max_descriptors : int, optional
         Maximum number of descriptors per push, up to 65,535.
     device : torch.device, str or int, optional
-        The device whose kernels consume; by default the current GPU, or the CPU if there is none.
+        The device that consumes. Default: the current GPU, or the CPU if there is none.
 
     Raises
     ------
     TypeError, ValueError
-        A wrong argument.
+        An argument is wrong.
     MemoryError, RuntimeError, UnsupportedError
-        Less memory is free; CUDA does not register it; there is no ``memfd_create``.
+        There is not enough free memory; CUDA cannot register it; there is no ``memfd_create``.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
 
     @property
     def num_pushed(self) -> int:
-        """The number of pushes so far, which is the next push's ticket."""
+        """The number of pushes so far; also the ticket of the next push."""
         self._require_open()
         return int(self._next())
 
@@ -105,7 +106,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         return self._fd
 
     def push(self, descriptors: Any, *, timeout_s: float = _WAIT_S) -> int:
-        """Push descriptors; return the push's ticket, a number counted from 0.
+        """Push descriptors, and return the ticket of the push, counted from 0.
 
         Parameters
         ----------
@@ -113,14 +114,14 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             int64 on the CPU, ``[n, 3]`` of (src_off, dst_off, len), or ``[n, 6]`` of (src_off,
             dst_off, len, count, src_stride, dst_stride): `count` rows of `len` bytes.
         timeout_s : float, optional
-            How long to wait until the last push of the slot has been consumed.
+            Seconds to wait until the next slot is free.
 
         Raises
         ------
         TypeError, ValueError
-            Another dtype or shape, too many descriptors, a value that is negative or too large.
+            Wrong dtype or shape, too many descriptors, or a value that is negative or too large.
         TimeoutError
-            The slot is not free in time.
+            The slot was not free in time.
         RuntimeError
             The ring is closed.
         """
@@ -140,7 +141,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         return ticket
 
     def try_push(self, descriptors: Any) -> int | None:
-        """Push if the slot is free, else return None; see ``push``."""
+        """Push like ``push`` if the next slot is free; else return None."""
         self._require_open()
         if type(descriptors) is not Tensor:
             try:
@@ -156,13 +157,13 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         return ticket if ticket >= 0 else None
 
     def done(self, ticket: int) -> bool:
-        """Return whether the bytes of a push have been copied."""
+        """Return whether the bytes of the push have been copied."""
         return self._is_done("DescriptorRing.done", ticket, 0)
 
     def wait(self, ticket: int, *, timeout_s: float = _WAIT_S) -> None:
-        """Wait until the bytes of a push have been copied; raise TimeoutError if they are not.
+        """Wait until the bytes of the push have been copied; TimeoutError after ``timeout_s``.
 
-        The thread sleeps for most of a long wait.
+        During a long wait the thread mostly sleeps.
         """
         call = "DescriptorRing.wait"
         if self._is_done(call, ticket, 0):
@@ -173,19 +174,19 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             raise TimeoutError(f"{call}: {text} after {timeout_s:g} s; is a consumer running?")
 
     def serve(self, src: Tensor, dst: Tensor, *, idle_timeout_s: float = _WAIT_S) -> RingServer:
-        """Return a server: during its ``with`` body a kernel consumes what is pushed.
+        """Return a server: during its ``with`` body, a running kernel consumes the pushes.
 
-        For small pushes that cannot wait for a launch. The kernel occupies an SM all the time.
-        Everything that waits for the whole device waits until it ends: ``torch.cuda.synchronize``,
+        For small pushes, for which a launch per call takes too long. The kernel occupies one SM.
+        Until it ends, everything that synchronises the device blocks: ``torch.cuda.synchronize``,
         cudaMalloc and cudaFree, the first launch of a lazily loaded kernel, closing a pinned pool.
-        One server per device, and no ``unpack`` on its ring meanwhile.
+        One server per device; do not call ``unpack`` with its ring meanwhile.
 
         Parameters
         ----------
         src, dst : Tensor
             See ``unpack``.
         idle_timeout_s : float, optional
-            The kernel ends if no push arrives for this long.
+            The kernel ends if there is no push for so many seconds.
         """
         self._require_open()
         if self.device.type == "cpu":
@@ -196,7 +197,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         return RingServer(self, partial(self._serve, src, dst, idle_ns), dst)
 
     def close(self) -> None:
-        """End its server, wait for the GPUs and free the memory; a second call does nothing."""
+        """End the server, wait for the GPUs and free the memory; a second call does nothing."""
         if self._closed:
             return
         if self._server is not None:
@@ -292,10 +293,11 @@ _servers: dict[int, weakref.ref[RingServer]] = {}
 
 
 class RingServer:
-    """A kernel that waits for pushes of a ring and copies their bytes: see ``serve``.
+    """A kernel that runs until it is ended, and copies the bytes of each push of a ring.
 
-    It starts with the ``with`` body, after all work on the current stream; later work there comes
-    after its copies. It ends with the body, or if no push arrives during the idle timeout.
+    Returned by ``DescriptorRing.serve``. It starts with the ``with`` body, after all earlier work
+    on the current stream; later work there waits for its copies. It ends with the body, or after
+    ``idle_timeout_s`` without a push.
     """
 
     def __init__(self, ring: DescriptorRing, launch: Callable[..., None], dst: Tensor) -> None:
@@ -310,11 +312,11 @@ class RingServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the kernel has been queued and has not ended."""
+        """Whether the kernel has been queued and has not ended yet."""
         return self._ended is not None and not self._ended.query()
 
     def stop(self) -> None:
-        """End the kernel and wait for it; it completes the push that it is copying."""
+        """End the kernel and wait for it. It first completes the push that it is copying."""
         if self._ended is not None:
             self._request_stop()
             self._ended.synchronize()
