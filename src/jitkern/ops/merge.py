@@ -174,19 +174,19 @@ def merge_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
-    ``merge_states`` of two; see there for dtypes, memory, results, empty partials, errors, and for
-    `output`, `lse`, `base`, `lse_layout` and `scale`. After vLLM's ``merge_attn_states`` and
-    FlashInfer's ``merge_state``.
+    The same as ``merge_states`` of two. See there for dtypes, memory, stream, results, empty
+    partials and errors, and for `output`, `lse`, `base`, `lse_layout` and `scale`. After vLLM's
+    ``merge_attn_states`` and FlashInfer's ``merge_state``.
 
     Parameters
     ----------
     out_a, out_b : Tensor
-        ``[tokens, heads, dim]``: partial results.
+        ``[tokens, heads, dim]``: the partial outputs.
     lse_a, lse_b : Tensor
         fp32 ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
-        Only the first N tokens have a partial result `a`. The rest of `output` and `lse` is copied
-        from `out_b` and `lse_b`.
+        Only the first N tokens have a partial `a`. For the other tokens, `output` and `lse` are
+        copies of `out_b` and `lse_b`.
     """
     states = (out_a, lse_a, out_b, lse_b)
     options = (base, lse_layout, scale, prefill_tokens_with_context)
@@ -232,46 +232,48 @@ def merge_states(
     lse_layout: LseLayout = "tokens_heads",
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Merge partial results of attention over parts of the keys into the result over all.
+    """Merge results of attention over parts of the keys into the result over all keys.
 
-    For each token and head, with ``w_i = exp(lse_i - max)``: the result is ``sum(w_i * out_i) /
-    sum(w_i)`` and its LSE ``max + log(sum(w_i))``. Asynchronous on the current stream; each partial
-    is read once. Computed in fp32 and summed in the order of the partials, so that ranks get the
-    same bits. A CUDA graph may capture any call. Returns the result and its LSE.
+    For each token and head, with ``w_i = exp(lse_i - max)``, the result is ``sum(w_i * out_i) /
+    sum(w_i)`` and its LSE is ``max + log(sum(w_i))``. Sums are computed in fp32, in the order of
+    the partials, so that all ranks get the same bits. Asynchronous on the current stream. A CUDA
+    graph can capture any call. Returns the result and its LSE.
 
     One launch merges up to 8 partials. More are merged on a GPU in groups of 8 into fp32 scratch
-    memory of torch's allocator, and then the groups' results.
+    memory of torch's allocator; then the results of the groups are merged.
 
-    An LSE of -inf, or of +inf as FlashAttention 2 and vLLM have it, means no keys: that partial
-    does not count, even if it holds NaN. If all are empty: zeros, LSE -inf. A NaN LSE gives NaN.
+    An LSE of -inf (FlashAttention 2 and vLLM: +inf) means no keys: that partial is ignored, even if
+    its values are NaN. If all are ignored, the result is zeros, its LSE -inf. A NaN LSE gives NaN.
 
     Parameters
     ----------
     partials : sequence of Tensor, or Tensor
-        1 to 64 tensors ``[tokens, heads, dim]``, fp32, fp16 or bf16, of one dtype; `dim`
-        contiguous, other strides free. Or one tensor ``[n, tokens, heads, dim]``. On one device;
-        some may lie in pinned host memory if the result is on a GPU.
+        The outputs: 1 to 64 tensors ``[tokens, heads, dim]`` of one dtype (fp32, fp16 or bf16),
+        `dim` contiguous, other strides free. Or one tensor ``[n, tokens, heads, dim]``. All on one
+        device; if the result is on a GPU, some may be in pinned host memory.
     lses : sequence of Tensor, or Tensor
-        As many ``[tokens, heads]``, fp32, any strides: the log of the sum of exponentials of the
-        scores. Or one tensor ``[n, tokens, heads]``.
+        The same number of tensors ``[tokens, heads]``, fp32, any strides: the logarithm of the sum
+        of the exponentials of the scores. Or one tensor ``[n, tokens, heads]``.
     output : Tensor, optional
         ``[tokens, heads, dim]``, fp32, fp16, bf16 or float8_e4m3fn, `dim` contiguous. May be one of
         `partials`; otherwise it overlaps none. Default: a new tensor of their dtype.
     lse : Tensor or False, optional
-        Where the merged LSE goes: fp32. May be one of `lses`. Default: a new tensor; False leaves
-        it out, and returns None.
+        Receives the LSE of the result, fp32. May be one of `lses`. Default: a new tensor. False:
+        it is not computed, and None is returned for it.
     base : {"e", "2"}
-        Base of the exponentials. FlashInfer's kernels use 2.
+        Base of the exponentials. FlashInfer uses "2"; FlashAttention, PyTorch and vLLM use "e".
     lse_layout : {"tokens_heads", "heads_tokens"}
-        Order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``. Never guessed.
+        The order of dimensions of `lses` and `lse`. vLLM uses ``[heads, tokens]``.
     scale : Tensor, optional
-        For a float8 `output`: one fp32 on its device. The result is divided by it, clamped to 448.
+        For a float8 `output`: one fp32 on its device. The result is divided by `scale` and clamped
+        to +-448.
 
     Raises
     ------
     TypeError, ValueError
-        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; 0 or over 64 partials;
-        pageable or overlapping memory; a float8 `output` without `scale`. Nothing was written.
+        Wrong or mixed dtypes, shapes or devices; `dim` not contiguous; no or more than 64 partials;
+        pageable memory; memory that overlaps; a float8 `output` without `scale`. Nothing was
+        written.
     RuntimeError
         An argument requires grad, or `output` or `lse` is an inference tensor outside of inference
         mode.
