@@ -41,22 +41,22 @@ _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 @dataclass
 class Outcome:
-    """A kernel for one arch, or a library, and the result of its job.
+    """A kernel for one arch, or a library, and what became of it in ``warm``.
 
     Attributes
     ----------
     name : str
-        The op, or the name that load_jit was given.
+        The op, or the name passed to ``load_jit``.
     parameters : str
-        Template arguments, as in ``656, 16, 4``.
+        Template arguments, such as ``656, 16, 4``.
     arch : str
-        Such as ``9.0``; empty for host code.
+        For example ``9.0``; empty for host code.
     source : str
         ``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``.
     ms, bytes : float, int or None
-        Milliseconds that it took and size of the code; None if it is not there.
+        Milliseconds of the job and bytes of the code; None if it is failed or missing.
     error : Exception or None
-        Why it failed.
+        The reason of a failure.
     """
 
     name: str
@@ -104,9 +104,10 @@ def warm(
     out: str | PathLike[str] | None = None,
     progress: Callable[[Outcome, int, int], object] = lambda *_: None,
 ) -> list[Outcome]:
-    """Have kernels and libraries in the cache before they are needed, with or without a GPU.
+    """Compile kernels and libraries into the cache before they are needed; needs no GPU.
 
-    The host module comes first; without arguments nothing else is built. Builds are not loaded.
+    Builds the host module first; without arguments it builds nothing else. What is built is not
+    loaded into this process. Blocks until all builds are done.
 
     Parameters
     ----------
@@ -114,33 +115,34 @@ def warm(
         Names of ops, such as ``store_cache`` or ``store``. Default: all that have kernels for the
         given sizes.
     element_sizes
-        Bytes of a row: for each size, the kernels for contiguous tensors.
+        Bytes per row (not per value). For each size, builds the kernels for contiguous tensors.
     archs
-        What to compile for, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
-        GPUs present; for records: what they were recorded for.
+        Compute capabilities, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
+        GPUs of this machine. Default for records: those of the recorded run.
     replay
-        Records, written by runs under ``JITKERN_RECORD``. They are code: give what you would run.
+        Records of earlier runs, written with ``JITKERN_RECORD``. They name files to compile and
+        compiler flags: use only records that you trust like code.
     head_dims
-        Elements of a head, for ``merge_states``, which is compiled for these instead.
+        Values per head (not bytes), for ``merge_states``, which has no ``element_sizes``.
     check
-        Build nothing: what is in no cache is ``missing``. Without a compiler, code of any compiler
-        counts as present, as in a call.
+        Build nothing; kernels that are in no cache are ``missing``. If there is no compiler, code
+        of any compiler counts as present, as it does in a call.
     out
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     progress
-        Called with each outcome of a build, how many are done, and of how many.
+        ``progress(outcome, done, total)``, called after each build.
 
     Raises
     ------
     WarmError
-        Some failed, or could not be written to the cache. The others have been built;
-        ``outcomes`` has all, ``error`` of each says why.
+        Some builds failed, or could not be written to the cache. The others have been built.
+        ``outcomes`` has them all; ``error`` of each is the reason.
     FrozenError
-        Some are missing, and the process is frozen.
+        Kernels are missing, and ``freeze`` was called.
     ToolchainError
-        Kernels are missing, and there is no compiler for them; nothing has been built.
+        Kernels are missing, and there is no compiler. Nothing has been built.
     CacheError
-        Some are missing, and the cache cannot be written; or `out` cannot.
+        Kernels are missing and the cache cannot be written, or `out` cannot be written.
     ValueError, TypeError
         An argument is invalid, or a file is not a record.
     OSError
