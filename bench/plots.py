@@ -1,4 +1,4 @@
-"""The plot of the first page: ``python -m bench.plots RESULT FILE.png``."""
+"""The plot of the first page: ``python -m bench.plots RESULT... FILE.png``."""
 
 import sys
 from pathlib import Path
@@ -20,20 +20,19 @@ plt.rcParams.update({"axes.titlesize": 9})
 
 # Names of peers for readers; other names are shown as they are.
 _PLAIN = {
-    "nvcc, mini-sglang style": "a warp a row (nvcc)",
+    "nvcc, mini-sglang style": "a warp per row (nvcc)",
     "triton": "Triton",
     "torch cache[idx] = x, twice": "PyTorch, cache[idx] = x",
     "torch index_select(out=)": "PyTorch, index_select",
     "torch F.embedding": "PyTorch, F.embedding",
-    "torch copy_, block by block": "PyTorch, copy_ per block",
-    "loop of cuMemcpy2DAsync in C++": "cuMemcpy2DAsync in a loop",
     "line-aligned, 2 SMs": "aligned loads (nvcc)",
     "line-aligned, 4 SMs": "aligned loads (nvcc)",
     "loads before stores, all SMs": "loads before stores (nvcc)",
     "torch.argsort, then line-aligned, 4 SMs": "torch.argsort, then aligned loads",
-    "a block a descriptor": "one block per descriptor",
+    "a block a descriptor": "one block per descriptor (nvcc)",
 }
 
+_LISTS_CASE = "1024 blocks x 8 buffers x 8 KiB of 0.5 GiB"
 _POOL_CASE = "gather of 262144 rows of 656 B, pool of 16 GiB"
 # The bars of the summary: a case per op, at the size of real calls.
 _SUMMARY = {
@@ -42,19 +41,21 @@ _SUMMARY = {
     "indexing, 65,536 rows of 8 KB": ("index", "65536 rows of 8192 B"),
     "h2d_gather, 656 B, distinct rows": ("h2d_gather", "262144 rows of 656 B, distinct"),
     "h2d_gather, 656 B, a third repeated": ("h2d_gather", "262144 rows of 656 B, repeats"),
-    "h2d_gather out of a pool of 16 GiB": ("pools", _POOL_CASE),
-    "copy_blocks, 32 layers x 16 KB": ("copy_blocks", "h2d, 128 blocks x 32 layers x 16 KB"),
+    "h2d_gather from a pool of 16 GiB": ("pools", _POOL_CASE),
+    "copy_blocks to the GPU, 8,192 x 8 KiB": ("lists", f"h2d, {_LISTS_CASE}"),
+    "copy_blocks to the host, 8,192 x 8 KiB": ("lists", f"d2h, {_LISTS_CASE}"),
     "unpack, 2,048 pieces of 256 B": ("unpack", "2048 pieces of 256 B"),
     "merge_state, 256 x 32 x 128": ("merge", "256 x 32 x 128 bf16"),
     "merge_state, 16,384 x 32 x 128": ("merge", "16384 x 32 x 128 bf16"),
 }
 
 
-def draw(data: report.Payload, path: Path) -> None:
+def draw(results: list[report.Payload], path: Path) -> None:
     """Draw a bar per case: our speed over the fastest peer's of the same run."""
+    benchmarks = {op: data for result in results for op, data in result["benchmarks"].items()}
     bars = []
     for label, (op, case) in _SUMMARY.items():
-        rows = data["benchmarks"][op]["rows"]
+        rows = benchmarks[op]["rows"]
         timed = [r for r in rows if r["case"] == case and r["median_us"]]
         ours = next(r for r in timed if r["impl"] == "jitkern")
         # Peers named "jitkern, ..." are our own parts, called one after the other.
@@ -65,18 +66,19 @@ def draw(data: report.Payload, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8.4, 0.34 * len(bars) + 1.2))
     for at, (_, ratio, peer) in enumerate(bars):
         axes.barh(at, ratio, color=OURS, height=0.62)
-        axes.text(ratio, at, f" {ratio:.2f} x  {peer}", va="center", fontsize=7.5)
+        axes.text(max(ratio, 1), at, f" {ratio:.2f} x  {peer}", va="center", fontsize=7.5)
     axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
     axes.set_xlim(0, 1.8 * max(ratio for _, ratio, _ in bars))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed of jitkern / the fastest other of the same run, which is named")
-    axes.set_title(f"{data['machine']['name']}, cold buffers, random rows")
+    axes.set_xlabel("speed of jitkern / speed of the fastest peer of the same run, named at the bar")
+    axes.set_title(f"{results[0]['machine']['name']}, cold buffers, random rows, method='sm'")
     figure.tight_layout()
     figure.savefig(path, dpi=140, transparent=True)
     plt.close(figure)
 
 
 if __name__ == "__main__":
-    draw(report.read(Path(sys.argv[1])), Path(sys.argv[2]))
+    *results, image = map(Path, sys.argv[1:])
+    draw([report.read(result) for result in results], image)

@@ -21,11 +21,11 @@ _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES_TEXT = """
 store | nvidia-h200 | store | 131072 rows of {} B | gb_s | 131,072 rows of
 rows: 256 ~ 256 B | 656 ~ 656 B | 1024 ~ 1 KB | 2048 ~ 2 KB
-jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice | copy kernel, same bytes ~ copy
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice | copy kernel, same bytes ~ copy
 
 index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
 rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
-jitkern | nvcc, mini-sglang style ~ warp a row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
 
 h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
