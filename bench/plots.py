@@ -72,7 +72,7 @@ def draw(results: list[report.Payload], path: Path) -> None:
     axes.set_xlim(0, 1.8 * max(ratio for _, ratio, _ in bars))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed of jitkern / speed of the fastest peer of the same run, named at the bar")
+    axes.set_xlabel("speed of jitkern / speed of the fastest peer of the same run, which is named")
     axes.set_title(f"{results[0]['machine']['name']}, cold buffers, random rows, method='sm'")
     figure.tight_layout()
     figure.savefig(path, dpi=140, transparent=True)

@@ -134,7 +134,13 @@ def beside() -> list[str]:
         speeds = " / ".join(f"{row['gb_s']:.0f}" for row in rows)
         body[-1].append(f"{speeds} ({params[0]['gb_s_alone']:.0f})")
         body[-1].append(" / ".join(f"{p['lost_ms_per_gb']:.1f}" for p in params))
-    heads = ["", "step, times as long", "its p99", "GB/s beside (alone)", "ms lost per GB"]
+    heads = [
+        "",
+        "step with copy / without",
+        "the same, p99",
+        "GB/s with the model (alone)",
+        "step time lost, ms per GB",
+    ]
     return _markdown(heads, body)
 
 
