@@ -1,18 +1,15 @@
-"""The example of attention over an offloaded cache, at a small size."""
+"""The example of attention over an offloaded cache, and its tuning, at a small size."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import offload_attention as example
+import offload_tuning as tuning
 import pytest
 import torch
-
-SMALL = ["--layers", "3", "--tokens", "208", "--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
-SMALL += ["--block-size", "8", "--unit-blocks", "2", "--depth", "3", "--repeats", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,36 +21,38 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(device: torch.device, tmp_path: Path, *more: str) -> tuple[int, Any]:
-    file = tmp_path / "result.json"
-    status = example.main([*SMALL, "--device", str(device), "--json", str(file), *more])
-    return status, json.loads(file.read_text())
+def small(device: torch.device, chunk: int) -> example.Case:
+    device = torch.empty(0, device=device).device  # with its index
+    return example.Case(device, 3, 208, 4, 2, 16, block_size=8, chunk=chunk, unit_blocks=2)
 
 
 @pytest.mark.parametrize("chunk", [8, 24, 32])
-def test_it_is_full_attention(device: torch.device, tmp_path: Path, chunk: int) -> None:
-    """Of chunks that divide the tokens and of others, with units that are full and not."""
-    status, result = run(device, tmp_path, "--chunk", str(chunk))
-    assert status == 0
-    assert result["chunk"] == chunk
-    assert 0 < result["rms_error"] < result["max_rms_error"]
-    assert result["gpu_bytes"] <= result["cache_bytes"] / 4
+@pytest.mark.parametrize("way", [example.Prefill, tuning.OneStream])
+def test_it_is_full_attention(device: torch.device, way: type[example.Prefill], chunk: int) -> None:
+    """Chunks that divide the tokens and others, units that are full and not."""
+    case = small(device, chunk)
+    prefill = way(case)
+    for _ in range(2):  # the second run writes over the blocks of the first
+        assert 0 < example.rms_error(case, prefill.run()) < example.MAX_ERROR
+
+
+def test_a_wrong_result_is_found(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = small(device, 24)
+    monkeypatch.setattr(example, "merge_state", lambda *_, **__: None)
+    assert example.rms_error(case, example.Prefill(case).run()) > example.MAX_ERROR
+
+
+def test_tuning_finds_a_chunk(
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tuning, "default_case", lambda: small(device, 24))
+    file = tmp_path / "result.json"
+    assert tuning.main(["--repeats", "1", "--json", str(file)]) == 0
+    output, result = capsys.readouterr().out, json.loads(file.read_text())
+    assert f"chunks of {result['chunk']} tokens: " in output
+    assert output.count("chunks of") == 4  # 32 tokens is the most that the budget allows
     assert result["tokens_per_s"] > 0 and result["tokens_per_s_without_overlap"] > 0
-
-
-def test_it_finds_a_chunk(
-    device: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, result = run(device, tmp_path)
-    said = capsys.readouterr().out
-    assert status == 0 and f"\nchunks of {result['chunk']} tokens: " in said
-    assert said.count("chunks of") == 4  # 32 tokens is the most that the budget allows
-
-
-def test_a_wrong_result_is_found(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(example, "merge_state", lambda *_, **how: None)
-    status, result = run(device, tmp_path, "--chunk", "24")
-    assert status == 1
-    assert result["rms_error"] > result["max_rms_error"]
+    assert 0 < result["rms_error"] < example.MAX_ERROR
