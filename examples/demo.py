@@ -37,7 +37,7 @@ def main() -> int:
     start = time.perf_counter()
     wrong: list[str] | None = None
     missing: ToolchainError | None = None
-    print(f"jitkern {jitkern.__version__}, torch {torch.__version__}")
+    print(f"jitkern {jitkern.__version__}, torch {torch.__version__}", flush=True)
     if torch.cuda.is_available():
         try:
             wrong = compare("cuda", torch.cuda.get_device_name())

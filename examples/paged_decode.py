@@ -113,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     dice, rows = random.Random(0), args.batch_size
+    how = "one graph, replayed" if device == "cuda" else "eagerly"
+    print(f"{args.steps} steps of {rows} rows on {device}, {how}", flush=True)
     most_pages = -(-args.most_tokens // args.page_size)
     cache = PagedCache(rows * most_pages, args.page_size, rows, most_pages, device)
     step = Step(cache, rows, device)
@@ -143,8 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 plain[row].clear()
         tokens += len(live)
     check(device)  # an index past the end would be raised here
-    how = "one graph, replayed" if device == "cuda" else "eagerly"
-    print(f"{args.steps} steps of {rows} rows on {device}, {how}")
     print(f"{requests} requests, {tokens} tokens, {args.steps * rows - tokens} rows of padding")
     print(f"largest difference from caches without pages: {worst:.1e}")
     return 0 if worst < 1e-4 else 1

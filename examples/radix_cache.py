@@ -270,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.page_size < 1 or args.requests < 1:
         parser.error("--page-size and --requests are at least 1")
+    print(f"{args.requests} requests, slots for {args.cache_tokens} tokens", flush=True)
     requests = list(requests_of_a_day(args.requests))
     needed = max(len(tokens) for tokens, _ in requests) + args.page_size
     if args.cache_tokens < needed:

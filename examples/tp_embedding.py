@@ -57,9 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", choices=["auto", "peer", "all_reduce"], default="auto")
     args = parser.parse_args(argv)
 
+    rows = args.vocab_size + args.num_added
+    if os.environ["RANK"] == "0":
+        print(f"a table of {rows} rows over {os.environ['WORLD_SIZE']} ranks", flush=True)
     ranks, device = communicator()
     torch.manual_seed(0)  # the same table and ids on every rank
-    rows = args.vocab_size + args.num_added
     whole = torch.nn.Embedding(rows, args.hidden_size, dtype=torch.bfloat16)
     ids = torch.randint(0, rows, (args.tokens,)).to(device)
 

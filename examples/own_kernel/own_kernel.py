@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--warm", metavar="A[,A]", help="compile for these GPUs as well: 9.0,10.0")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"compiling a kernel for rows of {args.dim}", flush=True)
     torch.manual_seed(0)
     x = torch.randint(-128, 128, (1000, args.dim), dtype=torch.int8, device=device)
     scale = torch.rand(1000, device=device)

@@ -1,4 +1,4 @@
-"""The examples of a paged decode loop and of top-k rows, and mistakes that their checks see."""
+"""Paged decode, top-k rows, a KV connector: the examples, and mistakes that their checks see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import run_example, with_mistake
 
-PAGED, SPARSE = "paged_decode.py", "sparse_topk.py"
+PAGED, SPARSE, CONNECTOR = "paged_decode.py", "sparse_topk.py", "kv_connector.py"
 
 
 def output_of(name: str, device: torch.device, *argv: str) -> str:
@@ -43,14 +43,22 @@ def test_it_fetches_what_is_missing(device: torch.device, parts: int) -> None:
     assert all(int(share) > 40 for share, _ in steps[1:])  # the query drifts slowly
 
 
+def test_it_loads_what_prompts_share(device: torch.device) -> None:
+    said = output_of(CONNECTOR, device)
+    hits = re.findall(r"prompt \d+: (\d+) of 12 blocks loaded", said)
+    assert hits == ["0"] * 3 + ["10"] * 9
+    assert "40 blocks on the host, 0 wrong values\n" in said  # some were evicted
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [
-        # The newest token is not seen; a stale map.
+        # The newest token is not seen; a stale map; nothing is loaded.
         (PAGED, "self.lengths.unsqueeze(1)", "self.lengths.unsqueeze(1) - 1", "largest diff"),
         (SPARSE, "self.forget(begin, end)\n", "pass\n", "is WRONG|wrong steps: [^0]"),
+        (CONNECTOR, "(hashes[:hits], gpu_blocks[:hits])", "([], [])", "[1-9]\\d* wrong values"),
     ],
-    ids=["length", "forget"],
+    ids=["length", "forget", "load"],
 )
 def test_a_mistake_is_found(
     device: torch.device, tmp_path: Path, name: str, right: str, wrong: str, says: str

@@ -44,7 +44,7 @@ def test_a_day_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert result["us_per_match"] > 0 and result["us_per_match_with_slices"] > 0
     said = capsys.readouterr().out
     rate, tokens = f"{result['hit_rate']:.1%}", result["prompt_tokens"]
-    assert said.startswith(f"{rate} of {tokens} tokens of prompts were cached\na match takes ")
+    assert f"\n{rate} of {tokens} tokens of prompts were cached\na match takes " in said
 
 
 def test_both_halves_of_a_locked_node_are_locked() -> None:
