@@ -10,13 +10,9 @@ from bench import report
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-GREY = "#8a919b"  # readable on a white and on a black page
+GREY = "#767d87"  # readable on a white and on a black page
 OURS = "#2ea650"
-_GREY_PARTS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-plt.rcParams.update(dict.fromkeys((*_GREY_PARTS, "grid.color"), GREY))
-plt.rcParams.update(dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"))
-plt.rcParams.update({"grid.alpha": 0.25, "axes.grid": True, "axes.axisbelow": True})
-plt.rcParams.update({"axes.titlesize": 9})
+plt.rcParams.update({"font.size": 8, "axes.titlesize": 8, "text.color": GREY})
 
 # Names of peers for readers; other names are shown as they are.
 _PLAIN = {
@@ -63,19 +59,25 @@ def draw(results: list[report.Payload], path: Path) -> None:
         best = min(peers, key=lambda r: float(r["median_us"]))
         ratio = best["median_us"] / ours["median_us"]
         bars.append((label, ratio, _PLAIN.get(best["impl"], best["impl"])))
-    figure, axes = plt.subplots(figsize=(8.4, 0.34 * len(bars) + 1.2))
-    for at, (_, ratio, peer) in enumerate(bars):
-        axes.barh(at, ratio, color=OURS, height=0.62)
-        axes.text(max(ratio, 1), at, f" {ratio:.2f} x  {peer}", va="center", fontsize=7.5)
-    axes.axvline(1, color=GREY, linestyle="--", linewidth=1)
-    axes.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=8)
-    axes.set_xlim(0, 1.8 * max(ratio for _, ratio, _ in bars))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("speed of jitkern / speed of the fastest peer of the same run, which is named")
-    axes.set_title(f"{results[0]['machine']['name']}, cold buffers, random rows, method='sm'")
-    figure.tight_layout()
-    figure.savefig(path, dpi=140, transparent=True)
+    # The labels are above the bars, and the figure is narrow: a phone shows its 4.6 inches in 370
+    # pixels, where 8 points are 9 pixels.
+    figure, axes = plt.subplots(figsize=(4.6, 0.42 * len(bars) + 0.4))
+    for at, (label, ratio, peer) in enumerate(bars):
+        axes.text(0, at - 0.4, label, va="center")
+        axes.barh(at, ratio, color=OURS, height=0.38)
+        axes.vlines(1, at - 0.19, at + 0.19, color=GREY, linestyle="--", linewidth=1)
+        axes.text(max(ratio, 1), at, f" {ratio:.2f} x  {peer}", va="center")
+    axes.set_xlim(0, 1.95 * max(ratio for _, ratio, _ in bars))
+    axes.set_ylim(len(bars) - 0.8, -0.7)
+    axes.axis("off")
+    machine = results[0]["machine"]["name"]
+    axes.set_title(
+        "speed of jitkern / speed of the fastest peer, which is named\n"
+        f"{machine}, cold buffers, random rows, method='sm'",
+        loc="left",
+    )
+    figure.tight_layout(pad=0.3)
+    figure.savefig(path, dpi=160, transparent=True)
     plt.close(figure)
 
 
