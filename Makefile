@@ -49,7 +49,7 @@ test-versions: $(call ready,test)
 lint: $(call ready,dev)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(PY) -m mypy --strict src
+	$(PY) -m mypy --strict src tests/typed_calls.py
 	$(if $(CXX_FILES),$(dir $(PY))clang-format --dry-run -Werror $(CXX_FILES))
 
 format: $(call ready,dev)
