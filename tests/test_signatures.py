@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from jitkern import errors
+from jitkern.comm import PeerCommunicator, PeerReducer
 
 MODULES = ("jitkern", "jitkern.comm", "jitkern.offload", "jitkern.nn")
 
 DEVICE = "torch.device | str | int | None"
 BYTES = re.compile(r"byte|pitch|width|stride|offset|footprint")
 TIME = re.compile(r"time|deadline|latency|second|delay")
+COMMUNICATOR = re.compile(r"Communicator|PeerReducer")
 INSTEAD = {
     "size": "num_bytes or world_size",
     "outs": "partials",
@@ -110,6 +113,9 @@ def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
             yield name, rule
         if name == "device" and (parameter.annotation, parameter.default) != (DEVICE, None):
             yield name, f"is {DEVICE} = None"
+        is_communicator = COMMUNICATOR.search(str(parameter.annotation)) is not None
+        if (name == "comm") != is_communicator:
+            yield name, "is comm, if it is a communicator"
     if {"src", "dst"} <= {*names} and names[:2] != ["src", "dst"]:
         yield "dst", "comes second, after src"
     if "output" in names[1:] and parameters["output"].kind != Parameter.KEYWORD_ONLY:
@@ -146,6 +152,8 @@ class Wrong:
     def gpu_by_default(self, device: torch.device | str | int | None = "cuda") -> None: ...
     def no_default(self, device: torch.device | str | int | None) -> None: ...
     def other_annotation(self, device: torch.device | None = None) -> None: ...
+    def communicator(self, group: PeerCommunicator | PeerReducer) -> None: ...
+    def torch_group(self, comm: ProcessGroup) -> None: ...
     def backwards(self, dst: Tensor, src: Tensor) -> None: ...
     def pairs_first(self, pairs: Tensor, src: Tensor, dst: Tensor) -> None: ...
     def output_last(self, x: Tensor, output: Tensor) -> None: ...

@@ -188,7 +188,7 @@ def test_in_a_graph() -> None:
 MISTAKES = {
     "peer_gather(s, d[0], p, r)": "TypeError: peer_gather: dsts: Tensor, expected",
     "peer_gather(s, d[:1], p, r)": "ValueError: peer_gather: dsts: 1 tensors, expected 2,",
-    "peer_gather(s, d, p, None)": "TypeError: peer_gather: group: None, expected",
+    "peer_gather(s, d, p, None)": "TypeError: peer_gather: comm: None, expected",
     "peer_gather(s, [d[0], d[1][:3]], p, r)": "ValueError: peer_gather: dsts[1]: ",
     "peer_gather(s, [d[0], d[0]], p, r)": "ValueError: peer_gather: dsts[1]: overlaps dsts[0],",
     "peer_gather(s, [d[0], d[1].int()], p, r)": "TypeError: peer_gather: dsts[1]: dtype int32",

@@ -52,7 +52,7 @@ def peer_gather(
     src: Tensor,
     dsts: Sequence[Tensor],
     pairs: Tensor,
-    group: PeerCommunicator | PeerReducer,
+    comm: PeerCommunicator | PeerReducer,
     *,
     num_sms: int | None = None,
 ) -> None:
@@ -81,7 +81,7 @@ def peer_gather(
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``dsts``, at most 2**30 pairs. A pair with a negative number is skipped. If a destination
         repeats, its content is undefined.
-    group : PeerCommunicator or PeerReducer
+    comm : PeerCommunicator or PeerReducer
         Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
         SMs that read over the link, as in ``h2d_gather``.
@@ -91,10 +91,10 @@ def peer_gather(
     TypeError, ValueError, RuntimeError, IndexError
         As ``h2d_gather``, on every rank; RuntimeError also if the call is traced.
     CommTimeoutError
-        Ranks did not arrive in an earlier call, or on the CPU in this one, within the group's
-        timeout. A rank that has timed out writes nothing until the group's ``reset``.
+        Ranks did not arrive in an earlier call, or on the CPU in this one, within the
+        communicator's timeout. A rank that has timed out writes nothing until its ``reset``.
     """
-    reducer = _reducer("peer_gather", group)
+    reducer = _reducer("peer_gather", comm)
     world_size = 1 if reducer is None else reducer.world_size
     if isinstance(dsts, (str, bytes)) or not isinstance(dsts, Sequence):
         raise TypeError(f"peer_gather: dsts: {type_text(dsts)}, expected a sequence of tensors")
@@ -113,7 +113,7 @@ def peer_scatter(
     src: Tensor,
     dst: Tensor,
     pairs: Tensor,
-    group: PeerCommunicator | PeerReducer,
+    comm: PeerCommunicator | PeerReducer,
     *,
     num_sms: int | None = None,
 ) -> None:
@@ -123,7 +123,7 @@ def peer_scatter(
     name must have the same content on all ranks; ``dst`` is host memory that all ranks share. After
     the call all ranks see all rows.
     """
-    reducer = _reducer("peer_scatter", group)
+    reducer = _reducer("peer_scatter", comm)
     if reducer is None:
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
@@ -131,14 +131,14 @@ def peer_scatter(
     call_cpp("peer_scatter", _scatter.call, args, "dst src pairs", (dst,), (src,), (pairs,))
 
 
-def _reducer(op: str, group: Any) -> PeerReducer | None:
+def _reducer(op: str, comm: Any) -> PeerReducer | None:
     """Return the reducer of the ranks; None if there is one rank."""
-    if isinstance(group, PeerReducer):
-        return group
-    if not isinstance(group, PeerCommunicator):
+    if isinstance(comm, PeerReducer):
+        return comm
+    if not isinstance(comm, PeerCommunicator):
         expected = "a PeerCommunicator or a PeerReducer"
-        raise TypeError(f"{op}: group: {type_text(group)}, expected {expected}")
-    if group.world_size > 1 and group.reducer is None:
+        raise TypeError(f"{op}: comm: {type_text(comm)}, expected {expected}")
+    if comm.world_size > 1 and comm.reducer is None:
         came = "a PeerCommunicator without peer memory (closed, or of max_bytes 0)"
-        raise ValueError(f"{op}: group: {came}, expected one that has it")
-    return group.reducer
+        raise ValueError(f"{op}: comm: {came}, expected one that has it")
+    return comm.reducer
