@@ -47,8 +47,6 @@ EXCEPTIONS = {
     "compare_memory_kernel_perf.memory_footprint",
     "perf_cpu.repetitions",
     "perf_cuda.repetitions",
-    # a number of dimensions, as PyTorch's `dims`
-    "BlockBuffers.block_dims",
     # the files of its sources
     "DeviceModule.files",
 }

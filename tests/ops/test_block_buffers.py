@@ -60,7 +60,7 @@ def make_factor(device: torch.device, item: int, blocks: int, pinned: bool) -> A
     layers = [
         memory(device, whole, 3, item + 16, pinned=pinned)[:, :, :item] for _ in range(LAYERS)
     ]
-    return BlockBuffers(layers, block_dims=2), [one.reshape(-1, item) for one in layers]
+    return BlockBuffers(layers, num_block_dims=2), [one.reshape(-1, item) for one in layers]
 
 
 Case = tuple[Any, Any, Callable[[], list[Tensor]], Callable[[], list[Tensor]]]
@@ -139,7 +139,7 @@ def test_page_head(device: torch.device, direction: str) -> None:
     host = memory(CPU, pages, heads, page_size, LAYERS, dim, pinned=device.type == "cuda")
     far = [host[:, :, :, i].permute(0, 2, 1, 3) for i in range(LAYERS)]
     near = [memory(device, 20, heads, dim) for _ in range(LAYERS)]
-    far_side = (BlockBuffers(far, block_dims=2), far, pages * page_size)
+    far_side = (BlockBuffers(far, num_block_dims=2), far, pages * page_size)
     run_all_ways(device, case_of(direction, far_side, (BlockBuffers(near), near, 20)))
 
 
@@ -215,8 +215,8 @@ def rows(*shape: int, **how: Any) -> Tensor:
 WRONG_LISTS: list[tuple[Sequence[Any], dict[str, Any], type[Exception], str]] = [
     ([[]], {}, ValueError, "tensors: none, expected at least one"),
     ([[rows(3, 4)], []], {}, ValueError, "tensors: lists of 1, 0, expected equal lengths"),
-    ([[rows(3, 4)]], {"block_dims": 3}, ValueError, "block_dims: 3, expected 1 or 2"),
-    ([[rows(3)]], {"block_dims": 2}, ValueError,
+    ([[rows(3, 4)]], {"num_block_dims": 3}, ValueError, "num_block_dims: 3, expected 1 or 2"),
+    ([[rows(3)]], {"num_block_dims": 2}, ValueError,
      "tensors[0]: shape [3], expected at least 2 dimensions"),
     ([[rows(3, 4), rows(3, 4).half()]], {}, TypeError,
      "tensors[1]: dtype float16, expected float32 as in tensors[0]"),
@@ -239,7 +239,8 @@ WRONG_LISTS: list[tuple[Sequence[Any], dict[str, Any], type[Exception], str]] = 
     ([rows(3, 4), rows(3, 4)], {}, TypeError,
      "tensors: Tensor, expected a list of tensors, one per layer: BlockBuffers([a, b, c]), or "
      "list(tensor)"),
-    *(([[rows(3, 4)]], {"block_dims": value}, TypeError, f"block_dims: {came}, expected an int")
+    *(([[rows(3, 4)]], {"num_block_dims": value}, TypeError,
+       f"num_block_dims: {came}, expected an int")
       for value, came in ((None, "None"), (True, "bool"), (1.0, "float"))),
 ]  # fmt: skip
 
@@ -275,6 +276,12 @@ def test_wrong_calls() -> None:
          'signals: with method="engine", expected "auto" or "sm", whose kernel sets them'),
         (cache, rows(2, 9, 8), {"signals": 3}, TypeError, "signals: int, expected LayerSignals"),
         (cache, 3, {}, TypeError, "dst: int, expected a tensor"),
+        (cache, rows(2, 9, 8), {"src_block_dim": 0}, ValueError,
+         "src_block_dim: 0, expected none, as src is BlockBuffers"),
+        (rows(2, 9, 8), cache, {"dst_block_dim": 2}, ValueError,
+         "dst_block_dim: 2, expected none, as dst is BlockBuffers"),
+        (cache, rows(2, 9, 8), {"src_block_dim": None}, TypeError,
+         "src_block_dim: None, expected an int"),
         ([rows(9, 8)], cache, {}, TypeError,
          "src: list or tuple, expected a tensor, or BlockBuffers(list) for a list of tensors"),
     ]  # fmt: skip
@@ -300,7 +307,7 @@ def test_repr(device: torch.device) -> None:
     trusted = BlockBuffers.from_trusted_addresses([4096, 8192], 512, 7, device)
     for buffers, text in (
         (BlockBuffers(layers), "20 blocks of 512 bytes, float16"),
-        (BlockBuffers(layers, block_dims=2), "80 blocks of 128 bytes, float16"),
+        (BlockBuffers(layers, num_block_dims=2), "80 blocks of 128 bytes, float16"),
         (BlockBuffers(uneven), "20 blocks of 128 to 512 bytes, float16"),
         (trusted, "7 blocks of 512 bytes, trusted addresses"),
     ):
@@ -379,8 +386,8 @@ def test_buffers_that_overlap_are_refused(data: st.DataObject) -> None:
         layers.append(memory.as_strided(shape, (*strides, 1), draw(st.integers(0, 100))))
     try:
         near, far = (
-            BlockBuffers(layers[:2], block_dims=2),
-            BlockBuffers(layers[2:] * 2, block_dims=2),
+            BlockBuffers(layers[:2], num_block_dims=2),
+            BlockBuffers(layers[2:] * 2, num_block_dims=2),
         )
     except ValueError:
         return  # strides that are no rows

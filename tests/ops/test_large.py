@@ -92,7 +92,7 @@ FAR_SIDES: dict[str, Callable[[Tensor], tuple[Any, Sequence[Tensor]]]] = {
     ),
     "one layer": lambda far: (far.view(NUM_BLOCKS, 1, -1), [far.view(NUM_BLOCKS, -1)]),
     "list of parts": lambda far: (
-        BlockBuffers([far.view(NUM_BLOCKS // 2, 2, -1)], block_dims=2),
+        BlockBuffers([far.view(NUM_BLOCKS // 2, 2, -1)], num_block_dims=2),
         [far.view(NUM_BLOCKS, -1)],
     ),
 }

@@ -280,7 +280,7 @@ def _head_buffers(
         shape = -1, num_heads, page_size, stride // row_bytes, row_bytes // num_heads
         tokens = torch.frombuffer(memory, dtype=torch.uint8).view(shape).transpose(1, 2)
         views += (tokens[:, :, :, layer] for layer in layers)
-    return BlockBuffers(views, block_dims=2)
+    return BlockBuffers(views, num_block_dims=2)
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
     def _list(self, side: list[Tensor], n: int, refs: list[Any]) -> BlockBuffers:
         pages = [side[r.tensor_idx].unflatten(1, (n, -1))[..., : r.page_size_bytes] for r in refs]
         if n > 1 or pages[0].is_cuda:
-            return BlockBuffers(pages, block_dims=2)
+            return BlockBuffers(pages, num_block_dims=2)
         # Trusted: ranks share the region, and a rank may have pinned only its own slots.
         addresses, sizes = [page.data_ptr() for page in pages], [page.shape[2] for page in pages]
         strides = [page.stride(0) for page in pages]

@@ -33,7 +33,7 @@ class BlockBuffers:
         One tensor is not a list: pass ``list(tensor)``. All tensors are on one device, have the
         same dtype and number of blocks, and are in pinned memory if the other side is on a GPU.
         Bytes per block may differ. A block is contiguous, or consists of equally spaced rows.
-    block_dims : int
+    num_block_dims : int
         1: the first dimension counts blocks. 2: the first two dimensions do, as in ``[pages,
         page_size, ...]`` with one block per token, or ``[cpu_blocks, factor, ...]`` with ``factor``
         GPU blocks in a CPU block. Block ``i`` is then ``[i // n, i % n]``.
@@ -59,7 +59,7 @@ class BlockBuffers:
     requires_grad: bool = False
     _version = 0
 
-    def __init__(self, *tensors: Sequence[Tensor], block_dims: int = 1) -> None:
+    def __init__(self, *tensors: Sequence[Tensor], num_block_dims: int = 1) -> None:
         import torch
 
         name = "BlockBuffers"
@@ -78,7 +78,7 @@ class BlockBuffers:
                 layers[i] = tensor.detach()  # `tensor.data = other` leaves it as it is
         self._length = len(layers)
         try:
-            self._handle: Any = host.module()["make_block_buffers"](layers, block_dims)
+            self._handle: Any = host.module()["make_block_buffers"](layers, num_block_dims)
         except UNREADABLE as error:
             name_unreadable(error, name, **by_name)
 

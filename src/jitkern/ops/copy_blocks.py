@@ -110,7 +110,8 @@ def copy_blocks(
         contiguous, on the GPU, or on the CPU, where they are read before the call returns. A pair
         with a negative number is skipped. If a destination repeats, its content is undefined.
     src_block_dim, dst_block_dim : int
-        The dimension that counts blocks, 0 or 1. The other one counts layers.
+        The dimension of a tensor that counts blocks, 0 or 1. The other one counts layers. A side
+        that is ``BlockBuffers`` takes none.
     method : {"auto", "sm", "engine"}
         "auto": a kernel on 2 SMs, so that a concurrent model is slowed little. It writes to the
         host at 32 GB/s (PCIe 5.0 x16; in proportion on other links). Exception: with ``pairs`` on

@@ -22,16 +22,17 @@ u64 new_id() {
 
 }  // namespace
 
-BlockBuffers::BlockBuffers(const Array<tvm::ffi::Any>& tensors, i64 block_dims) : id_(new_id()) {
-  if (block_dims != 1 && block_dims != 2) {
-    raise_value_error(kName, "block_dims", std::to_string(block_dims), "1 or 2");
+BlockBuffers::BlockBuffers(const Array<tvm::ffi::Any>& tensors, i64 num_block_dims)
+    : id_(new_id()) {
+  if (num_block_dims != 1 && num_block_dims != 2) {
+    raise_value_error(kName, "num_block_dims", std::to_string(num_block_dims), "1 or 2");
   }
   if (tensors.empty()) raise_value_error(kName, "tensors", "none", "at least one");
   for (size_t i = 0; i < tensors.size(); ++i) {
     const std::string arg = str("tensors[", i, "]");
     const Tensor tensor(kName, arg.c_str(), tensors[i]);
     tensors_.push_back(tensors[i].cast<tvm::ffi::Tensor>());
-    take(static_cast<i64>(i), tensor, block_dims);
+    take(static_cast<i64>(i), tensor, num_block_dims);
   }
   device_ = tensors_[0].device();
 }
@@ -45,20 +46,20 @@ BlockBuffers::BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLD
 }
 
 // Adds the buffer of a tensor.
-void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
+void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 num_block_dims) {
   const DLTensor& dl = *tensor.dl;
   const Tensor first(kName, "tensors[0]", tensors_[0]);
   tensor.same_device(first);
   tensor.same_dtype(first);
-  if (dl.ndim < block_dims) {
-    tensor.shape_error(str("at least ", block_dims, " dimensions"));
+  if (dl.ndim < num_block_dims) {
+    tensor.shape_error(str("at least ", num_block_dims, " dimensions"));
   }
   for (int dim = 0; dim < dl.ndim; ++dim) {
     if (dl.shape[dim] > 1 && tensor.stride(dim) < 0) tensor.refuse_stride(dim);
   }
   // A row is the trailing contiguous dimensions. The other dimensions of a block count its rows.
   i64 row_items = 1, rows = 1, row_stride = 0;
-  for (int dim = dl.ndim - 1; dim >= block_dims; --dim) {
+  for (int dim = dl.ndim - 1; dim >= num_block_dims; --dim) {
     const i64 count = dl.shape[dim], stride = tensor.stride(dim);
     if (count == 1) continue;
     if (rows == 1 && stride == row_items) {
@@ -76,8 +77,9 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 block_dims) {
   const auto stride_of = [&](int dim) {
     return dl.shape[dim] > 1 ? tensor.stride(dim) * tensor.item_bytes() : 0;
   };
-  const i64 parts = block_dims == 2 ? dl.shape[1] : 1;
-  const BufferEntry entry{address(tensor.data()), stride_of(0), block_dims == 2 ? stride_of(1) : 0,
+  const i64 parts = num_block_dims == 2 ? dl.shape[1] : 1;
+  const BufferEntry entry{address(tensor.data()), stride_of(0),
+                          num_block_dims == 2 ? stride_of(1) : 0,
                           rows * row_items * tensor.item_bytes()};
   row_stride *= tensor.item_bytes();
   const auto require = [&](i64 actual, i64& expected, const char* unit) {
@@ -236,9 +238,9 @@ const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op,
 
 namespace {
 
-tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Any> tensors, AnyView block_dims) {
-  return tvm::ffi::ObjectRef(
-      tvm::ffi::make_object<BlockBuffers>(tensors, int_arg(kName, "block_dims", block_dims)));
+tvm::ffi::ObjectRef make_block_buffers(Array<tvm::ffi::Any> tensors, AnyView num_block_dims) {
+  return tvm::ffi::ObjectRef(tvm::ffi::make_object<BlockBuffers>(
+      tensors, int_arg(kName, "num_block_dims", num_block_dims)));
 }
 
 // `ordinal`: the GPU's; -1: the CPU.

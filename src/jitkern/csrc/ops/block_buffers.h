@@ -14,8 +14,8 @@ namespace jitkern {
 // One buffer per layer, checked once. All have the same number of blocks.
 class BlockBuffers : public tvm::ffi::Object {
  public:
-  // The first `block_dims` dimensions of each tensor (1 or 2) count its blocks.
-  BlockBuffers(const tvm::ffi::Array<tvm::ffi::Any>& tensors, i64 block_dims);
+  // The first `num_block_dims` dimensions of each tensor (1 or 2) count its blocks.
+  BlockBuffers(const tvm::ffi::Array<tvm::ffi::Any>& tensors, i64 num_block_dims);
   // Contiguous blocks at trusted addresses.
   BlockBuffers(std::vector<BufferEntry> buffers, i64 num_blocks, DLDevice device);
 
@@ -53,7 +53,7 @@ class BlockBuffers : public tvm::ffi::Object {
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("jitkern.BlockBuffers", BlockBuffers, tvm::ffi::Object);
 
  private:
-  void take(i64 layer, const Tensor& tensor, i64 block_dims);
+  void take(i64 layer, const Tensor& tensor, i64 num_block_dims);
   Lattice lattice(i64 layer) const;
   std::optional<std::pair<i64, i64>> overlapping(const BlockBuffers* other) const;
   Rows rows_of(i64 layer, const char* op, const char* arg) const;

@@ -8,6 +8,7 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = kCopyBlocks;
+constexpr i64 kDefaultBlockDim = 1;  // as in ops/copy_blocks.py
 
 }  // namespace
 
@@ -74,12 +75,15 @@ void PairsArg::give_to(CopyBlocksParams& params) const {
 // A tensor's blocks are contiguous pieces in every layer.
 Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
     : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
-  if (list != nullptr) return;
-  if (value.as<tvm::ffi::Array<tvm::ffi::Any>>()) {
+  if (list == nullptr && value.as<tvm::ffi::Array<tvm::ffi::Any>>()) {
     raise_type_error(kOp, arg, value, "a tensor, or BlockBuffers(list) for a list of tensors");
   }
-  const Tensor tensor(kOp, arg, value);
   const i64 dim = int_arg(kOp, dim_arg, block_dim);
+  if (list != nullptr) {
+    if (dim == kDefaultBlockDim) return;
+    raise_value_error(kOp, dim_arg, std::to_string(dim), str("none, as ", arg, " is BlockBuffers"));
+  }
+  const Tensor tensor(kOp, arg, value);
   if (dim != 0 && dim != 1) {
     raise_value_error(kOp, dim_arg, std::to_string(dim),
                       "0 or 1, the dimension that counts blocks; the other counts layers");
