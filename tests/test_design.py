@@ -23,7 +23,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # A wing is a folder, or a module of the top level. It imports its own modules and the lines above.
 # Wings of one line do not import each other. The page of the design has the same lines.
 WINGS = """
-errors version args gate
+errors version args gate names
 env fs
 arch
 cache compilers

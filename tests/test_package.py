@@ -16,6 +16,7 @@ from needs import has
 
 import jitkern
 from jitkern.compilers.find import find_nvrtc
+from jitkern.names import NAMES
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -123,14 +124,23 @@ def test_a_package_is_imported_by_its_first_use(name: str, monkeypatch: pytest.M
         ("stor_cache", "; did you mean 'store_cache'?"),
         ("offlod", "; did you mean 'offload'?"),
         ("zzz", ""),
+        ("PinnedPool", "; it is in jitkern.offload"),
+        ("PinedPool", "; did you mean 'jitkern.offload.PinnedPool'?"),
+        ("nn.PinnedPool", "; it is in jitkern.offload"),
+        ("offload.PinedPool", "; did you mean 'PinnedPool'?"),
+        ("offload.offload", "; it is in jitkern"),
+        ("comm.unpack", "; it is in jitkern"),
+        ("comm.stor_cache", "; did you mean 'jitkern.store_cache'?"),
+        ("comm.zzz", ""),
     ],
 )
 def test_an_unknown_name_is_an_attribute_error(
     capsys: pytest.CaptureFixture[str], name: str, suggestion: str
 ) -> None:
+    package, _, name = f"jitkern.{name}".rpartition(".")
     with pytest.raises(AttributeError) as caught:
-        getattr(jitkern, name)
-    text = f"module 'jitkern' has no attribute '{name}'{suggestion}"
+        getattr(importlib.import_module(package), name)
+    text = f"module '{package}' has no attribute '{name}'{suggestion}"
     assert str(caught.value) == text
     # Python adds suggestions of its own when it prints an error.
     sys.__excepthook__(AttributeError, caught.value, None)
@@ -151,12 +161,18 @@ def names_of(package: str) -> set[str]:
         return set(jitkern.__all__) - {"__version__"}
     tree = ast.parse((PACKAGE / package.partition(".")[2] / "__init__.py").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname for node in imports for alias in node.names if alias.asname} - ALIASES
+    return {alias.asname for node in imports for alias in node.names if alias.asname}
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_the_names_of_a_package_are_those_of_its_init(package: str) -> None:
+    assert names_of(package) == {*NAMES[package]}
+    assert len(NAMES) == len(jitkern._PACKAGES)
 
 
 @pytest.mark.parametrize("package", ["jitkern", "jitkern.comm", "jitkern.nn", "jitkern.offload"])
 def test_every_public_name_is_on_a_page(package: str) -> None:
-    names = names_of(package)
+    names = names_of(package) - ALIASES
     assert len(names) > 0
     errors = {name for name, value in vars(jitkern.errors).items() if isinstance(value, type)}
     shown = {place.rpartition(".")[2] for place in SHOWN}

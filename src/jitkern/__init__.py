@@ -93,24 +93,14 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of the pac
     def __getattr__(name: str) -> object:
         home = f"jitkern.{name}" if name in _PACKAGES else _HOME.get(name)
         if home is None:
-            raise _no_attribute(name)
+            from jitkern.names import no_attribute
+
+            raise no_attribute(__name__, name)
         with _gate:
             module = import_module(home)
         value = module if name in _PACKAGES else getattr(module, name)
         globals()[name] = value  # the next access is a plain dictionary look-up
         return value
-
-
-def _no_attribute(name: str) -> AttributeError:
-    """Return the error of an unknown name, with the public name that it resembles."""
-    from difflib import get_close_matches
-
-    text = f"module 'jitkern' has no attribute {name!r}"
-    similar = get_close_matches(name, [*_HOME, *_PACKAGES], 1)
-    if not similar:
-        return AttributeError(text)
-    # Python adds a suggestion of its own to an error without `obj`.
-    return AttributeError(f"{text}; did you mean {similar[0]!r}?", obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jitkern.comm.nccl import PyNCCLCommunicator as PyNCCLCommunicator
 from jitkern.comm.nccl import init_pynccl as init_pynccl
 from jitkern.comm.peer_comm import PeerCommunicator as PeerCommunicator
@@ -12,3 +14,10 @@ from jitkern.comm.peer_rows import peer_scatter as peer_scatter
 from jitkern.comm.protocol import Communicator as Communicator
 from jitkern.comm.protocol import ReduceOp as ReduceOp
 from jitkern.comm.torch_comm import TorchCommunicator as TorchCommunicator
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        from jitkern.names import no_attribute
+
+        raise no_attribute(__name__, name)

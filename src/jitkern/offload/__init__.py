@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.monitor import OverlapMonitor as OverlapMonitor
 from jitkern.offload.monitor import OverlapSnapshot as OverlapSnapshot
@@ -13,5 +15,14 @@ from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.pool import Share as Share
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
 from jitkern.offload.ring import RingServer as RingServer
+from jitkern.ops.block_buffers import BlockBuffers as BlockBuffers
+from jitkern.ops.block_buffers import LayerSignals as LayerSignals
 from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
 from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        from jitkern.names import no_attribute
+
+        raise no_attribute(__name__, name)
