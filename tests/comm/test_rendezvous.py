@@ -257,3 +257,44 @@ def test_a_value_that_no_rank_wrote(data: bytes) -> None:
     error = on_threads(2, body)[0]
     assert isinstance(error, CommTimeoutError), error
     assert error.missing == (1,) and "has given no sound answer: init: at/1 in" in str(error)
+
+
+class FirstLookFails:
+    """A store in which no exchange is complete at the first look."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.has_looked = store, False
+
+    def check(self, keys: list[str]) -> bool:
+        if len(keys) > 1 and not self.has_looked:
+            self.has_looked = True
+            return False
+        return bool(self.store.check(keys))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_value_counts_if_the_position_of_its_rank_is_damaged() -> None:
+    """The rank came between two looks of another one, which read its position, and failed."""
+    ready, done = threading.Event(), threading.Event()
+
+    def body(met: Rendezvous) -> Any:
+        met.exchange("all are here")
+        if met.rank == 1:
+            store: Any = met._store
+            store.set("at/1", b"[]")
+            ready.set()
+            values = met.exchange("x", 1)
+            assert done.wait(20)  # to close would write a sound position
+            return values
+        assert ready.wait(20)
+        met._store = store = FirstLookFails(met._store)
+        store.wait(["2/x/1"])
+        assert met.exchange("x", 0) == [0, 1]
+        with pytest.raises(CommError, match=r"^init: at/1 in the ranks' store: b.*, expected a "):
+            met.exchange("y", 0)  # rank 1 does not come
+        done.set()
+        return [0, 1]
+
+    assert on_threads(2, body) == [[0, 1], [0, 1]]
