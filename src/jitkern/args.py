@@ -114,18 +114,19 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        parsed = torch.device(device)
+        # torch.device(0) fails if there is no GPU.
+        parsed = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError):
         parsed = torch.device("meta")
     if parsed.type not in ("cuda", "cpu"):
         raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
     if parsed.type == "cpu":
         return torch.device("cpu")
+    if (count := torch.cuda.device_count()) == 0:
+        raise ValueError(f"{call}: {name}: {device}, expected the CPU: PyTorch sees no GPU")
     if parsed.index is None:
-        if not torch.cuda.is_available():
-            raise ValueError(f"{call}: {name}: {device}, expected the CPU: PyTorch sees no GPU")
         return torch.device("cuda", torch.cuda.current_device())
-    if torch.cuda.is_available() and parsed.index >= (count := torch.cuda.device_count()):
+    if parsed.index >= count:
         raise ValueError(f"{call}: {name}: {device}, expected below cuda:{count}")
     return parsed
 

@@ -55,7 +55,7 @@ def zeros(count: int, dtype: str, _: torch.device) -> Any:
 
 torch.cuda.set_device = set_device
 torch.cuda.current_device = lambda: number
-torch.cuda.is_available = lambda: True
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 4
 torch.cuda.is_current_stream_capturing = lambda: is_capturing
 nccl._zeros, nccl.as_torch = zeros, of_memory
 

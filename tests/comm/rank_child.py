@@ -54,6 +54,8 @@ from jitkern.offload.memory import PinnedMemory
 torch.set_num_threads(1)  # ranks share the cores of a small machine
 
 IS_FAKE, IS_FAKE_NCCL = "FAKE_GPUS" in os.environ, "FAKE_NCCL" in os.environ
+if IS_FAKE:
+    torch.cuda.device_count = lambda: int(os.environ["FAKE_GPUS"])
 comm: Any = None
 peers: Any = None
 device = torch.device("cpu")

@@ -61,9 +61,10 @@ def test_the_current_gpu_or_the_cpu(name: str) -> None:
         assert made.device == torch.device("cuda", torch.cuda.current_device())
         return
     assert made.device == torch.device("cpu")
-    text = f"{name}: device: cuda, expected the CPU: PyTorch sees no GPU"
-    with pytest.raises(ValueError, match=f"^{text}$"):
-        NO_DEVICE[name](device="cuda")
+    for device in ("cuda", "cuda:9", 0):
+        text = f"{name}: device: {device}, expected the CPU: PyTorch sees no GPU"
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            NO_DEVICE[name](device=device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jitkern.args import device_arg
 from jitkern.host import library as host
 
 if TYPE_CHECKING:
     import torch
-
-_EXPECTED = "a CUDA device or the CPU"
 
 
 def check(device: torch.device | str | int | None = None) -> None:
@@ -30,22 +29,9 @@ def check(device: torch.device | str | int | None = None) -> None:
     ------
     IndexError
         With the op, the argument, the position, the value and the bound.
+    ValueError
+        There is no such device.
     """
-    import torch
-
-    if not isinstance(device, int):
-        try:
-            parsed = torch.device("cuda" if device is None else device)
-        except TypeError:
-            kind = type(device).__name__
-            raise TypeError(f"check: device: {kind}, expected {_EXPECTED}") from None
-        except RuntimeError:
-            raise ValueError(f"check: device: {device!r}, expected {_EXPECTED}") from None
-        if parsed.type not in ("cpu", "cuda"):
-            raise ValueError(f"check: device: {parsed}, expected {_EXPECTED}")
-        if parsed.type == "cpu" or not torch.cuda.is_available():
-            return
-        device = torch.cuda.current_device() if parsed.index is None else parsed.index
-    if isinstance(device, bool) or not 0 <= device < host.module()["max_devices"]():
-        raise ValueError(f"check: device: {device}, expected {_EXPECTED}")
-    host.module()["check_faults"](device)
+    checked = device_arg("check", "device", device)
+    if checked.type == "cuda":
+        host.module()["check_faults"](checked.index)

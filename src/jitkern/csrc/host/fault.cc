@@ -49,8 +49,6 @@ void check_faults(int ordinal) {
   if (Device* device = Device::find(ordinal)) check_pending_fault(*device);
 }
 
-int64_t max_devices() { return kMaxDevices; }
-
 void set_fault_handler(Function function) { fault_handler = std::move(function); }
 
 }  // namespace
@@ -81,7 +79,6 @@ void raise_pending_fault(Device& device) {
 void forget_fault(Device& device, const FaultRecord& fault) { take_fault(device, &fault); }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_faults, check_faults);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(max_devices, max_devices);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_fault_handler, set_fault_handler);
 
 }  // namespace jitkern
