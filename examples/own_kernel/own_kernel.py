@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     is_equal = torch.equal(dequantise(x, scale), x * scale.unsqueeze(1))
     print(f"1000 rows of {args.dim} on {device}: {'equal' if is_equal else 'DIFFERENT'}")
+    print("errors of wrong calls:")
     print(error_text(lambda: dequantise(x.float(), scale)))
     print(error_text(lambda: dequantise(x[:, ::2], scale)))
     print(error_text(lambda: dequantise(x, scale[1:])))

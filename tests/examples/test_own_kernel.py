@@ -23,11 +23,12 @@ def test_it_runs_warms_and_is_replayed(device: torch.device, tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()[1:]
     assert lines[0] == f"1000 rows of 576 on {device.type}: equal"
-    assert lines[1] == "TypeError: dequantise: x: dtype float32, expected int8"
-    assert lines[2].startswith("ValueError: dequantise: x: not contiguous (stride 2 in dimension 1")
-    assert lines[3] == "ValueError: dequantise: scale: shape [999], expected [1000]"
-    assert lines[4].startswith("for 8.0: ") and lines[5].startswith("for 9.0: ")
-    assert lines[6].startswith("rows of 6 values: ") and "whole vectors of 4 values" in lines[6]
+    assert lines[1] == "errors of wrong calls:"
+    assert lines[2] == "TypeError: dequantise: x: dtype float32, expected int8"
+    assert lines[3].startswith("ValueError: dequantise: x: not contiguous (stride 2 in dimension 1")
+    assert lines[4] == "ValueError: dequantise: scale: shape [999], expected [1000]"
+    assert lines[5].startswith("for 8.0: ") and lines[6].startswith("for 9.0: ")
+    assert lines[7].startswith("rows of 6 values: ") and "whole vectors of 4 values" in lines[7]
 
     found = jitkern.warm(replay=[record], check=True)
     ours = [(outcome.arch, outcome.source) for outcome in found if outcome.name == "dequantise"]
