@@ -19,9 +19,11 @@ from tiny import Use
 
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, cache, main, ui
+from jitkern.cli.warm import _cells
 from jitkern.ops import store
 from jitkern.ops._ops import SIZES
 from jitkern.version import __version__
+from jitkern.warming import Outcome
 
 Capture = pytest.CaptureFixture[str]
 
@@ -66,16 +68,20 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("cache lst", "invalid choice: 'lst'"),
         ("doctor --jsn", "unrecognized arguments: --jsn"),
         ("warm --elem 656", "unrecognized arguments: --elem"),  # not abbreviated
-        ("warm --op merge --element-size 6", "expected along with head_dims, elem"),
+        (
+            "warm --op merge --element-size 6",
+            "--op: 'merge', expected along with --head-dim\n",
+        ),
         ("warm --arch 9.0", "--arch: expected along with --element-size"),
-        ("warm --check --out x", "out: given along with check"),
+        ("warm --check --out x", "warm: --out: 'x', expected none along with --check\n"),
         ("warm --element-size 1073741824", "1 to 1073741823"),
         (f"warm --element-size 656,{'9' * 5000}", "expected bytes per row"),
         ("warm --head-dim 64,0", "'0', expected elements per head"),
         ("warm --row-bytes ,", "--element-size/--row-bytes: ',', expected at least one"),
-        ("warm --element-size 656 --arch 9.0,x", "archs: 'x', expected one of"),
-        ("warm --element-size 656 --arch 9.0 --op frob", "ops: 'frob'"),
-        ("warm --element-size 656 --arch 9.0,7.5", "archs: 7.5, expected 8.0 or newer"),
+        ("warm --element-size 656 --arch 9.0,x", "warm: --arch: 'x', expected one of"),
+        ("warm --element-size 656 --arch 9.0 --op frob", "warm: --op: 'frob', expected"),
+        ("warm --row-bytes 6 --head-dim 64 --op merge", "warm: --element-size: [6], expected an "),
+        ("warm --element-size 656 --arch 9.0,7.5", "--arch: 7.5, expected 8.0 or newer"),
         ("warm --replay /dev/null", "/dev/null"),
     ],
 )
@@ -85,12 +91,18 @@ def test_a_wrong_command_line_is_one_line(capsys: Capture, argv: str, message: s
     assert status == (1 if "/dev/null" in argv else 2)
 
 
+NO_ARCH = (
+    "warm: --arch: none given, JITKERN_ARCH is not set, and there is no GPU to ask; expected for "
+    "instance --arch 9.0\n"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "status", "message"),
     [
         ("FREEZE", "maybe", 2, "JITKERN_FREEZE: 'maybe', expected 0, 1 or warn\n"),
         ("ARCH", "99", 2, "JITKERN_ARCH: "),
-        ("ARCH", "", 2, "archs: none is given, JITKERN_ARCH is not set, and there is no GPU"),
+        ("ARCH", "", 2, NO_ARCH),
         ("NVRTC", "/nowhere/libnvrtc.so", 1, NO_NVRTC),
         (
             "CACHE_DIR",
@@ -122,6 +134,26 @@ def test_row_bytes_is_element_size_and_a_tiny_row_gets_a_note(capsys: Capture) -
     note = "jitkern: note: --element-size 2, 16: bytes per row, not per value; a row of "
     assert err.startswith(note) and err.count("\n") == 2
     assert "note" not in run(capsys, *warm, "--row-bytes", "52433")[2]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_large_head_dim_gets_a_note(capsys: Capture) -> None:
+    warm = ("warm", "--arch", "9.0", "--check", "--head-dim")
+    note = "jitkern: note: --head-dim 8192: elements of one head, not of all heads; "
+    assert run(capsys, *warm, "4096,8192")[2].startswith(note)
+    assert "note" not in run(capsys, *warm, "4096")[2]
+
+
+def test_help_shows_sizes_that_each_option_takes(capsys: Capture) -> None:
+    out = " ".join(run(capsys, "warm", "--help")[1].split())
+    assert "a list such as 656,64k" in out and "a list such as 64,128" in out
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"), [(None, "-"), (0.0, "0.0"), (84.26, "84.3"), (237_400.4, "237,400")]
+)
+def test_times_in_the_table(ms: float | None, text: str) -> None:
+    assert _cells(Outcome("store", "", "9.0", ms=ms))[4] == text
 
 
 def test_sizes_of_rows_have_suffixes() -> None:

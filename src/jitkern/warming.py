@@ -39,6 +39,19 @@ _COMPILE_BYTES = 400 << 20
 _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
+class ArgumentError(ValueError):
+    """A wrong argument of ``warm``, in parts: the command line has other names for arguments.
+
+    `text` begins with what came. It ends before the name of the argument `other`, if there is one,
+    and its `example`.
+    """
+
+    def __init__(self, argument: str, text: str, other: str = "", example: str = "") -> None:
+        self.argument, self.text, self.other, self.example = argument, text, other, example
+        value = f"=[{example!r}]" if example else ""
+        super().__init__(f"warm: {argument}: {text}{other}{value}")
+
+
 @dataclass
 class Outcome:
     """A kernel for one arch, or a library, and what became of it in ``warm``.
@@ -102,7 +115,7 @@ def warm(
     head_dims: Sequence[int] = (),
     check: bool = False,
     out: str | PathLike[str] | None = None,
-    progress: Callable[[Outcome, int, int], object] = lambda *_: None,
+    progress: Callable[[Outcome, int, int], object] | None = None,
 ) -> list[Outcome]:
     """Compile kernels and libraries into the cache before they are needed; needs no GPU.
 
@@ -150,28 +163,26 @@ def warm(
     """
     wanted_archs = _archs(archs)
     wanted_ops = sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
-    if check and out is not None:
-        raise ValueError("warm: out: given along with check, which writes nothing")
     if out is not None and not isinstance(out, (str, PathLike)):
         raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
+    if check and out is not None:
+        raise ArgumentError("out", f"{os.fspath(out)!r}, expected none along with ", "check")
     user_cache().check()
     if out is not None:
         require_writable(Path(out), "give a directory of yours", mode=0o755)
     try:
         recorded = [used for file in _listed("replay", replay) for used in read_record(file)]
     except ValueError as error:
-        raise ValueError(f"warm: replay: {error}") from error
+        raise ArgumentError("replay", str(error)) from error
     outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
-            raise ValueError(
-                "warm: archs: none is given, JITKERN_ARCH is not set, and there is no GPU to ask; "
-                "expected one of them, such as archs=['9.0']"
-            )
+            came = "none given, JITKERN_ARCH is not set, and there is no GPU to ask"
+            raise ArgumentError("archs", f"{came}; expected for instance ", "archs", "9.0")
         if (oldest := min(for_archs)) < SUPPORTED_ARCHS[0]:
             expected = f"{SUPPORTED_ARCHS[0]} or newer: not all ops compile before"
-            raise ValueError(f"warm: archs: {oldest}, expected {expected}")
+            raise ArgumentError("archs", f"{oldest}, expected {expected}")
         outcomes += op_jobs(wanted_ops, for_archs)
     outcomes += recorded_jobs(recorded, wanted_archs)
     for outcome in outcomes:
@@ -212,19 +223,18 @@ def sized_ops(
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            raise ValueError(f"warm: ops: {op!r}, expected one of {', '.join(stems)}")
+            raise ArgumentError("ops", f"{op!r}, expected one of {', '.join(stems)}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
-            expected = f"expected along with {size.name}s, {size.meaning}"
-            raise ValueError(f"warm: ops: {op!r}, {expected}")
+            raise ArgumentError("ops", f"{op!r}, expected along with ", f"{size.name}s")
     for size, values in sizes.items():
         for value in values:
             if type(value) is not int or not 1 <= value <= size.largest:
                 expected = f"{size.meaning}, 1 to {size.largest}"
-                raise ValueError(f"warm: {size.name}s: {value!r}, expected {expected}")
+                raise ArgumentError(f"{size.name}s", f"{value!r}, expected {expected}")
         if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise ValueError(f"warm: {size.name}s: {values}, expected an op of {expected}")
+            raise ArgumentError(f"{size.name}s", f"{values}, expected an op of {expected}")
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 
@@ -233,7 +243,7 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
     try:
         parsed = [arch if isinstance(arch, Arch) else Arch.parse(str(arch)) for arch in listed]
     except ValueError as error:
-        raise ValueError(f"warm: archs: {str(error).removeprefix('arch: ')}") from error
+        raise ArgumentError("archs", str(error).removeprefix("arch: ")) from error
     return list(dict.fromkeys(parsed))
 
 
@@ -298,7 +308,9 @@ def default_threads() -> int:
     return cores if free is None else max(1, min(cores, free // _COMPILE_BYTES))
 
 
-def _build(missing: Sequence[Outcome], progress: Callable[[Outcome, int, int], object]) -> None:
+def _build(
+    missing: Sequence[Outcome], progress: Callable[[Outcome, int, int], object] | None
+) -> None:
     if by := forbidden_by():
         raise FrozenError(
             f"warm: {_named(missing)}: missing, and {by}, which forbids to compile: warm without it"
@@ -307,15 +319,20 @@ def _build(missing: Sequence[Outcome], progress: Callable[[Outcome, int, int], o
     if not all(outcome.is_library for outcome in missing):
         compiler_id()  # raises ToolchainError if there is none
     count = itertools.count(1)
+
+    def show(outcome: Outcome) -> None:
+        if progress is not None:
+            progress(outcome, next(count), len(missing))
+
     for outcome in missing:
         if outcome.is_library:  # one after the other: ninja keeps all cores busy with each
-            progress(outcome.run(outcome.build), next(count), len(missing))
+            show(outcome.run(outcome.build))
     pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="jitkern-warm")
     kernels = [outcome for outcome in missing if not outcome.is_library]
     futures = [pool.submit(kernel.run, kernel.build) for kernel in kernels]
     try:
         for done in as_completed(futures):
-            progress(done.result(), next(count), len(missing))
+            show(done.result())
     finally:
         pool.shutdown(cancel_futures=True)
 

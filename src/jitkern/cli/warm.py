@@ -35,6 +35,7 @@ jitkern warm --replay run.jsonl --check
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
 TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
+LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads was given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
         options = filter(None, (size.option, size.alias))
-        text = f"{size.meaning}, for {ops}; a list such as 64,1k, or repeat the option"
+        text = f"{size.meaning}, for {ops}; a list such as {size.example}, or repeat the option"
         add(*options, type=ui.sizes(size), action="extend", metavar=size.unit, help=text)
     text = f"ops to compile, out of {', '.join(op_names())}; default: all that the sizes fit"
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
@@ -61,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, and print the outcome of each job."""
-    from jitkern.warming import warm
+    from jitkern.warming import ArgumentError, warm
 
     start = time.perf_counter()
     sizes: dict[str, Any] = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
@@ -84,12 +85,21 @@ def run(args: argparse.Namespace) -> int:
         )
     except WarmError as error:
         outcomes, failure = error.outcomes, error
-    except ValueError as error:  # raised for arguments only; jobs keep theirs in their outcomes
+    except ArgumentError as error:
+        other = _option(error.other) if error.other else ""
+        text = f"{error.text}{other} {error.example}".rstrip()
+        raise ui.UsageError(f"warm: {_option(error.argument)}: {text}") from error
+    except ValueError as error:  # a wrong variable; jobs keep theirs in their outcomes
         raise ui.UsageError(str(error)) from error
     if tiny := [size for size in args.element_size or () if size <= TINY_ROW_BYTES]:
         ui.note(
             f"--element-size {', '.join(map(str, tiny))}: bytes per row, not per value; "
             "a row of 8 heads of 128 bf16 values has 2048"
+        )
+    if large := [dim for dim in args.head_dim or () if dim > LARGE_HEAD_DIM]:
+        ui.note(
+            f"--head-dim {', '.join(map(str, large))}: elements of one head, not of all heads; "
+            "most models have 64 to 256"
         )
     shown = [job for job in outcomes if job.lookup is None or not args.check]
     if shown:
@@ -110,6 +120,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _option(argument: str) -> str:
+    """Return the option that is this argument of ``warm``: lists have the plural of its name."""
+    return f"--{argument.removesuffix('s').replace('_', '-')}"
+
+
 def _show_progress(job: Outcome, done: int, jobs: int) -> None:
     if sys.stderr.isatty():
         end = "\r\033[K" if done == jobs else ""
@@ -118,6 +133,6 @@ def _show_progress(job: Outcome, done: int, jobs: int) -> None:
 
 
 def _cells(job: Outcome) -> tuple[str, ...]:
-    ms = "-" if job.ms is None else f"{job.ms:.4g}"
+    ms = "-" if job.ms is None else f"{job.ms:,.1f}" if job.ms < 100 else f"{job.ms:,.0f}"
     size = "-" if job.bytes is None else f"{job.bytes:,}"
     return (job.name, job.parameters, job.arch or "-", job.source, ms, size)

@@ -13,6 +13,7 @@ class Size(NamedTuple):
     meaning: str
     unit: str
     largest: int
+    example: str  # a list of sizes
     alias: str = ""  # another name of the option
 
     @property
@@ -23,8 +24,8 @@ class Size(NamedTuple):
 
 SIZES = (
     # The largest row is the limit in pairs.cuh, the largest head 2^30 bytes in fp32.
-    Size("element_size", "bytes per row", "BYTES", (1 << 30) - 1, alias="--row-bytes"),
-    Size("head_dim", "elements per head", "DIM", (1 << 28) - 1),
+    Size("element_size", "bytes per row", "BYTES", (1 << 30) - 1, "656,64k", alias="--row-bytes"),
+    Size("head_dim", "elements per head", "DIM", (1 << 28) - 1, "64,128"),
 )
 
 
