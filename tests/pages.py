@@ -68,9 +68,14 @@ class Block:
         return self.language == "python" and self.text.startswith(">>>")
 
     @property
+    def is_signature(self) -> bool:
+        """The block under the title shows the signature of the page's function or class."""
+        return self.language == "python" and self.line == 3
+
+    @property
     def left_out(self) -> str:
         """Why this machine does not run it; empty where it does, or checks it."""
-        if self.language in PROSE:
+        if self.language in PROSE or self.is_signature:
             return "no code"
         lacking = {**({} if HAS_NVCC else NEEDS_NVCC), **({} if HAS_GPU else NEEDS_GPU)}
         for (page, text), reason in lacking.items():

@@ -6,9 +6,11 @@ Commands are in tests/test_docs_commands.py.
 from __future__ import annotations
 
 import doctest
+import inspect
 import re
 import subprocess
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 import forks
@@ -17,7 +19,9 @@ import pytest
 from needs import needs_cxx, needs_nvrtc
 from pages import ALL, PAGES, ROOT, Block, blocks, program
 from paths import python_path
+from stems import STEMS
 
+import jitkern
 from jitkern.cli import _COMMANDS, main
 from jitkern.compilers.find import find_cxx
 from jitkern.env import VARIABLES
@@ -27,6 +31,17 @@ LANGUAGES = {"console", "cpp", "python", "text", "yaml"}
 # As under torchrun, for a page that starts a process group.
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 RANK_0 |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+# The functions and classes whose signature is under the title of a page.
+SIGNATURES = {f"docs/ops/{stem}.md": [*op.more, op.function] for stem, op in STEMS.items()} | {
+    "docs/comm.md": ["comm.init_pynccl"],
+    "docs/descriptor-ring.md": ["offload.DescriptorRing"],
+    "docs/nn.md": ["nn.TPEmbedding"],
+    "docs/offload-engine.md": ["offload.OffloadEngine"],
+    "docs/offload-pipeline.md": ["offload.SlotPipeline"],
+    "docs/peer-memory.md": ["comm.PeerMemory"],
+    "docs/pinned-pools.md": ["offload.PinnedPool"],
+}
 
 # Pages whose code compiles for ten seconds.
 LONG = ("docs/writing-kernels.md", "docs/torch-ops.md")
@@ -97,6 +112,22 @@ def test_what_is_left_out_is_there() -> None:
     """So that no reason outlives its block."""
     for page, text in {*pages.NEEDS_GPU, *pages.NEEDS_NVCC}:
         assert sum(text in block.text for block in blocks(page)) == 1, text
+
+
+@pytest.mark.parametrize("page", SIGNATURES)
+def test_a_page_shows_the_signature(page: str) -> None:
+    """With the names, kinds and defaults of the parameters; their types are in the list below."""
+    shown = re.findall(
+        r"^jitkern\.([\w.]+)(\(.*?\))(?: -> [^\n]+)?\n", blocks(page)[0].text, re.M | re.S
+    )
+    assert blocks(page)[0].is_signature
+    assert [name for name, _ in shown] == SIGNATURES[page]
+    for name, parameters in shown:
+        signature = inspect.signature(attrgetter(name)(jitkern))
+        public = [p for p in signature.parameters.values() if p.name[0] != "_"]
+        expected = [(p.name, p.kind, p.default) for p in public]
+        written = inspect.signature(eval(f"(lambda {parameters[1:-1]}: 0)")).parameters.values()
+        assert [(p.name, p.kind, p.default) for p in written] == expected, name
 
 
 def test_an_error_in_a_comment_is_expected() -> None:
