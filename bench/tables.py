@@ -29,11 +29,11 @@ jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torc
 
 h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
-loads before stores, all SMs ~ loads before stores | line-aligned, 2 SMs ~ lanes start at the line, 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
+loads before stores, all SMs ~ batched loads (nvcc) | line-aligned, 2 SMs ~ aligned loads (nvcc), 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
 
 pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB | gb_s | `h2d_gather`
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
-jitkern ~ jitkern (`order="auto"`) | jitkern, as they come | line-aligned, 4 SMs ~ lanes start at the line, as they come | loads before stores, all SMs ~ loads before stores, as they come | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then lanes start at the line | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
+jitkern ~ jitkern (`order="auto"`) | jitkern, as they come ~ jitkern, unsorted (`order="given"`) | line-aligned, 4 SMs ~ aligned loads (nvcc), unsorted | loads before stores, all SMs ~ batched loads (nvcc), unsorted | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then aligned loads (nvcc) | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
 lists-h2d | lists | lists | h2d, {} | gb_s | to the GPU
 1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors

@@ -65,7 +65,8 @@ def h2d_gather(
     pairs : Tensor
         ``[..., 2]`` of (source row, destination row), int32 or int64, contiguous, on the device of
         ``dst`` or on the CPU. A pair with a negative number is skipped. If a destination repeats,
-        its content is undefined; with ``dedup``, so is that of other destinations of its sources.
+        its row is undefined. With ``dedup``, all other rows that the same sources are copied to are
+        then undefined too.
     slot_map : Tensor, optional
         ``[num_src_rows]``, int32 or int64, on the device of ``dst``. The kernel sets
         ``slot_map[source] = destination`` for every copied pair and keeps the other entries.
@@ -81,8 +82,8 @@ def h2d_gather(
         for a ``src`` of 1 GiB) of rows of 2 KiB or less, if ``src`` is larger than the 0.75 GiB
         that the link's address translation covers.
     method : {"auto", "sm"}
-        "auto" uses 2 SMs, and a concurrent decode step takes about 6 % longer. "sm" uses as many
-        SMs as saturate the link.
+        "auto" uses 2 SMs, and a concurrent decode step takes 5 to 7 % longer. "sm" uses as
+        many SMs as saturate the link.
 
     Raises
     ------
