@@ -34,16 +34,6 @@ NEEDS_NVCC = {
 }
 """The same, where there is no nvcc."""
 
-# On the CPU the rest of what is written for a GPU is run with these in the place of what only a
-# GPU has.
-ON_CPU = {
-    'device="cuda"': 'device="cpu"',
-    "pin_memory=True": "pin_memory=False",
-    ".pin_memory()": "",
-    ".cpu()": ".clone()",  # of a GPU's tensor it is a copy
-    "torch.cuda.Event()": 'type("Event", (), dict.fromkeys(["record", "synchronize"], print))()',
-}
-
 
 @dataclass(frozen=True)
 class Block:
@@ -94,11 +84,6 @@ def blocks(page: str) -> list[Block]:
 ALL = [block for page in PAGES for block in blocks(page)]
 
 
-def asks_for_gpu(code: str) -> bool:
-    """Tell whether code takes a GPU without asking whether there is one."""
-    return '"cuda"' in code.replace('"cuda" if', "").replace('== "cuda"', "")
-
-
 def program(page: str) -> str:
     """All Python of a page, in its order: a later block may use what an earlier one has made.
 
@@ -106,9 +91,6 @@ def program(page: str) -> str:
     """
     found = [block for block in blocks(page) if block.language == "python"]
     code = "\n".join(block.text for block in found if not (block.is_session or block.left_out))
-    if asks_for_gpu(code) and not HAS_GPU:
-        for on_gpu, on_cpu in ON_CPU.items():
-            code = code.replace(on_gpu, on_cpu)
     code = with_expected_errors(code)
     return code + _COMPILE if "device_files" in code else code
 
