@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from jitkern.ops.compare_key import fast_compare_key as fast_compare_key
     from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
     from jitkern.ops.d2h_scatter import d2h_scatter as d2h_scatter
+    from jitkern.ops.gather_rows import gather_rows as gather_rows
     from jitkern.ops.h2d_gather import h2d_gather as h2d_gather
     from jitkern.ops.index import indexing as indexing
     from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
     from jitkern.ops.merge import merge_state as merge_state
     from jitkern.ops.merge import merge_states as merge_states
     from jitkern.ops.store import store_cache as store_cache
+    from jitkern.ops.store_rows import store_rows as store_rows
     from jitkern.ops.unpack import unpack as unpack
     from jitkern.perf import compare_memory_kernel_perf as compare_memory_kernel_perf
     from jitkern.perf import perf_cpu as perf_cpu

@@ -113,6 +113,7 @@ def warm(
     replay: Sequence[str | PathLike[str]] = (),
     *,
     head_dims: Sequence[int] = (),
+    formats: Sequence[str] = (),
     check: bool = False,
     out: str | PathLike[str] | None = None,
     progress: Callable[[Outcome, int, int], object] | None = None,
@@ -137,6 +138,9 @@ def warm(
         compiler flags: use only records that you trust like code.
     head_dims
         Values per head (not bytes), for ``merge_states``, which has no ``element_sizes``.
+    formats
+        Formats of rows, such as ``fp8_ds_mla``, for ``store_rows`` and ``gather_rows``: the shapes
+        of the models that use them.
     check
         Build nothing; kernels that are in no cache are ``missing``. If there is no compiler, code
         of any compiler counts as present, as it does in a call.
@@ -162,7 +166,8 @@ def warm(
         A file cannot be read.
     """
     wanted_archs = _archs(archs)
-    wanted_ops = sized_ops(ops, {"element_size": element_sizes, "head_dim": head_dims})
+    sizes = {"element_size": element_sizes, "head_dim": head_dims, "format": formats}
+    wanted_ops = sized_ops(ops, sizes)
     if out is not None and not isinstance(out, (str, PathLike)):
         raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
     if check and out is not None:
@@ -215,8 +220,8 @@ def _listed(argument: str, value: Any) -> list[Any]:
 
 
 def sized_ops(
-    ops: Sequence[str] | None, sizes_by_name: dict[str, Sequence[int]]
-) -> list[tuple[str, int]]:
+    ops: Sequence[str] | None, sizes_by_name: dict[str, Sequence[Any]]
+) -> list[tuple[str, Any]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
     stems, size_of = op_names(), op_sizes()
     sizes = {size: _listed(f"{size.name}s", sizes_by_name[size.name]) for size in SIZES}
@@ -229,9 +234,8 @@ def sized_ops(
             raise ArgumentError("ops", f"{op!r}, expected along with ", f"{size.name}s")
     for size, values in sizes.items():
         for value in values:
-            if type(value) is not int or not 1 <= value <= size.largest:
-                expected = f"{size.meaning}, 1 to {size.largest}"
-                raise ArgumentError(f"{size.name}s", f"{value!r}, expected {expected}")
+            if not size.accepts(value):
+                raise ArgumentError(f"{size.name}s", f"{value!r}, expected {size.expected}")
         if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
             raise ArgumentError(f"{size.name}s", f"{values}, expected an op of {expected}")
@@ -250,12 +254,12 @@ def _archs(archs: Sequence[Arch | str] | None) -> list[Arch]:
 # -- what is wanted --------------------------------------------------------------------------------
 
 
-def op_jobs(wanted: Iterable[tuple[str, int]], archs: Sequence[Arch]) -> list[Outcome]:
+def op_jobs(wanted: Iterable[tuple[str, Any]], archs: Sequence[Arch]) -> list[Outcome]:
     """Return what ops and their sizes need: each kernel for each arch."""
     return [_of_kernel(kernel, arch) for kernel in kernels_of(wanted) for arch in archs]
 
 
-def kernels_of(wanted: Iterable[tuple[str, int]]) -> list[DeviceModule]:
+def kernels_of(wanted: Iterable[tuple[str, Any]]) -> list[DeviceModule]:
     """Return the kernels of ops and sizes, those that ops share once."""
     kernels: dict[DeviceModule, None] = {}
     for op, size in wanted:

@@ -42,16 +42,15 @@ def require_torch() -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def sizes(size: Size) -> Callable[[str], list[int]]:
-    """Return a parser of ``656`` or ``256,64k``, as argparse's ``type``."""
+def sizes(size: Size) -> Callable[[str], list[Any]]:
+    """Return a parser of ``656`` or ``256,64k``, or of names, as argparse's ``type``."""
 
-    def parse(text: str) -> list[int]:
+    def parse(text: str) -> list[Any]:
         values = []
         for name in names(text):
-            value = parse_bytes(name)
-            if not value or value > size.largest:
-                expected = f"{size.meaning}, 1 to {size.largest}"
-                raise argparse.ArgumentTypeError(f"{name!r}, expected {expected}")
+            value = name if size.choices else parse_bytes(name)
+            if not size.accepts(value):
+                raise argparse.ArgumentTypeError(f"{name!r}, expected {size.expected}")
             values.append(value)
         return values
 

@@ -43,7 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
         options = filter(None, (size.option, size.alias))
-        text = f"{size.meaning}, for {ops}; a list such as {size.example}, or repeat the option"
+        such_as = f"of {size.expected}" if size.choices else f"such as {size.example}"
+        text = f"{size.meaning}, for {ops}; a list {such_as}, or repeat the option"
         add(*options, type=ui.sizes(size), action="extend", metavar=size.unit, help=text)
     text = f"ops to compile, out of {', '.join(op_names())}; default: all that the sizes fit"
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)

@@ -5,27 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+# Formats of rows, in the order of Format in csrc/ops/formats.h.
+FORMATS = (
+    "fp8_ds_mla",
+    "fp8_index_k",
+    "fp8_ds_v41",
+    "fp8_ds_v41_paged",
+    "fp8",
+    "fp8_per_token_head",
+    "int8_per_token_head",
+)
+
 
 class Size(NamedTuple):
-    """A size that kernels are compiled for."""
+    """A size, or the name of a format, that kernels are compiled for."""
 
     name: str  # plus "s": the argument of ``jitkern.warm``
     meaning: str
     unit: str
-    largest: int
-    example: str  # a list of sizes
+    largest: int = 0
+    example: str = ""  # a list of sizes
     alias: str = ""  # another name of the option
+    choices: tuple[str, ...] = ()  # names, in the place of a size
 
     @property
     def option(self) -> str:
         """The option of ``jitkern warm``."""
         return f"--{self.name.replace('_', '-')}"
 
+    @property
+    def expected(self) -> str:
+        """What values are right, for errors."""
+        return ", ".join(self.choices) or f"{self.meaning}, 1 to {self.largest}"
+
+    def accepts(self, value: Any) -> bool:
+        return value in self.choices or (type(value) is int and 1 <= value <= self.largest)
+
 
 SIZES = (
     # The largest row is the limit in pairs.cuh, the largest head 2^30 bytes in fp32.
     Size("element_size", "bytes per row", "BYTES", (1 << 30) - 1, "656,64k", alias="--row-bytes"),
     Size("head_dim", "elements per head", "DIM", (1 << 28) - 1, "64,128"),
+    Size("format", "format of rows", "FORMAT", choices=FORMATS),
 )
 
 
@@ -64,6 +85,8 @@ OPS = (
     Op("h2d_gather", "h2d_gather"),
     Op("d2h_scatter", "d2h_scatter"),
     Op("copy_blocks", "copy_blocks"),
+    Op("store_rows", "store_rows", sized_by="format"),
+    Op("gather_rows", "gather_rows", sized_by="format"),
     Op("unpack", "unpack"),
     Op("merge", "merge_states", more=("merge_state",), sized_by="head_dim"),
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # runs on the copy engine

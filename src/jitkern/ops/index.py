@@ -30,11 +30,22 @@ VECS_PER_SPLIT = 2 * 32  # two vectors per lane of a warp
 
 
 @cache
-def kernel(row_bytes: int, vec_bytes: int, index_bytes: int) -> DeviceModule:
-    """Return the device module of one row size, vector width and index type."""
+def kernel(
+    row_bytes: int,
+    vec_bytes: int,
+    index_bytes: int,
+    paged: int = 0,
+    head_bytes: int | None = None,
+) -> DeviceModule:
+    """Return the device module of one row size, vector width and index type.
+
+    ``paged``, ``head_bytes``: see ``jitkern.ops.store.kernel``.
+    """
     splits = -(-row_bytes // (VECS_PER_SPLIT * vec_bytes))
-    args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT)
-    name = entry_name("index", row_bytes, vec_bytes, index_bytes)
+    head = row_bytes if head_bytes is None else head_bytes
+    pages, kind = ((True, head), f"pages_h{head}") if paged else ((), "")
+    args = make_cpp_args(row_bytes, splits, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *pages)
+    name = entry_name("index", row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"IndexKernel<{args}>", CONFIG)
     return load_entries("index", "ops/index.cu", [entry], args, RowShape(IN_FLIGHT, splits))
 
@@ -89,6 +100,7 @@ def indexing(
     ----------
     weights : Tensor
         ``[num_rows, ...]``. Rows are contiguous, of 1 byte or more; the row stride is free. With
+        ``output``, also pages ``[num_blocks, page, ...]`` as in ``store_cache``. With
         ``indices`` on a GPU, ``weights`` may be in pinned host memory and larger than GPU memory:
         the kernel reads the rows in place. Keep it allocated and unchanged until the stream has
         passed the call.

@@ -23,16 +23,28 @@ IN_FLIGHT = 2  # vectors per lane
 
 @cache
 def kernel(
-    row_bytes: int, vec_bytes: int, index_bytes: int, first_row_bytes: int | None = None
+    row_bytes: int,
+    vec_bytes: int,
+    index_bytes: int,
+    first_row_bytes: int | None = None,
+    paged: int = 0,
+    head_bytes: int | None = None,
 ) -> DeviceModule:
     """Return the device module of one row size, vector width and index type.
 
     If rows of K and V differ in size, the shorter ones have ``first_row_bytes`` and are stored
-    first. One kernel serves K and V of one size and a single cache.
+    first. One kernel serves K and V of one size and a single cache. ``paged``: blocks of pages lie
+    apart, and so do heads of ``head_bytes`` that are shorter than a row.
     """
-    first = () if first_row_bytes in (None, row_bytes) else (first_row_bytes,)
-    args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *first)
-    kind = f"{first_row_bytes}B_first" if first else ""
+    first = row_bytes if first_row_bytes is None else first_row_bytes
+    head = row_bytes if head_bytes is None else head_bytes
+    more: tuple[int | bool, ...] = ()
+    kind = ""
+    if paged:
+        more, kind = (first, True, head), f"pages_h{head}"
+    elif first != row_bytes:
+        more, kind = (first,), f"{first}B_first"
+    args = make_cpp_args(row_bytes, *CONFIG, vec_bytes, index_bytes, IN_FLIGHT, *more)
     name = entry_name("store", row_bytes, vec_bytes, index_bytes, kind=kind)
     entry = (name, f"StoreKernel<{args}>", CONFIG)
     return load_entries("store", "ops/store.cu", [entry], args, RowShape(IN_FLIGHT))
@@ -51,10 +63,16 @@ _store = host.Function("store_cache")
 
 
 def _through_torch(
-    k_cache: Tensor, v_cache: Tensor | None, indices: Tensor, k: Tensor, v: Tensor | None = None
+    k_cache: Tensor,
+    v_cache: Tensor | None,
+    indices: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    skip: int | None = None,
 ) -> None:
     dispatch.through_torch(
-        "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v
+        "store_cache", k_cache=k_cache, v_cache=v_cache, indices=indices, k=k, v=v, skip=skip
     )
 
 
@@ -65,6 +83,8 @@ def store_cache(
     indices: Tensor,
     k: Tensor,
     v: Tensor | None = None,
+    *,
+    skip: int | None = None,
 ) -> None:
     """Copy row ``i`` of ``k`` and ``v`` to row ``indices[i]`` of ``k_cache`` and ``v_cache``.
 
@@ -76,7 +96,10 @@ def store_cache(
     ----------
     k_cache : Tensor
         ``[num_slots, ...]``. A row is everything after the first dimension: contiguous, 1 byte or
-        more. The row stride is free; rows must not overlap.
+        more. The row stride is free; rows must not overlap. Or pages
+        ``[num_blocks, page, ...]``: slot ``block * page + offset`` is row ``[block, offset]``, and
+        the strides of blocks, slots and, in ``[num_blocks, page, heads, dim]``, heads are free.
+        Pass an HND cache ``[num_blocks, heads, page, dim]`` as ``.transpose(1, 2)``.
     v_cache : Tensor or None
         Same number of slots, device and dtype as ``k_cache``; rows may have another size. K and V
         may interleave in one tensor (``kv[:, 0]``, ``kv[:, 1]``). None for a single cache, such as
@@ -87,6 +110,8 @@ def store_cache(
     k, v : Tensor
         ``[num_rows, ...]``, with the device, dtype and bytes per row of their caches. ``v`` is None
         if ``v_cache`` is None.
+    skip : int, optional
+        One more index whose rows are not stored. sglang sends padding to slot 0: ``skip=0``.
 
     Raises
     ------
@@ -102,33 +127,35 @@ def store_cache(
     written = (k_cache,) if v_cache is None else (k_cache, v_cache)
     if inference_mode.is_enabled() or dispatch.is_plain(written, (k,) if v is None else (k, v)):
         try:
-            if not call(k_cache, v_cache, indices, k, v):
+            if not call(k_cache, v_cache, indices, k, v, skip):
                 dispatch.bump_versions(written)
                 return
         except dispatch.UNREADABLE as error:
             tensors = {"k_cache": k_cache, "v_cache": v_cache, "indices": indices, "k": k, "v": v}
             dispatch.require_wrapper(error, "store_cache", **tensors)
-    _through_torch(k_cache, v_cache, indices, k, v)
+    _through_torch(k_cache, v_cache, indices, k, v, skip=skip)
 
 
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
-def _one_by_one(k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
-    _through_torch(k_cache, None, indices, k)
-    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v)
+def _one_by_one(
+    k_cache: Tensor, v_cache: Tensor, indices: Tensor, k: Tensor, v: Tensor, skip: int | None
+) -> None:
+    _through_torch(k_cache, None, indices, k, skip=skip)
+    dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v, skip=skip)
 
 
 OVERLOADS = (
     TorchOverload(
         "store_cache(Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor indices, Tensor k, "
-        "Tensor? v=None) -> ()",
+        "Tensor? v=None, *, SymInt? skip=None) -> ()",
         run=host.Function("store_cache_now"),
         fake=no_result,
         one_by_one=_one_by_one,
     ),
     TorchOverload(
-        "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v) -> ()",
+        "store_cache.v(Tensor(a!) v_cache, Tensor indices, Tensor v, *, SymInt? skip=None) -> ()",
         run=host.Function("store_v_cache_now"),
         fake=no_result,
     ),

@@ -1,4 +1,5 @@
 #include <jitkern/check.h>
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/dtype.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/object.h>
@@ -70,6 +71,12 @@ bool rows_overlap(const Rows& a, const Rows& b) {
 }  // namespace
 
 bool may_be_lazy(AnyView value) {
+  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFIArray) {
+    for (const tvm::ffi::Any& item : value.cast<tvm::ffi::Array<tvm::ffi::Any>>()) {
+      if (may_be_lazy(item)) return true;
+    }
+    return false;
+  }
   const auto tensor = value.try_cast<DLTensor*>();
   if (!tensor.has_value()) return false;
   const DLTensor& dl = **tensor;

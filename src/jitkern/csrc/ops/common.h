@@ -4,13 +4,13 @@
 #include <jitkern/launch.h>
 
 #include <algorithm>
-#include <array>
 #include <initializer_list>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cache_rows.h"
 #include "host/staging.h"
 
 namespace jitkern {
@@ -36,28 +36,6 @@ std::vector<std::string> item_names(const char* arg, int count);
 
 // The tensor's FloatType; float8_e4m3fn only `with_fp8`. TypeError for any other dtype.
 int float_type(const Tensor& tensor, bool with_fp8 = false);
-
-// Rows of bytes at up to three strides: row (i, j, k) begins at begin + i * dims[0].stride +
-// j * dims[1].stride + k * dims[2].stride.
-struct Lattice {
-  struct Dim {
-    i64 count;
-    i64 stride;  // in bytes, 0 or more
-  };
-
-  u64 begin;
-  u64 end;  // after the last row
-  i64 row_bytes;
-  std::array<Dim, 3> dims;  // from the longest stride to the shortest
-
-  // There is a row, of one byte or more.
-  Lattice(u64 begin, i64 row_bytes, const std::array<Dim, 3>& sizes);
-
-  // Whether two of its rows share a byte.
-  bool has_overlap() const;
-  // Whether a row shares a byte with a row of `other`.
-  bool overlaps(const Lattice& other) const;
-};
 
 // A tensor as rows of bytes [outer, inner], such as [tokens, heads], at any strides.
 struct Grid : Tensor {

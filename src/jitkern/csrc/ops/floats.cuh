@@ -51,6 +51,18 @@ __device__ inline u32 rounded_pair_of_e4m3(const float* values) {
 #endif
 }
 
+// Converts two neighbouring values of float8_e4m3fn. NaN stays NaN, of any bits.
+__device__ inline void floats_of_e4m3_pair(u32 pair, float* values) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(pair)));
+  floats_of_pair<kFloat16>(halves, values);
+#else
+  values[0] = float_of<kFloat8E4M3>(static_cast<unsigned char>(pair));
+  values[1] = float_of<kFloat8E4M3>(static_cast<unsigned char>(pair >> 8));
+#endif
+}
+
 // A vector as words of 32 bits. A vector of less than 4 bytes is the lower part of one word.
 template <int kBytes>
 union Words {
@@ -72,6 +84,18 @@ __device__ inline void floats_of(const Words<kCount * item_bytes_of(kType)>& fro
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) floats_of_pair<kType>(from.words[i / 2], values + i);
+  }
+}
+
+template <int kCount>
+__device__ inline void floats_of_e4m3(const Words<kCount>& from, float* values) {
+  if constexpr (kCount == 1) {
+    values[0] = float_of<kFloat8E4M3>(static_cast<unsigned char>(from.words[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      floats_of_e4m3_pair(from.words[i / 4] >> (i % 4 * 8), values + i);
+    }
   }
 }
 

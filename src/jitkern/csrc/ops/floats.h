@@ -64,8 +64,12 @@ JITKERN_HOST_DEVICE inline float float_of(Bits<kType> bits) {
     return float_of_bits(bits);
   } else if constexpr (kType == kBFloat16) {
     return float_of_bits(u32(bits) << 16);
+  } else if constexpr (kType == kFloat8E4M3) {
+    const u32 size = u32(bits & 0x7f) << 20;
+    const u32 finite = bits_of_float(float_of_bits(size) * float_of_bits((127u + 120) << 23));
+    const u32 nan = 0x7fc00000;
+    return float_of_bits(((bits & 0x7f) == 0x7f ? nan : finite) | u32(bits & 0x80) << 24);
   } else {
-    static_assert(kType == kFloat16, "float8 is only written");
     const u32 size = u32(bits & 0x7fff) << 13;
     // The factor adds the difference of the exponent biases and normalises subnormal numbers.
     const u32 finite = bits_of_float(float_of_bits(size) * float_of_bits((127u + 112) << 23));
@@ -88,7 +92,8 @@ JITKERN_HOST_DEVICE inline Bits<kType> bits_as(float value) {
     return static_cast<Bits<kType>>(size | (bits >> 16 & 0x8000));
   } else {
     const u32 size = rounded_bits<3, -6>(value, 0x43e00000, 0x7e, 0x7f);
-    return static_cast<Bits<kType>>(size | (bits >> 24 & 0x80));
+    const u32 sign = bits >> 24 & 0x80;
+    return static_cast<Bits<kType>>(size == 0x7f ? size : size | sign);  // as GPUs do
   }
 }
 

@@ -4,6 +4,7 @@
 #include <tvm/ffi/container/array.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <string>
 
@@ -21,8 +22,15 @@ constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
+// The bytes of a row, by which pages are told from rows: those of `output`. Its shape is checked
+// later.
+i64 row_bytes_of(AnyView output, const Tensor& indices) {
+  const Tensor rows(kOp, "output", output);
+  return bytes_from(rows, std::min(indices.dl->ndim, rows.dl->ndim));
+}
+
 // `output` as one row for each index. Checks its shape, and devices in the order of the arguments.
-Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
+Rows output_rows(AnyView value, const Indices& indices, const CacheRows& weights) {
   const bool host_table = !weights.on_cuda() && indices.on_cuda();
   if (!host_table) indices.same_device(weights);
   const Tensor output(kOp, "output", value);
@@ -31,11 +39,13 @@ Rows output_rows(AnyView value, const Indices& indices, const Rows& weights) {
   const DLTensor& out = *output.dl;
   const DLTensor& in = *indices.dl;
   const DLTensor& table = *weights.dl;
-  if (out.ndim != in.ndim + table.ndim - 1 ||
+  const int64_t* const row = table.shape + weights.row_dim;
+  const int64_t* const row_end = table.shape + table.ndim;
+  if (out.ndim != in.ndim + (row_end - row) ||
       !std::equal(in.shape, in.shape + in.ndim, out.shape) ||
-      !std::equal(table.shape + 1, table.shape + table.ndim, out.shape + in.ndim)) {
+      !std::equal(row, row_end, out.shape + in.ndim)) {
     std::vector<int64_t> shape(in.shape, in.shape + in.ndim);
-    shape.insert(shape.end(), table.shape + 1, table.shape + table.ndim);
+    shape.insert(shape.end(), row, row_end);
     output.shape_error("shape " + shape_text(shape.data(), shape.size()));
   }
   return Rows(output, in.ndim);
@@ -105,7 +115,7 @@ void choose_rows(IndexParams& p, AnyView vocab_range, AnyView added_range, AnyVi
 }
 
 struct IndexArgs {
-  Rows weights;
+  CacheRows weights;
   Indices indices;
   Rows output;  // a row for each index
   IndexParams params{};
@@ -113,16 +123,22 @@ struct IndexArgs {
   // `more` is (added_range, vocab_size) or None: each argument from Python takes 15 to 35 ns.
   IndexArgs(AnyView weights_arg, AnyView indices_arg, AnyView output_arg, AnyView vocab_range,
             AnyView more)
-      : weights(kOp, "weights", weights_arg),
-        indices(kOp, "indices", indices_arg),
+      : IndexArgs(Tensor(kOp, "weights", weights_arg), Indices(kOp, "indices", indices_arg),
+                  output_arg, vocab_range, more) {}
+
+ private:
+  IndexArgs(const Tensor& table, const Indices& indices, AnyView output_arg, AnyView vocab_range,
+            AnyView more)
+      : weights(CacheRows::of(table, row_bytes_of(output_arg, indices))),
+        indices(indices),
         output(output_rows(output_arg, indices, weights)) {
     output.distinct_rows();
-    output.apart_from(weights);
+    CacheRows(output).apart_from(weights);
     indices.apart_from(output);
     params.output = output.data;
     params.weights = weights.data;
     params.output_stride_bytes = output.stride_bytes;
-    params.weights_stride_bytes = weights.stride_bytes;
+    params.strides = weights.strides();
     params.indices = indices.data;
     params.num_rows = indices.count;
     params.vocab_length = weights.num_rows;
@@ -139,34 +155,53 @@ struct IndexArgs {
   }
 };
 
-void index_cpu(const Indices& indices, const IndexParams& p, i64 row_bytes) {
-  if (row_bytes == 0) return;
-  if (p.last_index < kMaxIndex) indices.check_below(p.last_index + 1);
-  indices.with_index([&](const auto index_at) {
-    copy_rows(p.num_rows, row_bytes, [&p, index_at](i64 i) {
+void index_pages_cpu(const IndexArgs& args) {
+  const IndexParams& p = args.params;
+  const CacheRows& weights = args.weights;
+  args.indices.with_index([&](const auto index_at) {
+    for (i64 i = 0; i < p.num_rows; ++i) {
+      const i64 row = table_row(p, index_at(i));
+      for (i64 head = 0; head < weights.num_heads; ++head) {
+        char* const target = p.output + i * p.output_stride_bytes + head * weights.head_bytes;
+        const auto bytes = static_cast<size_t>(weights.head_bytes);
+        if (row < 0) std::memset(target, 0, bytes);
+        if (row >= 0) std::memcpy(target, weights.row(row) + head * weights.head_stride, bytes);
+      }
+    }
+  });
+}
+
+void index_cpu(const IndexArgs& args) {
+  const IndexParams& p = args.params;
+  if (args.weights.row_bytes == 0) return;
+  if (p.last_index < kMaxIndex) args.indices.check_below(p.last_index + 1);
+  if (!args.weights.is_flat()) return index_pages_cpu(args);
+  args.indices.with_index([&](const auto index_at) {
+    copy_rows(p.num_rows, args.weights.row_bytes, [&p, index_at](i64 i) {
       const i64 row = table_row(p, index_at(i));
       return CpuRow{p.output + i * p.output_stride_bytes,
-                    row >= 0 ? p.weights + row * p.weights_stride_bytes : nullptr};
+                    row >= 0 ? p.weights + row * p.strides.slot_stride : nullptr};
     });
   });
 }
 
 // Tables in host memory are read in place. ValueError if one is not pinned.
 void index_cuda(IndexArgs& args) {
-  static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes"}, row_shape);
+  static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes", "paged", "head_bytes"},
+                             row_shape);
   const LaunchScope scope(args.indices);
   IndexParams& params = args.params;
   params.weights = address_on_gpu(args.weights);
-  const u64 bits = address(params.weights) | address(params.output) |
-                   static_cast<u64>(args.weights.row_bytes | params.weights_stride_bytes |
-                                    params.output_stride_bytes);
-  const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes);
+  const u64 bits = address(params.weights) | address(params.output) | args.weights.stride_bits() |
+                   static_cast<u64>(params.output_stride_bytes);
+  const Spec spec(args.weights.row_bytes, widest_vec(bits), args.indices.index_bytes,
+                  !args.weights.is_flat(), args.weights.head_bytes);
   launch_rows(kernels, scope, spec, params.num_rows, params);
 }
 
 void index(AnyView weights, AnyView indices, AnyView output, AnyView vocab_range, AnyView more) {
   IndexArgs args(weights, indices, output, vocab_range, more);
-  if (!args.indices.on_cuda()) return index_cpu(args.indices, args.params, args.weights.row_bytes);
+  if (!args.indices.on_cuda()) return index_cpu(args);
   index_cuda(args);
 }
 

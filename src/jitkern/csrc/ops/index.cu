@@ -7,9 +7,10 @@
 namespace jitkern {
 
 template <i64 kRowBytes, int kSplits, int kThreads, int kMaxOccupancy, bool kUsePdl, int kVecBytes,
-          int kIndexBytes, int kInFlight>
+          int kIndexBytes, int kInFlight, bool kPaged = false, i64 kHeadBytes = kRowBytes>
 struct IndexKernel {
   static_assert(kRowBytes % kVecBytes == 0, "a row is a whole number of vectors");
+  static_assert(kHeadBytes % kVecBytes == 0, "a head is a whole number of vectors");
   using Params = IndexParams;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
@@ -32,12 +33,13 @@ struct IndexKernel {
     for (int r = 0; r < Rows::kRows; ++r) {
       const i64 row = table_row(p, index[r]);
       const bool inside = row >= 0;
-      const char* source = p.weights + (inside ? row * p.weights_stride_bytes : 0);
+      const char* source = p.weights + (inside ? p.strides.template offset_of<kPaged>(row) : 0);
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
         value[r][c] = Vec<kVecBytes>{};
         if (inside && group.offset(c) < kRowBytes) {
-          value[r][c] = load_vec<kVecBytes>(source + group.offset(c));
+          const i64 place = p.strides.template place_of<kRowBytes, kHeadBytes>(group.offset(c));
+          value[r][c] = load_vec<kVecBytes>(source + place);
         }
       }
     }

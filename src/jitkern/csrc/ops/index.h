@@ -1,7 +1,7 @@
 // Parameters of indexing, filled by index.cc and read by index.cu.
 #pragma once
 
-#include <jitkern/types.h>
+#include "cache_strides.h"
 
 namespace jitkern {
 
@@ -9,7 +9,7 @@ struct IndexParams {
   char* output;
   const char* weights;
   i64 output_stride_bytes;
-  i64 weights_stride_bytes;
+  CacheStrides strides;  // of `weights`
   const void* indices;
   i64 num_rows;
   i64 vocab_start;  // index `vocab_start + r` reads row r of `weights`

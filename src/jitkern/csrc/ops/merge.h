@@ -1,6 +1,7 @@
 // Parameters of the kernel that merges partial results of attention.
 #pragma once
 
+#include "cache_strides.h"
 #include "floats.h"
 
 namespace jitkern {
@@ -21,24 +22,6 @@ struct PartialState {
   const char* lse;
   HeadStrides out_strides;
   HeadStrides lse_strides;
-};
-
-// Divides numbers below 2^31 by a value known before the launch, in 2 instructions instead of 20.
-struct Divisor {
-  u32 value;
-  u32 factor;
-  u32 shift;
-
-  // n / value = n * factor >> shift, where factor = 2^shift / value, rounded up, has 32 bits.
-  JITKERN_HOST_DEVICE static Divisor of(u32 value) {
-    u32 log2 = 0;
-    while ((u64(1) << log2) < value) ++log2;
-    const u32 shift = 31 + log2;
-    return {value, static_cast<u32>((u64(1) << shift) / value + 1), shift};
-  }
-  JITKERN_HOST_DEVICE u32 quotient(u32 n) const {
-    return static_cast<u32>(u64(n) * factor >> shift);
-  }
 };
 
 // -inf for rows without keys, for which FlashAttention 2 and vLLM give +inf.

@@ -1,12 +1,16 @@
 // store_cache on the host: checks, CPU implementation, launch.
+#include "store_host.h"
+
 #include "store.h"
 
 #include <jitkern/launch.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
 
+#include "cache_rows.h"
 #include "host/cpu_copy.h"
 
 namespace jitkern {
@@ -14,50 +18,37 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = "store_cache";
+constexpr const char* kOwnMemoryOrNone =
+    "memory of its own; for a single cache give None as v_cache and v";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
 // A cache and the rows to store in it.
 struct Table {
-  Rows cache;
+  CacheRows cache;
   Rows rows;
 
+  Table(const CacheRows& cache, const Rows& rows) : cache(cache), rows(rows) {}
+  Table(const Tensor& cache, const Tensor& rows)
+      : cache(CacheRows::of(cache, bytes_from(rows, 1))), rows(rows) {}
   Table(const char* cache_arg, AnyView cache, const char* rows_arg, AnyView rows)
-      : cache(kOp, cache_arg, cache), rows(kOp, rows_arg, rows) {}
+      : Table(Tensor(kOp, cache_arg, cache), Tensor(kOp, rows_arg, rows)) {}
 
   StoreParams::Copy copy() const {
-    return {cache.data, rows.data, cache.stride_bytes, rows.stride_bytes};
+    return {cache.data, rows.data, cache.strides(), rows.stride_bytes};
   }
 
   void check(const Rows& k_cache, const Indices& indices) const {
     rows.same_device(k_cache);
-    rows.same_dtype(k_cache);
-    if (rows.row_bytes != cache.row_bytes) refuse_pages();
     rows.same_row_bytes(cache);
     rows.one_per_index(indices);
     cache.distinct_rows();
-    indices.apart_from(cache);
-    rows.apart_from(cache);
-  }
-
-  // ValueError with the fix if a row of the cache may be a page of slots. Paged caches are not
-  // guessed: [heads, slots, dim] looks the same if there are as many heads as slots.
-  void refuse_pages() const {
-    const DLTensor& dl = *cache.dl;
-    if (dl.ndim < 3 || dl.shape[1] * rows.row_bytes != cache.row_bytes) return;
-    std::string slots = ".view(-1";
-    for (int d = 2; d < dl.ndim; ++d) slots += ", " + std::to_string(dl.shape[d]);
-    slots += ")";
-    // torch would advise .reshape() for pages of [blocks, 2, page, ...], a copy: stores would be
-    // lost.
-    const bool has_view = dl.shape[0] <= 1 || cache.stride(0) == dl.shape[1] * cache.stride(1);
-    cache.value_error(
-        str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
-        str(rows.row_bytes, " bytes as in ", rows.arg, " (shape ", rows.shape_text(),
-            "); of pages of ", dl.shape[1], " slots give ",
-            has_view ? str(cache.arg, slots)
-                     : str("the tensor that holds all pages as ", slots,
-                           ", and count its slots: these pages are apart, and no view of ",
-                           cache.arg, " has their slots as rows")));
+    if (cache.is_flat()) {
+      indices.apart_from(cache);
+      rows.apart_from(cache);
+    } else {
+      CacheRows(indices).apart_from(cache);
+      CacheRows(rows).apart_from(cache);
+    }
   }
 };
 
@@ -66,31 +57,56 @@ struct Table {
                    str("a tensor along with ", other, ", or None as both for a single cache"));
 }
 
-void store_cpu(const Indices& indices, const StoreParams& p, i64 first_row_bytes, i64 row_bytes,
-               int num_copies) {
-  if (row_bytes == 0) return;
-  indices.check_below(p.num_slots);
+// Copies equally spaced rows of one size. K and V take turns, so that each index is read from
+// memory once: row 2 i is K, 2 i + 1 is V. The number of copies is a constant: as a variable it
+// takes 4 to 9 % more instructions.
+template <int kCopies>
+void store_flat(const Indices& indices, const StoreParams& p, const StoreParams::Copy* copies,
+                i64 row_bytes) {
   indices.with_index([&](const auto index_at) {
-    // K and V take turns, so that each index is read from memory once: row 2 i is K, 2 i + 1 is V.
-    // `count` is a constant: as a variable it takes 4 to 9 % more instructions.
-    const auto copy_in_turn = [&](const auto count, const StoreParams::Copy* copies, i64 bytes) {
-      copy_rows(count * p.num_rows, bytes, [&p, index_at, copies, count](i64 row) {
-        const i64 i = row / count;
-        const i64 slot = index_at(i);
-        const StoreParams::Copy& copy = copies[row % count];
-        const bool inside = is_below(slot, p.num_slots);
-        return CpuRow{inside ? copy.cache + slot * copy.cache_stride_bytes : nullptr,
-                      copy.rows + i * copy.row_stride_bytes};
-      });
-    };
-    const std::integral_constant<i64, 1> one;
-    const std::integral_constant<i64, 2> both;
-    if (num_copies == 2 && first_row_bytes == row_bytes) {
-      return copy_in_turn(both, p.copies, row_bytes);
-    }
-    copy_in_turn(one, p.copies, first_row_bytes);
-    if (num_copies == 2) copy_in_turn(one, p.copies + 1, row_bytes);
+    copy_rows(kCopies * p.num_rows, row_bytes, [&p, index_at, copies](i64 row) -> CpuRow {
+      const i64 i = row / kCopies;
+      const i64 slot = index_at(i);
+      const StoreParams::Copy& copy = copies[row % kCopies];
+      const bool inside = is_below(slot, p.num_slots) && slot != p.skip;
+      return {inside ? copy.cache + slot * copy.strides.slot_stride : nullptr,
+              copy.rows + i * copy.row_stride_bytes};
+    });
   });
+}
+
+void store_in_pages(const Indices& indices, const StoreParams& p, const Table& table) {
+  const CacheRows& cache = table.cache;
+  indices.with_index([&](const auto index_at) {
+    for (i64 i = 0; i < p.num_rows; ++i) {
+      const i64 slot = index_at(i);
+      if (!is_below(slot, p.num_slots) || slot == p.skip) continue;
+      for (i64 head = 0; head < cache.num_heads; ++head) {
+        std::memcpy(cache.row(slot) + head * cache.head_stride,
+                    table.rows.data + i * table.rows.stride_bytes + head * cache.head_bytes,
+                    static_cast<size_t>(cache.head_bytes));
+      }
+    }
+  });
+}
+
+void store_cpu(const Indices& indices, const StoreParams& p, const Table& first,
+               const Table& last) {
+  if (last.cache.row_bytes == 0) return;
+  check_indices(indices, p.num_slots, p.skip);
+  const bool is_pair = &first != &last;
+  const bool both_flat = first.cache.is_flat() && last.cache.is_flat();
+  if (is_pair && both_flat && first.cache.row_bytes == last.cache.row_bytes) {
+    return store_flat<2>(indices, p, p.copies, last.cache.row_bytes);
+  }
+  for (int t = 0; t < (is_pair ? 2 : 1); ++t) {
+    const Table& table = t == 0 ? first : last;
+    if (table.cache.is_flat()) {
+      store_flat<1>(indices, p, p.copies + t, table.cache.row_bytes);
+    } else {
+      store_in_pages(indices, p, table);
+    }
+  }
 }
 
 // Rows of two sizes: see StoreKernel::run.
@@ -108,28 +124,47 @@ void launch_two_sizes(KernelTable& table, const LaunchScope& scope, const Spec& 
   scope.launch(kernel, blocks(first) + blocks(kernels.shape), params);
 }
 
+// Launches one kernel for `first`, or for `first` and the `last`, whose rows are no shorter.
+void launch_store(const LaunchScope& scope, StoreParams params, int index_bytes, const Table& first,
+                  const Table& last) {
+  static KernelTable kernels(
+      kOp, {"row_bytes", "vec_bytes", "index_bytes", "first_row_bytes", "paged", "head_bytes"},
+      row_shape);
+  if (&first == &last) params.copies[0] = last.copy();
+  const CacheRows& cache = last.cache;
+  const u64 bits = address(first.cache.data) | address(last.cache.data) |
+                   first.cache.stride_bits() | last.cache.stride_bits() | address(first.rows.data) |
+                   address(last.rows.data) |
+                   static_cast<u64>(first.rows.stride_bytes | last.rows.stride_bytes);
+  const Spec spec(cache.row_bytes, widest_vec(bits), index_bytes, first.cache.row_bytes,
+                  !cache.is_flat(), cache.head_bytes);
+  if (first.cache.row_bytes != cache.row_bytes) {
+    return launch_two_sizes(kernels, scope, spec, params);
+  }
+  launch_rows(kernels, scope, spec, params.num_rows, params, &first == &last ? 1 : 2);
+}
+
+// Whether one kernel stores both.
+bool share_kernel(const CacheRows& a, const CacheRows& b) {
+  if (a.is_flat() && b.is_flat()) return true;
+  return a.is_flat() == b.is_flat() && a.row_bytes == b.row_bytes && a.head_bytes == b.head_bytes;
+}
+
 // `v`: none for a single cache. kSecond, the second half of a call that PyTorch split, leaves
 // earlier faults to the next call.
 enum class Half { kNone, kSecond };
-void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices_arg,
-                  Half half = Half::kNone) {
-  const Tensor given(kOp, "indices", indices_arg);
-  if (given.dl->dtype.code != kDLInt) {
-    given.dtype_error("int32 or int64, in the order (k_cache, v_cache, indices, k, v)");
-  }
-  const Indices indices(given);
+void store_tables(const Table& k, const std::optional<Table>& v, const Indices& indices, i64 skip,
+                  FaultSite site, Half half = Half::kNone) {
   indices.same_device(k.cache);
   if (indices.dl->ndim != 1) indices.shape_error("1 dimension");
   k.check(k.cache, indices);
   if (v) {
     v->cache.same_device(k.cache);
-    v->cache.same_dtype(k.cache);
     v->cache.same_num_rows(k.cache);
     v->check(k.cache, indices);
-    v->cache.apart_from(k.cache,
-                        "memory of its own; for a single cache give None as v_cache and v");
-    k.rows.apart_from(v->cache);
-    v->rows.apart_from(k.cache);
+    v->cache.apart_from(k.cache, k.cache.op == kOp ? kOwnMemoryOrNone : kOwnMemory);
+    CacheRows(k.rows).apart_from(v->cache);
+    CacheRows(v->rows).apart_from(k.cache);
   }
 
   // Shorter rows come first; rows of 0 bytes are left out.
@@ -137,53 +172,109 @@ void store_tables(const Table& k, const std::optional<Table>& v, AnyView indices
   const Table* last = v ? &*v : &k;
   if (last->cache.row_bytes < first->cache.row_bytes) std::swap(first, last);
   if (first->cache.row_bytes == 0) first = last;
-  const int num_copies = first == last ? 1 : 2;
-  const i64 row_bytes = last->cache.row_bytes;
-  const i64 first_row_bytes = first->cache.row_bytes;
   StoreParams params{{first->copy(), last->copy()},
                      indices.data,
                      indices.count,
                      k.cache.num_rows,
+                     skip,
                      0,
-                     kIndicesSite,
+                     site,
                      nullptr};
-  if (!k.cache.on_cuda()) {
-    return store_cpu(indices, params, first_row_bytes, row_bytes, num_copies);
-  }
-  static KernelTable kernels(kOp, {"row_bytes", "vec_bytes", "index_bytes", "first_row_bytes"},
-                             row_shape);
-  const int vec_bytes = vec_bytes_for(first->cache, first->rows, last->cache, last->rows);
-  const Spec spec(row_bytes, vec_bytes, indices.index_bytes, first_row_bytes);
+  if (!k.cache.on_cuda()) return store_cpu(indices, params, *first, *last);
   Device& device = Device::get(k.cache.ordinal());
   if (half != Half::kSecond) check_pending_fault(device);
   const LaunchScope scope(device, current_stream(device.ordinal));
-  if (first_row_bytes == row_bytes) {
-    return launch_rows(kernels, scope, spec, indices.count, params, num_copies);
+  if (share_kernel(first->cache, last->cache)) {
+    return launch_store(scope, params, indices.index_bytes, *first, *last);
   }
-  launch_two_sizes(kernels, scope, spec, params);
+  launch_store(scope, params, indices.index_bytes, *first, *first);
+  launch_store(scope, params, indices.index_bytes, *last, *last);
+}
+
+Indices indices_arg(AnyView value) {
+  const Tensor indices(kOp, "indices", value);
+  if (indices.dl->dtype.code != kDLInt) {
+    indices.dtype_error("int32 or int64, in the order (k_cache, v_cache, indices, k, v)");
+  }
+  return Indices(indices);
 }
 
 // v_cache and v are None for a single cache.
-void store(AnyView k_cache_arg, AnyView v_cache_arg, AnyView indices_arg, AnyView k_arg,
-           AnyView v_arg) {
-  const Table k("k_cache", k_cache_arg, "k", k_arg);
+void store(AnyView k_cache, AnyView v_cache, AnyView indices, AnyView k_rows, AnyView v_rows,
+           AnyView skip) {
+  const Table k("k_cache", k_cache, "k", k_rows);
+  const Indices checked_indices = indices_arg(indices);
   std::optional<Table> v;
-  if (!is_none(v_cache_arg) || !is_none(v_arg)) {
-    if (is_none(v_cache_arg)) raise_one_is_none("v_cache", "v");
-    if (is_none(v_arg)) raise_one_is_none("v", "v_cache");
-    v.emplace("v_cache", v_cache_arg, "v", v_arg);
+  if (!is_none(v_cache) || !is_none(v_rows)) {
+    if (is_none(v_cache)) raise_one_is_none("v_cache", "v");
+    if (is_none(v_rows)) raise_one_is_none("v", "v_cache");
+    v.emplace("v_cache", v_cache, "v", v_rows);
   }
-  store_tables(k, v, indices_arg);
+  k.rows.same_dtype(k.cache);
+  if (v) {
+    v->cache.same_dtype(k.cache);
+    v->rows.same_dtype(k.cache);
+  }
+  store_tables(k, v, checked_indices, skip_arg(kOp, skip), kIndicesSite);
 }
 
 // The second half of a call that PyTorch split; messages name v_cache.
-void store_v(AnyView v_cache_arg, AnyView indices_arg, AnyView v_arg) {
-  store_tables(Table("v_cache", v_cache_arg, "v", v_arg), std::nullopt, indices_arg, Half::kSecond);
+void store_v(AnyView v_cache, AnyView indices, AnyView v, AnyView skip) {
+  const Table table("v_cache", v_cache, "v", v);
+  table.rows.same_dtype(table.cache);
+  store_tables(table, std::nullopt, indices_arg(indices), skip_arg(kOp, skip), kIndicesSite,
+               Half::kSecond);
 }
 
 JITKERN_EXPORT_OP(store_cache, store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_v_cache_now, store_v);
 
+// The bytes of a cache's rows that a part is stored in.
+CacheRows bytes_of_rows(const CacheRows& cache, i64 offset, i64 bytes) {
+  CacheRows part = cache;
+  part.data += offset;
+  part.begin += static_cast<u64>(offset);
+  part.end -= static_cast<u64>(cache.row_bytes - offset - bytes);
+  part.row_bytes = part.head_bytes = bytes;
+  return part;
+}
+
 }  // namespace
+
+void check_indices(const Indices& indices, i64 num_slots, i64 skip) {
+  if (skip < num_slots) return indices.check_below(num_slots);
+  indices.with_index([&](const auto index_at) {
+    for (i64 i = 0; i < indices.count; ++i) {
+      const i64 index = index_at(i);
+      if (index < num_slots || index == skip) continue;
+      raise_index_error(indices.op, indices.arg, i, index, num_slots);
+    }
+  });
+}
+
+void store_parts(const std::vector<Tensor>& caches, const Indices& indices,
+                 const std::vector<Tensor>& parts, i64 skip, FaultSite site) {
+  if (caches.size() == 2) {
+    const Table k(caches[0], parts[0]);
+    return store_tables(k, Table(caches[1], parts[1]), indices, skip, site);
+  }
+  if (parts.size() == 1) {
+    return store_tables(Table(caches[0], parts[0]), std::nullopt, indices, skip, site);
+  }
+  const i64 first_bytes = bytes_from(parts[0], 1), last_bytes = bytes_from(parts[1], 1);
+  const CacheRows cache = CacheRows::of(caches[0], first_bytes + last_bytes);
+  if (cache.row_bytes != first_bytes + last_bytes) {
+    cache.value_error(str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
+                      str(first_bytes + last_bytes, " bytes, those of the parts together"));
+  }
+  if (cache.num_heads > 1) {
+    cache.value_error(str("rows that are not contiguous (shape ", cache.shape_text(), ")"),
+                      "contiguous rows");
+  }
+  cache.distinct_rows();
+  const Table first(bytes_of_rows(cache, 0, first_bytes), Rows(parts[0]));
+  const Table last(bytes_of_rows(cache, first_bytes, last_bytes), Rows(parts[1]));
+  store_tables(first, last, indices, skip, site);
+}
 
 }  // namespace jitkern

@@ -7,11 +7,14 @@
 namespace jitkern {
 
 template <i64 kRowBytes, int kThreads, int kMaxOccupancy, bool kUsePdl, int kVecBytes,
-          int kIndexBytes, int kInFlight, i64 kFirstRowBytes = kRowBytes>
+          int kIndexBytes, int kInFlight, i64 kFirstRowBytes = kRowBytes, bool kPaged = false,
+          i64 kHeadBytes = kRowBytes>
 struct StoreKernel {
   static_assert(kRowBytes % kVecBytes == 0 && kFirstRowBytes % kVecBytes == 0,
                 "a row is a whole number of vectors");
   static_assert(kFirstRowBytes <= kRowBytes, "shorter rows come first");
+  static_assert(kFirstRowBytes == kRowBytes || !kPaged, "pages have rows of one size");
+  static_assert(kHeadBytes % kVecBytes == 0, "a head is a whole number of vectors");
   using Params = StoreParams;
   static constexpr int kNumThreads = kThreads, kMinBlocks = kMaxOccupancy;
 
@@ -33,6 +36,7 @@ struct StoreKernel {
                                    u32 blocks_before) {
     using Rows = Group<kBytes, kVecBytes, kInFlight>;
     const auto* indices = static_cast<const Index<kIndexBytes>*>(p.indices);
+    constexpr i64 kHead = kHeadBytes == kRowBytes ? kBytes : kHeadBytes;
     const Rows group(thread_number() - i64(blocks_before) * kThreads);
     wait_for_earlier_kernels<kUsePdl>();
 
@@ -60,20 +64,21 @@ struct StoreKernel {
     bool fault = false;
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
-      const bool inside = slot[r] >= 0 && slot[r] < p.num_slots;
-      fault |= slot[r] >= p.num_slots;
-      char* target = copy.cache + (inside ? slot[r] * copy.cache_stride_bytes : 0);
+      const bool inside = slot[r] >= 0 && slot[r] < p.num_slots && slot[r] != p.skip;
+      fault |= slot[r] >= p.num_slots && slot[r] != p.skip;
+      char* target = copy.cache + (inside ? copy.strides.template offset_of<kPaged>(slot[r]) : 0);
 #pragma unroll
       for (int c = 0; c < Rows::kChunks; ++c) {
         if (inside && group.offset(c) < kBytes) {
-          store_vec<kVecBytes>(target + group.offset(c), value[r][c]);
+          const i64 place = copy.strides.template place_of<kBytes, kHead>(group.offset(c));
+          store_vec<kVecBytes>(target + place, value[r][c]);
         }
       }
     }
     if (!fault || !group.reports()) return;
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
-      if (slot[r] < p.num_slots) continue;
+      if (slot[r] < p.num_slots || slot[r] == p.skip) continue;
       report_fault(p.fault, p.indices_site, group.first_row + r, slot[r], p.num_slots);
     }
   }

@@ -1,0 +1,348 @@
+#include "formats_host.h"
+
+#include <tvm/ffi/container/array.h>
+
+#include <string>
+
+namespace jitkern {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+
+namespace {
+
+constexpr int kMostElems = 16;  // values of a lane's vector: with 8 a store took 1.35 times as long
+constexpr i64 kMostThreads = (1ll << 32) - 1024;  // kernels number threads in 32 bits
+
+void require_rows(const Tensor& tensor, i64 num_rows, const Indices& indices) {
+  if (num_rows == indices.count) return;
+  tensor.value_error(str(num_rows, " rows (shape ", tensor.shape_text(), ")"),
+                     str(indices.count, " rows, one for each index in ", indices.arg));
+}
+
+// Contiguous rows as [rows, groups] of `group_bytes`.
+Grid groups_of(const Tensor& values, i64 group_bytes) {
+  Grid grid(values, 0, 0, 1);
+  grid.inner = grid.row_bytes / group_bytes;
+  grid.inner_stride = grid.row_bytes = group_bytes;
+  grid.end = grid.begin;
+  if (!grid.empty()) {
+    grid.end += static_cast<u64>((grid.outer - 1) * grid.outer_stride + grid.inner * group_bytes);
+  }
+  return grid;
+}
+
+// Values as [rows, groups]. The groups of a format without a size of groups are heads.
+Grid grid_of(const Tensor& values, int group) {
+  const DLTensor& dl = *values.dl;
+  if (group == 0 && dl.ndim == 3) return Grid(values, 0, 1, 2);
+  if (group == 0 && dl.ndim != 2) values.shape_error("[rows, heads, dim] or [rows, dim]");
+  if (dl.ndim < 2) values.shape_error("[rows, dim]");
+  const i64 row_bytes = bytes_from(values, 1);
+  const i64 group_bytes = group == 0 ? row_bytes : group * values.item_bytes();
+  if (group == 0 && row_bytes == 0) values.shape_error("rows of 1 value or more");
+  if (row_bytes == 0 || row_bytes % group_bytes != 0) {
+    values.shape_error(str("rows of a multiple of ", group, " values"));
+  }
+  return groups_of(values, group_bytes);
+}
+
+// Values as rows of a cache whose blocks are rows of values.
+CacheRows rows_of(const Grid& values) {
+  CacheRows rows(Rows(values, values.outer * values.inner, values.row_bytes, values.inner_stride));
+  rows.page = values.inner;
+  rows.block_stride = values.outer_stride;
+  rows.end = values.end;
+  return rows;
+}
+
+// Equally spaced slots count as pages of one slot.
+CacheStrides as_pages(const CacheRows& rows, i64 head_stride) {
+  if (!rows.is_flat()) {
+    CacheStrides strides = rows.strides();
+    strides.head_stride = rows.num_heads > 1 ? rows.head_stride : head_stride;
+    return strides;
+  }
+  if (rows.num_rows > kMostPagedSlots) {
+    rows.value_error(str(rows.num_rows, " slots"), "less than 2^31");
+  }
+  return {rows.stride_bytes, 0, head_stride, Divisor::of(1)};
+}
+
+u64 bits_of(const CacheStrides& strides) {
+  return static_cast<u64>(strides.block_stride | strides.slot_stride | strides.head_stride);
+}
+
+void require_one_byte(const Tensor& cache) {
+  if (cache.item_bytes() != 1) cache.dtype_error("uint8, or another dtype of one byte");
+}
+
+// One or two tensors of an argument. A tensor alone has the argument's name.
+std::vector<Tensor> tensors_of(const char* op, const ListArg& arg, AnyView value) {
+  const auto list = value.as<Array<Any>>();
+  if (!list || list->empty() || list->size() > 2) {
+    const std::string actual = list ? str("a list of ", list->size()) : "no list";
+    raise_value_error(op, arg.name, actual, "a tensor, or a list of one or two");
+  }
+  std::vector<Tensor> tensors;
+  tensors.reserve(2);
+  const bool is_alone = list->size() == 1;
+  for (size_t i = 0; i < list->size(); ++i) {
+    tensors.emplace_back(op, is_alone ? arg.name : arg.items[i], (*list)[static_cast<int64_t>(i)]);
+  }
+  return tensors;
+}
+
+constexpr ListArg kCaches{"cache", {"cache[0]", "cache[1]"}};
+constexpr ListArg kScales{"scales", {"scales[0]", "scales[1]"}};
+
+}  // namespace
+
+std::optional<int> format_arg(const char* op, AnyView value) {
+  if (is_none(value)) return std::nullopt;
+  return choice_arg(op, "format", value,
+                    {"fp8_ds_mla", "fp8_index_k", "fp8_ds_v41", "fp8_ds_v41_paged", "fp8",
+                     "fp8_per_token_head", "int8_per_token_head"});
+}
+
+RowsArgs::RowsArgs(const char* op, const ListArg& rows_arg, AnyView caches_arg, AnyView rows_value,
+                   AnyView scales_arg, std::optional<int> format)
+    : caches(tensors_of(op, kCaches, caches_arg)), rows(tensors_of(op, rows_arg, rows_value)) {
+  if (!is_none(scales_arg)) scales = tensors_of(op, kScales, scales_arg);
+  if (caches.size() == 2 && rows.size() != 2) {
+    raise_value_error(op, rows_arg.name, "one tensor", "two, one for each cache");
+  }
+  if (!format && !scales.empty()) {
+    scales[0].value_error("given without a format", "None");
+  }
+}
+
+std::vector<FormatSide> RowsArgs::sides(const RowFormat& format) const {
+  const char* op = caches[0].op;
+  const bool has_scales =
+      format.place == ScalePlace::kGiven || format.place == ScalePlace::kInTensor;
+  const size_t expected = has_scales ? caches.size() : 0;
+  if (scales.size() != expected) {
+    const char* const counts[] = {"None", "one tensor", "two tensors"};
+    raise_value_error(
+        op, "scales", counts[scales.size()],
+        expected == 0 ? "None: the scales of this format lie in the cache" : "one for each cache");
+  }
+  std::vector<FormatSide> sides;
+  sides.reserve(2);
+  for (size_t t = 0; t < caches.size(); ++t) {
+    sides.push_back({caches[t], rows[t], std::nullopt, std::nullopt});
+    if (has_scales) sides.back().scales = scales[t];
+  }
+  if (caches.size() == 2 || rows.size() == 1) return sides;
+  if (!format.has_rest) {
+    rows[1].value_error("given", "one tensor: this format has no bytes beside the values");
+  }
+  sides[0].rest.emplace(rows[1]);
+  return sides;
+}
+
+FormatCall::FormatCall(const char* op, int format, const Indices& indices, bool writes_cache)
+    : op(op),
+      format(format),
+      row(row_format(format)),
+      indices(indices),
+      writes_cache(writes_cache) {
+  if (indices.dl->ndim != 1) indices.shape_error("1 dimension");
+  params.indices = indices.data;
+  params.num_rows = indices.count;
+  params.skip = -1;
+  params.rule = row.rule;
+  shapes.reserve(2);
+  caches_.reserve(2);
+  bits_.reserve(2);
+  scales_.reserve(2);
+  written_.reserve(4);
+  read_.reserve(8);
+  reads(indices);
+}
+
+void FormatCall::add(const FormatSide& side) {
+  const bool from_host = !writes_cache && !side.cache.on_cuda() && indices.on_cuda();
+  const Tensor& home = from_host ? static_cast<const Tensor&>(indices) : side.cache;
+  if (!from_host) indices.same_device(side.cache);
+  side.values.same_device(home);
+  const int type = float_type(side.values);
+  const Grid values = grid_of(side.values, row.group);
+  require_rows(side.values, values.outer, indices);
+  FormatShape shape{values.inner, values.row_bytes / values.item_bytes(), 0, type};
+  if (shape.group == 0 || shape.groups == 0) side.values.shape_error("rows of 1 value or more");
+
+  FormatTable& table = params.tables[num_tables()];
+  table.values = values.data;
+  table.values_row_stride = values.outer_stride;
+  table.values_group_stride = values.inner_stride;
+  if (side.rest) {
+    side.rest->same_device(home);
+    require_rows(*side.rest, side.rest->num_rows, indices);
+    shape.rest_bytes = side.rest->row_bytes;
+    table.rest = side.rest->data;
+    table.rest_row_stride = side.rest->stride_bytes;
+  }
+  require_one_byte(side.cache);
+  set_cache(side, shape, table);
+  set_scales(side, shape, table);
+  check_overlap(side, values);
+  shapes.push_back(shape);
+}
+
+// The cache's rows, and where values and scales lie in it.
+void FormatCall::set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table) {
+  const Tensor& cache = side.cache;
+  const i64 payload = shape.groups * shape.group, scales = shape.groups * row.scale_bytes;
+  const i64 expected =
+      payload + shape.rest_bytes +
+      (row.place == ScalePlace::kInRow || row.place == ScalePlace::kInPage ? scales : 0);
+  CacheRows rows = CacheRows::of(cache, expected);
+  if (rows.row_bytes != expected) {
+    cache.value_error(
+        str("rows of ", rows.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
+        str(expected, " bytes for ", side.values.arg, " (shape ", side.values.shape_text(), ")",
+            side.rest ? str(" and ", side.rest->arg, " (shape ", side.rest->shape_text(), ")")
+                      : std::string()));
+  }
+  if (rows.num_heads > 1 && (rows.num_heads != shape.groups || shape.rest_bytes > 0 ||
+                             row.place == ScalePlace::kInRow || row.place == ScalePlace::kInPage)) {
+    cache.value_error(str("rows that are not contiguous (shape ", cache.shape_text(), ")"),
+                      "contiguous rows");
+  }
+  table.payload = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);
+  table.strides = as_pages(rows, shape.group);
+  table.rest_offset = payload + scales;
+  if (row.place == ScalePlace::kInRow) {
+    table.scales = table.payload + payload;
+    table.scale_strides = table.strides;
+    table.scale_strides.head_stride = row.scale_bytes;
+  }
+  if (row.place == ScalePlace::kInPage) {
+    const DLTensor& dl = *cache.dl;
+    const bool has_pages = dl.ndim == 3 && dl.shape[2] == expected;
+    if (!has_pages) cache.shape_error(str("[num_blocks, page, ", expected, "]"));
+    const i64 page = dl.shape[1];
+    if (page > 1 && cache.stride(1) != expected) {
+      cache.value_error(str("stride ", cache.stride(1), " of dimension 1"),
+                        str("contiguous pages, stride ", expected));
+    }
+    const i64 block = dl.shape[0] > 1 ? cache.stride(0) : page * expected;
+    const Divisor divisor = Divisor::of(static_cast<u32>(std::max<i64>(page, 1)));
+    table.strides = {block, payload, shape.group, divisor};
+    table.scales = table.payload + page * payload;
+    table.scale_strides = {block, scales, row.scale_bytes, divisor};
+  }
+  if (caches_.empty()) {
+    params.num_slots = rows.num_rows;
+  } else {
+    cache.same_device(caches_[0]);
+    rows.same_num_rows(caches_[0]);
+  }
+  u64 bits = address(table.payload) | bits_of(table.strides) | static_cast<u64>(shape.group);
+  if (shape.rest_bytes > 0) {
+    bits |= address(table.rest) |
+            static_cast<u64>(table.rest_row_stride | table.rest_offset | shape.rest_bytes);
+  }
+  bits_.push_back(bits);
+  caches_.push_back(rows);
+}
+
+// Scales in tensors of their own, and the alignment of any scales.
+void FormatCall::set_scales(const FormatSide& side, const FormatShape& shape, FormatTable& table) {
+  if (side.scales) {
+    const Tensor& scales = *side.scales;
+    if (!scales.has_dtype(kDLFloat, 32)) scales.dtype_error("float32");
+    if (row.is_given()) {
+      scales.same_device(side.values);
+      const i64 count = scales.numel();
+      if (count != 1 && (count != shape.groups || scales.dl->ndim != 1)) {
+        scales.shape_error(str("1 element, or one for each of ", shape.groups, " heads"));
+      }
+      table.scales = scales.data();
+      table.scale_strides.head_stride = count == 1 ? 0 : scales.stride(0) * 4;
+      scales_.push_back(Rows(scales, count, 4, table.scale_strides.head_stride));
+    } else {
+      scales.same_device(side.cache);
+      const CacheRows rows = CacheRows::of(scales, shape.groups * 4);
+      if (rows.row_bytes != shape.groups * 4) {
+        scales.shape_error(
+            str("[num_slots, ", shape.groups, "] or [num_blocks, page, ", shape.groups, "]"));
+      }
+      rows.same_num_rows(caches_.back());
+      table.scales = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);
+      table.scale_strides = as_pages(rows, 4);
+      scales_.push_back(rows);
+    }
+  }
+  if (row.scale_bytes != 4) return;
+  if ((address(table.scales) | bits_of(table.scale_strides)) % 4 == 0) return;
+  side.cache.value_error("scales that are not aligned to 4 bytes",
+                         "an address and strides that are multiples of 4 bytes");
+}
+
+void FormatCall::check_overlap(const FormatSide& side, const Grid& values) {
+  const CacheRows& cache = caches_.back();
+  if (writes_cache) {
+    writes(cache);
+    reads(rows_of(values));
+  } else {
+    reads(cache);
+    writes(rows_of(values));
+  }
+  if (side.rest) writes_cache ? reads(*side.rest) : writes(*side.rest);
+  if (side.scales) {
+    const bool is_written = writes_cache && !row.is_given();
+    is_written ? writes(scales_.back()) : reads(scales_.back());
+  }
+}
+
+void FormatCall::reads(const CacheRows& rows) {
+  for (const CacheRows& written : written_) rows.apart_from(written);
+  read_.push_back(rows);
+}
+
+void FormatCall::writes(const CacheRows& rows) {
+  rows.distinct_rows();
+  for (const CacheRows& written : written_) rows.apart_from(written);
+  for (const CacheRows& read : read_) read.apart_from(rows);
+  written_.push_back(rows);
+}
+
+void FormatCall::launch(KernelTable& table, const LaunchScope& scope) {
+  if (params.num_rows == 0) return;
+  params.fault = scope.device.fault_device;
+  const bool is_joint = num_tables() == 1 || shapes[0] == shapes[1];
+  const FormatTable tables[2] = {params.tables[0], params.tables[1]};
+  for (int t = 0; t < (is_joint ? 1 : num_tables()); ++t) {
+    const FormatShape& shape = shapes[t];
+    const i64 item = item_bytes_of(shape.type);
+    int elems = kMostElems;
+    for (int i = t; i < (is_joint ? num_tables() : t + 1); ++i) {
+      const u64 values =
+          address(tables[i].values) |
+          static_cast<u64>(tables[i].values_row_stride | tables[i].values_group_stride);
+      const auto fits = [&](int e) {
+        return bits_[i] % static_cast<u64>(e) == 0 &&
+               values % static_cast<u64>(std::min<i64>(16, e * item)) == 0;
+      };
+      while (elems > 1 && !fits(elems)) elems /= 2;
+    }
+    params.tables[0] = tables[t];
+    const FormatLanes lanes(static_cast<int>(shape.groups), static_cast<int>(shape.group),
+                            shape.rest_bytes, elems);
+    const LoadedKernels& kernels =
+        table.find(scope.device, Spec(format, shape.groups, shape.group, shape.rest_bytes,
+                                      shape.type, elems, indices.index_bytes));
+    const Kernel& kernel = kernels.entries[0];
+    if (params.num_rows * lanes.of_row > kMostThreads) {
+      indices.value_error(str(params.num_rows, " indices"),
+                          str(kMostThreads / lanes.of_row, " or fewer in a call"));
+    }
+    scope.launch(kernel, ceil_div(params.num_rows * lanes.of_row, kernel.num_threads), params,
+                 is_joint ? num_tables() : 1);
+  }
+}
+
+}  // namespace jitkern

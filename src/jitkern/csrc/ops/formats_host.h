@@ -1,0 +1,105 @@
+// A call of store_rows or gather_rows in a format: its arguments, checked.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "common.h"
+#include "formats.h"
+
+namespace jitkern {
+
+// One cache, the rows of values that are stored in it or read from it, and what lies beside them.
+struct FormatSide {
+  Tensor cache;
+  Tensor values;
+  std::optional<Rows> rest;
+  std::optional<Tensor> scales;
+};
+
+// What a kernel is compiled for, beside the types of indices and the width of vectors.
+struct FormatShape {
+  i64 groups;
+  i64 group;
+  i64 rest_bytes;
+  int type;
+
+  bool operator==(const FormatShape& other) const {
+    return groups == other.groups && group == other.group && rest_bytes == other.rest_bytes &&
+           type == other.type;
+  }
+};
+
+struct FormatCall {
+  const char* op;
+  int format;
+  RowFormat row;
+  Indices indices;
+  bool writes_cache;                // a store; else a gather, which writes the values
+  std::vector<FormatShape> shapes;  // of each table
+  FormatParams params{};
+
+  // `format` is a number of Format. The sides have one device, and so have the indices unless the
+  // caches are in host memory.
+  FormatCall(const char* op, int format, const Indices& indices, bool writes_cache);
+
+  // Checks and adds a cache, one or two. The values are [rows, dim] or [rows, heads, dim].
+  void add(const FormatSide& side);
+
+  // ValueError if the tensor overlaps one that is written.
+  void reads(const CacheRows& rows);
+
+  int num_tables() const { return static_cast<int>(shapes.size()); }
+  // Launches a kernel for both tables, or one after the other if they differ in shape.
+  void launch(KernelTable& table, const LaunchScope& scope);
+
+ private:
+  void set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table);
+  void set_scales(const FormatSide& side, const FormatShape& shape, FormatTable& table);
+  void check_overlap(const FormatSide& side, const Grid& values);
+  void writes(const CacheRows& rows);
+
+  std::vector<CacheRows> caches_;
+  std::vector<CacheRows> scales_;   // in tensors of their own
+  std::vector<CacheRows> written_;  // checked so far: they overlap no other tensor
+  std::vector<CacheRows> read_;
+  std::vector<u64> bits_;  // addresses and strides of each table that bound the width of vectors
+};
+
+// Calls `use` with a constant of the FloatType `type`.
+template <class Use>
+void with_float_type(int type, const Use& use) {
+  type == kFloat32   ? use(std::integral_constant<int, kFloat32>())
+  : type == kFloat16 ? use(std::integral_constant<int, kFloat16>())
+                     : use(std::integral_constant<int, kBFloat16>());
+}
+
+// The number of a format by its name; none for None.
+std::optional<int> format_arg(const char* op, AnyView value);
+
+// An argument that is a tensor or a list of two, with the names of its items in messages.
+struct ListArg {
+  const char* name;
+  const char* items[2];
+};
+
+// The caches, 1 or 2, and the rows that belong to them: with one cache values and, in some formats,
+// the rest of a row. `format` none: one or two parts of a row.
+struct RowsArgs {
+  std::vector<Tensor> caches;
+  std::vector<Tensor> rows;
+  std::vector<Tensor> scales;
+
+  RowsArgs(const char* op, const ListArg& rows_arg, AnyView caches, AnyView rows, AnyView scales,
+           std::optional<int> format);
+  // The sides of a call in a format. ValueError if a tensor is missing or too much.
+  std::vector<FormatSide> sides(const RowFormat& format) const;
+};
+
+// What the builders in ops/formats.py take.
+inline std::vector<const char*> format_spec() {
+  return {"format", "groups", "group", "rest_bytes", "value_type", "elems", "index_bytes"};
+}
+inline GroupShape format_shape(const Spec&, int, int) { return {1, 1, 1, 1}; }
+
+}  // namespace jitkern

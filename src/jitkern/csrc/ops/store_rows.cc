@@ -1,0 +1,119 @@
+// store_rows on the host: rows of several parts, and rows in the formats of engines.
+#include <jitkern/launch.h>
+#include <tvm/ffi/container/array.h>
+
+#include <cstring>
+
+#include "formats_host.h"
+#include "store_host.h"
+
+namespace jitkern {
+
+using tvm::ffi::Any;
+using tvm::ffi::Array;
+
+namespace {
+
+constexpr ListArg kRows{"parts", {"parts[0]", "parts[1]"}};
+constexpr const char* kOp = "store_rows";
+const FaultSite kIndicesSite = fault_site(kOp, "indices");
+
+template <int kType>
+void store_table(const FormatCall& call, const FormatTable& table, const FormatShape& shape,
+                 i64 row, i64 slot) {
+  const RowFormat& format = call.row;
+  for (i64 g = 0; g < shape.groups; ++g) {
+    const auto* values = reinterpret_cast<const Bits<kType>*>(
+        table.values + row * table.values_row_stride + g * table.values_group_stride);
+    char* scale_at = table.scales + g * table.scale_strides.head_stride;
+    if (!format.is_given()) scale_at += table.scale_strides.offset_of<true>(slot);
+    float scale;
+    if (format.is_given()) {
+      scale = load_scale(format, scale_at);
+    } else {
+      float amax = 0;
+      for (i64 i = 0; i < shape.group; ++i) {
+        amax = larger_magnitude(amax, float_of<kType>(values[i]));
+      }
+      scale = scale_of(amax, format.largest(), call.params.rule);
+      store_scale(format, scale_at, scale);
+    }
+    const float inverse = 1.0f / scale;
+    auto* payload = reinterpret_cast<unsigned char*>(table.payload) +
+                    table.strides.offset_of<true>(slot) + g * table.strides.head_stride;
+    for (i64 i = 0; i < shape.group; ++i) {
+      const float value = float_of<kType>(values[i]);
+      // Given scales divide, as in vLLM; the others multiply by the inverse.
+      const float scaled = format.is_given() ? value / scale : value * inverse;
+      payload[i] = format.is_int8 ? int8_bits(scaled) : bits_as<kFloat8E4M3>(scaled);
+    }
+  }
+  if (shape.rest_bytes == 0) return;
+  std::memcpy(table.payload + table.strides.offset_of<true>(slot) + table.rest_offset,
+              table.rest + row * table.rest_row_stride, static_cast<size_t>(shape.rest_bytes));
+}
+
+void store_by_cpu(const FormatCall& call) {
+  const FormatParams& p = call.params;
+  check_indices(call.indices, p.num_slots, p.skip);
+  call.indices.with_index([&](const auto index_at) {
+    for (i64 row = 0; row < p.num_rows; ++row) {
+      const i64 slot = index_at(row);
+      if (!is_below(slot, p.num_slots) || slot == p.skip) continue;
+      for (int t = 0; t < call.num_tables(); ++t) {
+        with_float_type(call.shapes[t].type, [&](const auto type) {
+          store_table<decltype(type)::value>(call, p.tables[t], call.shapes[t], row, slot);
+        });
+      }
+    }
+  });
+}
+
+// Whether scales are rounded up to powers of two: as the format has it, or as the caller says.
+ScaleRule scale_rule_arg(const RowFormat& format, AnyView value) {
+  ScaleRule rule = format.rule;
+  if (is_none(value)) return rule;
+  const bool pow2 = choice_arg(kOp, "scale_rule", value, {"pow2", "fp32"}) == 0;
+  if (!format.has_other_rule) {
+    raise_value_error(kOp, "scale_rule", "given", "None: this format has one rule");
+  }
+  rule.pow2 = pow2;
+  if (!pow2) rule.scale_floor = 0;
+  return rule;
+}
+
+// `options` is None or (format, scales, scale_rule, skip).
+void store_rows(AnyView caches, AnyView indices_arg, AnyView parts, AnyView options) {
+  Any format_name, scales, scale_rule, skip_value;
+  if (!is_none(options)) {
+    const auto values = options.cast<Array<Any>>();
+    format_name = values[0];
+    scales = values[1];
+    scale_rule = values[2];
+    skip_value = values[3];
+  }
+  const std::optional<int> format = format_arg(kOp, format_name);
+  const RowsArgs args(kOp, kRows, caches, parts, scales, format);
+  const Indices indices(kOp, "indices", indices_arg);
+  const i64 skip = skip_arg(kOp, skip_value);
+  if (!format) {
+    if (!is_none(scale_rule)) {
+      raise_value_error(kOp, "scale_rule", "given without a format", "None");
+    }
+    return store_parts(args.caches, indices, args.rows, skip, kIndicesSite);
+  }
+  FormatCall call(kOp, *format, indices, true);
+  call.params.rule = scale_rule_arg(call.row, scale_rule);
+  call.params.skip = skip;
+  call.params.indices_site = kIndicesSite;
+  for (const FormatSide& side : args.sides(call.row)) call.add(side);
+  if (!indices.on_cuda()) return store_by_cpu(call);
+  static KernelTable kernels(kOp, format_spec(), format_shape);
+  call.launch(kernels, LaunchScope(indices));
+}
+
+JITKERN_EXPORT_OP(store_rows, store_rows);
+
+}  // namespace
+
+}  // namespace jitkern

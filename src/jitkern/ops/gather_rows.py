@@ -1,0 +1,140 @@
+"""``gather_rows``: rows of a KV cache in an engine's format, as bf16, fp16 or fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from jitkern.host import library as host
+from jitkern.jit.device import DeviceModule
+from jitkern.ops import dispatch, formats
+from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops.dispatch import inference_mode
+from jitkern.ops.formats import FormatName
+from jitkern.ops.store_rows import as_tuple, by_name, one_or_two
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+host.builds("gather_rows", partial(formats.kernel, "gather_rows"))
+
+
+def kernels(format: str) -> list[DeviceModule]:  # noqa: A002 - the option --format of `warm`
+    """Return the kernels for contiguous bf16 rows in a format."""
+    return formats.kernels("gather_rows", format)
+
+
+_gather_rows = host.Function("gather_rows")
+
+
+def _through_torch(
+    cache: Tensor | Sequence[Tensor],
+    indices: Tensor,
+    outputs: Tensor | Sequence[Tensor],
+    *,
+    format: str,  # noqa: A002 - see gather_rows
+    scales: Tensor | Sequence[Tensor] | None = None,
+    count: Tensor | None = None,
+) -> None:
+    dispatch.refuse_transformed("gather_rows", cache=cache, outputs=outputs, scales=scales)
+    output, second = one_or_two("gather_rows", "outputs", outputs)
+    dispatch.through_torch(
+        "gather_rows",
+        cache=list(as_tuple(cache)),
+        indices=indices,
+        output=output,
+        second=second,
+        format=format,
+        scales=[] if scales is None else list(as_tuple(scales)),
+        count=count,
+    )
+
+
+@dispatch.traced_as(_through_torch)
+def gather_rows(
+    cache: Tensor | Sequence[Tensor],
+    indices: Tensor,
+    outputs: Tensor | Sequence[Tensor],
+    *,
+    format: FormatName,  # noqa: A002 - the engines' word
+    scales: Tensor | Sequence[Tensor] | None = None,
+    count: Tensor | None = None,
+) -> None:
+    """Write the values of row ``indices[i]`` of a cache to row ``i`` of `outputs`.
+
+    The inverse of ``store_rows``: each value is the payload times its scale, in fp32, rounded to
+    the dtype of the output; the rest of a row is copied. One launch, asynchronous on the current
+    stream; allocates nothing. A CUDA graph may capture any call, also the first. After vLLM's
+    ``cp_gather_and_upconvert_fp8_kv_cache``.
+
+    Parameters
+    ----------
+    cache : Tensor, or two
+        As in ``store_rows``. May lie in pinned host memory with ``indices`` on a GPU: the rows are
+        read in place, so that the fetch and the conversion are one pass. Keep it allocated and
+        unchanged until the stream has passed the call.
+    indices : Tensor
+        ``[num_rows]``, int32 or int64, contiguous. A negative index gives zeros.
+    outputs : Tensor, or two
+        As `parts` of ``store_rows``: views of one tensor ``[num_rows, 576]`` for values and the
+        rest of a row, or K and V. fp32, fp16 or bf16, on the device of ``indices``.
+    format : str
+        See ``store_rows``.
+    scales : Tensor, or two, optional
+        As in ``store_rows``; read.
+    count : Tensor, optional
+        int32 or int64, 1 element on the device of ``indices``: the number of indices that are used.
+        The other rows stay as they are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A wrong dtype, device, shape, stride or format; memory that overlaps or is not pinned.
+        Nothing was written.
+    RuntimeError
+        An argument requires grad, or an output is an inference tensor outside of inference mode.
+    IndexError
+        An index of ``num_slots`` or more. On the CPU at once, with nothing written. On CUDA its row
+        is zeros, and the next jitkern call on the device or ``check`` raises.
+    """
+    call = _gather_rows.call
+    caches, rows = as_tuple(cache), as_tuple(outputs)
+    factors = () if scales is None else as_tuple(scales)
+    if inference_mode.is_enabled() or dispatch.is_plain(rows, caches + factors):
+        try:
+            if not call(caches, indices, rows, (format, factors or None, count)):
+                dispatch.bump_versions(rows)
+                return
+        except dispatch.UNREADABLE as error:
+            named = by_name(cache=cache, indices=indices, outputs=outputs, scales=scales)
+            dispatch.require_wrapper(error, "gather_rows", **named, count=count)
+    _through_torch(cache, indices, outputs, format=format, scales=scales, count=count)
+
+
+# -- for PyTorch -----------------------------------------------------------------------------------
+
+_now = host.Function("gather_rows_now")
+
+
+def _run(
+    cache: list[Tensor],
+    indices: Tensor,
+    output: Tensor,
+    second: Tensor | None,
+    format: str,  # noqa: A002
+    scales: list[Tensor],
+    count: Tensor | None,
+) -> None:
+    outputs = (output,) if second is None else (output, second)
+    _now(tuple(cache), indices, outputs, (format, tuple(scales) or None, count))
+
+
+OVERLOADS = (
+    TorchOverload(
+        "gather_rows(Tensor[] cache, Tensor indices, Tensor(a!) output, Tensor(b!)? second, *, "
+        "str format, Tensor[] scales, Tensor? count=None) -> ()",
+        run=_run,
+        fake=no_result,
+    ),
+)
