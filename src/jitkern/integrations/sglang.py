@@ -1,4 +1,4 @@
-"""jitkern in sglang: HiCache's copies between host pools and the GPU, and the pools' memory.
+"""jitkern in sglang: HiCache's copies and host pools, and stores of MLA rows.
 
 ``SGLANG_PLUGINS=jitkern`` enables it. One call of ``copy_blocks`` copies tokens in all layers.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from jitkern import BlockBuffers, copy_blocks
+from jitkern import BlockBuffers, copy_blocks, store_rows
 from jitkern.env import process_environment
 from jitkern.integrations import log_once, require_version
 from jitkern.offload import PinnedPool
@@ -28,6 +28,7 @@ TRIED = ("0.5.23",)
 HICACHE = "sglang.kernels.ops.kvcache.hicache.transfer_hicache_"
 KVCACHEIO = "sgl_kernel.kvcacheio.transfer_kv_"
 ALLOCATE = "sglang.srt.mem_cache.pool_host.common.alloc_with_host_register"
+STORE_MLA = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._write_mla_kv_buffer"
 
 
 class LeftToEngineError(Exception):
@@ -346,6 +347,29 @@ def _allocate(call: Call) -> Tensor:
     return buffer  # type: ignore[no-any-return]
 
 
+def _store_mla(call: Call) -> None:
+    """Store the latent and RoPE parts of rows. The engine quantises in a launch of its own.
+
+    A tile of zeros gets scale 1; the engine's becomes NaN.
+    """
+    pool, rope = call["self"], call["cache_k_rope"]
+    if pool._write_loc_dcp_span > 1 or (pool.use_dsa and pool.write_loc_is_dcp_resolved):
+        raise LeftToEngineError("slots that context parallelism splits over ranks")
+    parts = [call.tensor("cache_k_nope")]
+    if rope is not None and rope.numel() > 0:
+        parts.append(rope)
+    options: dict[str, Any] = {}
+    if pool.dsa_kv_cache_store_fp8:
+        if any(part.dtype != torch.bfloat16 for part in parts[1:]):
+            raise LeftToEngineError("RoPE parts that are not bf16")
+        options = {"format": "fp8_ds_mla", "scale_rule": "fp32"}
+    elif {pool.store_dtype, *(part.dtype for part in parts)} != {pool.dtype}:
+        raise LeftToEngineError("values of another dtype than the cache's")
+    # Padding goes to slot 0. The engine's kernel for rows without a RoPE part stores it.
+    skip = 0 if len(parts) == 2 else None
+    store_rows(call.tensor("dst_buffer"), call.tensor("loc"), parts, skip=skip, **options)
+
+
 _parameters = cache(lambda function: tuple(signature(function).parameters))
 
 
@@ -367,6 +391,7 @@ class Hook:
 
 HOOKS = {name: Hook(name, partial(_copy, copy)) for name, copy in COPIES.items()}
 HOOKS[ALLOCATE] = Hook(ALLOCATE, _allocate)
+HOOKS[STORE_MLA] = Hook(STORE_MLA, _store_mla)
 
 
 def plugin() -> None:

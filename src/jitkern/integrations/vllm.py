@@ -1,10 +1,11 @@
-"""jitkern in vLLM: KV cache offloading, and merges of attention states.
+"""jitkern in vLLM: KV cache offloading, stores in the KV cache, and merges of attention states.
 
 vLLM's settings `spec_name` and `kv_connector` name classes of this module.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import vllm
@@ -24,10 +25,18 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.cpu import gpu_worker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from jitkern import BlockBuffers, LayerSignals, copy_blocks, merge_state
+from jitkern import BlockBuffers, LayerSignals, copy_blocks, merge_state, store_rows
 
 STORE_METHOD, LOAD_METHOD = "auto", "sm"  # the model runs beside stores; requests wait for loads
+# Formats of rows by vLLM's kv_cache_dtype; None is for rows as they are.
+AS_THEY_ARE = {"auto": None, "float16": None, "bfloat16": None}
+MLA_FORMATS: dict[str, Any] = {**AS_THEY_ARE, "fp8_ds_mla": "fp8_ds_mla"}
+KV_FORMATS: dict[str, Any] = {**AS_THEY_ARE, "fp8": "fp8", "fp8_e4m3": "fp8"}
+# They import reshape_and_cache_flash by name, and may be imported before the plug-in.
+IMPORTERS = ("vllm.v1.attention.backends.fa_utils", "vllm.v1.attention.backends.flash_attn")
 _engine_merge = engine_ops.merge_attn_states
+_engine_store_mla = engine_ops.concat_and_cache_mla
+_engine_store_kv = engine_ops.reshape_and_cache_flash
 
 
 class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[misc]
@@ -179,7 +188,68 @@ def merge_attn_states(
         _engine_merge(output, *partials, output_lse, count, output_scale)
 
 
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    skip_scale: bool = False,
+) -> None:
+    count = len(slot_mapping)  # the rows that follow are padding
+    try:
+        store_rows(
+            kv_cache,
+            slot_mapping,
+            (kv_c[:count], k_pe[:count]),
+            format=_format(MLA_FORMATS, kv_cache_dtype),
+        )
+    except (TypeError, ValueError) as error:
+        log_once("vllm", "jitkern leaves some calls of concat_and_cache_mla to vLLM: ", error)
+        _engine_store_mla(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale, skip_scale)
+
+
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    count, caches, scales = len(slot_mapping), (key_cache, value_cache), (k_scale, v_scale)
+    try:
+        name = _format(KV_FORMATS, kv_cache_dtype)
+        store_rows(
+            caches,
+            slot_mapping,
+            (key[:count], value[:count]),
+            format=name,
+            scales=scales if name else None,
+        )
+    except (TypeError, ValueError) as error:
+        log_once("vllm", "jitkern leaves some calls of reshape_and_cache_flash to vLLM: ", error)
+        _engine_store_kv(key, value, *caches, slot_mapping, kv_cache_dtype, *scales)
+
+
+def _format(formats: dict[str, Any], kv_cache_dtype: str) -> Any:
+    if kv_cache_dtype not in formats:
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype}")
+    return formats[kv_cache_dtype]
+
+
+REPLACED = (merge_attn_states, concat_and_cache_mla, reshape_and_cache_flash)
+
+
 def plugin() -> None:
-    """Replace the function, which vLLM imports where it calls it."""
-    engine_ops.merge_attn_states = merge_attn_states
-    log_once("vllm", "jitkern replaces merge_attn_states")
+    """Replace functions. vLLM looks them up where it calls them, but for those of IMPORTERS."""
+    for function in REPLACED:
+        setattr(engine_ops, function.__name__, function)
+    for name in IMPORTERS:
+        if module := sys.modules.get(name):
+            setattr(module, reshape_and_cache_flash.__name__, reshape_and_cache_flash)
+    names = ", ".join(function.__name__ for function in REPLACED)
+    log_once("vllm", f"jitkern replaces {names}")
