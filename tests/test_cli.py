@@ -77,6 +77,13 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("warm --element-size 1073741824", "1 to 1073741823"),
         (f"warm --element-size 656,{'9' * 5000}", "expected bytes per row"),
         ("warm --head-dim 64,0", "'0', expected elements per head"),
+        ("warm --format fp9", "--format: 'fp9', expected fp8_ds_mla, fp8_index_k, "),
+        ("warm --format 656", "--format: '656', expected fp8_ds_mla, "),
+        (
+            "warm --format fp8 --row-bytes 6 --op store",
+            "formats: ['fp8'], expected an op of store_r",
+        ),
+        ("warm --op store_rows --element-size 656", "'store_rows', expected along with formats"),
         ("warm --row-bytes ,", "--element-size/--row-bytes: ',', expected at least one"),
         ("warm --element-size 656 --arch 9.0,x", "warm: --arch: 'x', expected one of"),
         ("warm --element-size 656 --arch 9.0 --op frob", "warm: --op: 'frob', expected"),
@@ -158,6 +165,23 @@ def test_times_in_the_table(ms: float | None, text: str) -> None:
 
 def test_sizes_of_rows_have_suffixes() -> None:
     assert ui.sizes(SIZES[0])("656,64k,2M") == [656, 65536, 2 << 20]
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("empty_cache")
+def test_kernels_of_a_format(capsys: Capture) -> None:
+    """For both index types; the shape is that of the models."""
+    warm = ("warm", "--format", "fp8_ds_mla,fp8_index_k", "--arch", "9.0")
+    status, out, _ = run(capsys, *warm, "--check")
+    assert status == 1
+    rows = re.findall(r"^(store_rows|gather_rows) +(\d), (\d), 128, (\d+), .* missing ", out, re.M)
+    shapes = [("0", "4", "128"), ("1", "1", "0")]
+    assert sorted(rows) == sorted(
+        (op, *shape) for op in ("store_rows", "gather_rows") for shape in shapes for _ in range(2)
+    )
+    status, out, _ = run(capsys, "warm", "--format", "fp8_ds_mla", "--op", "store_rows", *warm[3:])
+    assert status == 0
+    assert len(re.findall(r"^store_rows .* 9\.0 +compiled", out, re.M)) == 2
 
 
 @pytest.mark.parametrize(

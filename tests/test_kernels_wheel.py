@@ -25,6 +25,7 @@ from jitkern.cache.store import SHIPPED_WILL_DO
 from jitkern.cli import doctor
 from jitkern.jit.device import DeviceImage
 from jitkern.ops import device_ops
+from jitkern.ops._ops import SIZES
 from jitkern.ops.store import kernel
 from jitkern.warming import sized_ops
 
@@ -93,8 +94,7 @@ def test_the_list_is_one() -> None:
     assert len(set(map(Arch.parse, wanted["archs"]))) == len(wanted["archs"])
     sized = []
     for given in wanted["warm"]:
-        sizes = {"element_size": given.get("element_sizes", ())}
-        sizes["head_dim"] = given.get("head_dims", ())
+        sizes = {size.name: given.get(f"{size.name}s", ()) for size in SIZES}
         sized += sized_ops(given.get("ops"), sizes)
     assert len(set(sized)) == len(sized)
     assert {op for op, _ in sized} == set(device_ops())

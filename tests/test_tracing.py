@@ -83,16 +83,22 @@ class Step(torch.nn.Module):
         jitkern.d2h_scatter(k_cache, host, pairs)
         jitkern.copy_blocks(k_cache[None], v_cache[None], pairs)
         jitkern.unpack(k, v_cache, torch.stack([where, where, where % 5], dim=1))
+        rows, scales = k.new_zeros(SLOTS, 2, 4, dtype=torch.int8), k_cache[:, :2] * 0
+        in_format: Any = {"format": "int8_per_token_head", "scales": scales}
+        jitkern.store_rows(rows, where, k.view(4, 2, 4), **in_format)
+        gathered = torch.empty_like(k)
+        jitkern.gather_rows(rows, where, gathered.view(4, 2, 4), **in_format)
         output = torch.empty_like(k)
         jitkern.indexing(v_cache, where, output=output)
         output = output + jitkern.indexing(k_cache, where, vocab_range=(2, SLOTS - 2))
         values, logs = output.view(4, 2, 4), k.view(4, 2, 4)[..., 0]
         merged, _ = jitkern.merge_states([values, values + 1], [logs, logs * 2])
         jitkern.merge_state(values, logs, merged, logs, output=merged)
-        return merged + old_row
+        return merged + old_row + gathered.view(4, 2, 4)
 
 
 OPS_OF_STEP = ["store_cache", "h2d_gather", "d2h_scatter", "copy_blocks", "unpack"]
+OPS_OF_STEP += ["store_rows", "gather_rows"]
 OPS_OF_STEP += ["indexing", "indexing", "merge_states", "merge_states"]
 
 

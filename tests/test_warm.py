@@ -134,6 +134,17 @@ NO_ARCHS = (
             ValueError,
             "warm: head_dims: True, expected elements per head, 1 ",
         ),
+        ({"formats": "fp8"}, TypeError, "warm: formats: 'fp8', expected a list, such as ['fp8']"),
+        (
+            {"formats": ["fp8", 656]},
+            ValueError,
+            "warm: formats: 656, expected fp8_ds_mla, fp8_index_k, ",
+        ),
+        (
+            {"ops": ["gather_rows"], "element_sizes": [656]},
+            ValueError,
+            "warm: ops: 'gather_rows', expected along with formats, format of rows",
+        ),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
         ({"replay": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
         ({"replay": [__file__]}, ValueError, f"warm: replay: {__file__}:1: not a recorded spec"),
@@ -174,6 +185,8 @@ def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
     by_dim = sized(jitkern.warm(head_dims=[120, 136], **how))
     assert by_rows >= {("store", "60488"), ("index", "60488")}
     assert by_dim == {("merge", "120"), ("merge", "136")}
+    by_format = sized(jitkern.warm(formats=["fp8_ds_v41"], **how))
+    assert by_format == {("store_rows", "2"), ("gather_rows", "2")}
     sizes: dict[str, Any] = {"element_sizes": iter([60488]), "head_dims": iter([120])}
     some = sized(jitkern.warm(iter(["store", "merge_state"]), **sizes, **how))  # type: ignore[arg-type]
     assert some == {("store", "60488"), ("merge", "120")}

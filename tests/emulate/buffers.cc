@@ -161,6 +161,25 @@ Placement any_placement(i64 row_bytes, int vec_bytes, Random& random) {
   return {random.below(128 / vec_bytes) * vec_bytes, row_bytes + pad};
 }
 
+CacheLayout CacheLayout::any(i64 num_slots, bool is_paged, i64 num_heads, i64 num_caches,
+                             Random& random) {
+  CacheLayout layout;
+  layout.page = is_paged ? random.pick({1, 2, 3, 5, 16}) : std::max<i64>(num_slots, 1);
+  layout.num_blocks = (num_slots + layout.page - 1) / layout.page;
+  layout.num_heads = num_heads;
+  layout.num_caches = num_caches;
+  const std::pair<i64*, i64> dims[] = {{&layout.block_step, layout.num_blocks},
+                                       {&layout.slot_step, layout.page},
+                                       {&layout.head_step, num_heads},
+                                       {&layout.cache_step, num_caches}};
+  i64 step = 1;
+  for (const i64 dim : random.distinct(4, 4)) {
+    *dims[dim].first = step;
+    step *= dims[dim].second;
+  }
+  return layout;
+}
+
 void spoil(std::vector<i64>& values, i64 bound, int index_bytes, Random& random) {
   const i64 lowest =
       index_bytes == 4 ? std::numeric_limits<i32>::min() : std::numeric_limits<i64>::min();

@@ -221,3 +221,7 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) 
   return emulate::shuffle(mask, value, width,
                           [=](int self, int) { return self - static_cast<int>(delta); });
 }
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  return emulate::shuffle(mask, value, width, [=](int self, int) { return self ^ bits; });
+}

@@ -48,13 +48,13 @@ std::vector<i64> any_indices(const Vocabulary& v, i64 count, int index_bytes, Ra
   return values;
 }
 
-IndexParams index_params(RowBuffer& output, const char* weights, i64 weights_stride_bytes,
+IndexParams index_params(RowBuffer& output, const char* weights, const CacheStrides& strides,
                          const Vocabulary& v, const IntBuffer& indices, FaultWord& fault) {
   IndexParams params = v;
   params.output = output.row(0);
   params.weights = weights;
   params.output_stride_bytes = output.stride_bytes();
-  params.weights_stride_bytes = weights_stride_bytes;
+  params.strides = strides;
   params.indices = indices.data();
   params.num_rows = indices.size();
   params.indices_site = kIndicesSite;
@@ -74,18 +74,27 @@ constexpr int num_splits(i64 row_bytes, int vec_bytes) {
   return static_cast<int>((row_bytes + bytes - 1) / bytes);
 }
 
-template <i64 kRowBytes, int kVecBytes, int kIndexBytes>
+// The variant is 0, or kPages and the size of a head.
+template <i64 kRowBytes, int kVecBytes, int kIndexBytes, bool kPaged = false,
+          i64 kHeadBytes = kRowBytes>
 void add(Specialisations<IndexParams>& list) {
   using Kernel = IndexKernel<kRowBytes, num_splits(kRowBytes, kVecBytes), INDEX_CONFIG, kVecBytes,
-                             kIndexBytes, INDEX_IN_FLIGHT>;
-  list.push_back({kRowBytes, kVecBytes, kIndexBytes, 0, Kernel::kNumThreads, Kernel::run});
+                             kIndexBytes, INDEX_IN_FLIGHT, kPaged, kHeadBytes>;
+  constexpr int kVariant = kPaged ? kPages + kHeadBytes : 0;
+  list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, Kernel::run});
 }
 
 template <i64 kRowBytes, int kVecBytes>
 void kernels(Specialisations<IndexParams>& list) {
   constexpr int kIndexBytes = index_bytes_in_turn(kRowBytes);
   add<kRowBytes, kVecBytes, kIndexBytes>(list);
-  if constexpr (sweeps_all(kRowBytes)) add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+  if constexpr (sweeps_all(kRowBytes)) {
+    add<kRowBytes, kVecBytes, 12 - kIndexBytes>(list);
+    add<kRowBytes, kVecBytes, kIndexBytes, true>(list);
+    constexpr i64 kHead = longest_head(kRowBytes, kVecBytes);
+    if constexpr (kHead > 0) add<kRowBytes, kVecBytes, 12 - kIndexBytes, true, kHead>(list);
+    if constexpr (kHead > kVecBytes) add<kRowBytes, kVecBytes, kIndexBytes, true, kVecBytes>(list);
+  }
 }
 EMULATE_COLLECT(IndexParams, kernels)
 
@@ -95,29 +104,38 @@ void one_run(const Specialisation<IndexParams>& kernel, int run, Random& random)
   const GroupShape shape =
       group_shape(row_bytes, vec_bytes, INDEX_IN_FLIGHT, num_splits(row_bytes, vec_bytes));
   const i64 num_rows = any_num_rows(shape, kernel.num_threads, random);
-  const i64 table_rows = random.pick({1, 2, 7, 20});
+  const bool is_paged = kernel.variant > kPages;
+  const i64 head_bytes = is_paged ? kernel.variant - kPages : row_bytes;
+  const i64 least_rows = random.pick({1, 2, 7, 20});
+  const CacheLayout layout =
+      CacheLayout::any(least_rows, is_paged, row_bytes / head_bytes, 1, random);
+  const i64 table_rows = layout.num_slots();
 
   const Vocabulary vocabulary = any_vocabulary(table_rows, random);
   const std::vector<i64> values = any_indices(vocabulary, num_rows, kernel.index_bytes, random);
   IntBuffer indices("indices", values, kernel.index_bytes);
 
-  Placement weights_at = any_placement(row_bytes, vec_bytes, random);
+  Placement weights_at = any_placement(head_bytes, vec_bytes, random);
   weights_at.offset = offset_of_run(kernel, run);
   if (random.below(8) == 0) weights_at.stride_bytes = 0;  // an expanded row
   const Placement output_at = any_placement(row_bytes, vec_bytes, random);
-  RowBuffer weights("weights", table_rows, row_bytes, weights_at, random);
+  RowBuffer weights("weights", layout.size(), head_bytes, weights_at, random);
   RowBuffer output("output", num_rows, row_bytes, output_at, random);
 
   FaultWord fault(random.pick({0u, 0u, 0u, 0u, 1u, 2u}));
   for (i64 i = 0; i < num_rows; ++i) {
     if (const i64 row = expect_index(vocabulary, indices, i, fault); row >= 0) {
-      std::memcpy(output.expected(i), weights.row(row), row_bytes);
+      for (i64 head = 0; head < layout.num_heads; ++head) {
+        std::memcpy(output.expected(i) + head * head_bytes, weights.row(layout.head(0, row, head)),
+                    head_bytes);
+      }
     } else {
       std::memset(output.expected(i), 0, row_bytes);
     }
   }
+  const CacheStrides strides = layout.strides(weights.stride_bytes());
   const IndexParams params =
-      index_params(output, weights.row(0), weights.stride_bytes(), vocabulary, indices, fault);
+      index_params(output, weights.row(0), strides, vocabulary, indices, fault);
   const unsigned blocks = ceil_div(shape.num_threads(num_rows), kernel.num_threads);
   const Rewriter rewriter(indices, {vocabulary.bound});
   run_kernel(kernel, {blocks}, kernel.num_threads, random, params);

@@ -18,7 +18,7 @@ RACE = ("SWEEP_ROWS=24", "RACE=1")  # another thread writes the indices of the k
 _FEW = ("SWEEP_FEW=1",)  # kernels, which compile in half the time
 _DEFINES = {
     **dict.fromkeys(("store", "index", "pair_copy"), _ROWS),
-    **dict.fromkeys(("merge", "peer_reduce"), _FEW),
+    **dict.fromkeys(("formats", "merge", "peer_reduce"), _FEW),
 }
 
 
@@ -82,10 +82,30 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("if (kLinesOf == kHostTarget && p.pace_ns > 0)", "if (false)"),
     ),
     ("copy_blocks", "ops/system_memory.cuh"): (("due_ns += pace_ns;", ""),),
+    ("formats", "ops/gather_rows.cu"): (
+        ("slot >= 0 && slot < p.num_slots;", "slot >= 0 && slot <= p.num_slots;"),
+        ("row < p.num_rows && row < count_of(p)", "row < p.num_rows"),
+        ("if (place < kGroup) store_values", "store_values"),
+        ("if (has_row && has_rest)", "if (inside && has_rest)"),
+        ("rest_at < kRestBytes", "rest_at < kRestBytes + kElems"),
+        ("lane == 0 && slot >= p.num_slots", "slot > p.num_slots"),
+    ),
+    ("formats", "ops/store_rows.cu"): (
+        ("slot < 0 || slot >= p.num_slots || slot == p.skip", "slot < 0 || slot == p.skip"),
+        ("|| slot == p.skip) return", ") return"),
+        ("slot >= p.num_slots && slot != p.skip && lane == 0", "slot >= p.num_slots && lane == 0"),
+        ("rest_at < kRestBytes", "rest_at < kRestBytes + kElems"),
+        ("distance = kLanes.team / 2", "distance = kLanes.team / 4"),
+        ("if (!kIsFull && place >= kGroup) continue;", "", 0, 2),
+        ("if (!kIsFull && place >= kGroup) continue;", "", 1, 2),
+        ("kRow.is_given() || member != 0", "kRow.is_given() || member != kLanes.team"),
+        ("scale_strides.template offset_of<true>", "strides.template offset_of<true>"),
+    ),
     ("index", "ops/index.cu"): (
         ("bool inside = row >= 0", "bool inside = row >= -1"),
         ("row < p.num_rows && group.offset(c)", "row < p.num_rows && 16 + group.offset(c)"),
-        ("row * p.weights_stride_bytes", "row * p.output_stride_bytes"),
+        ("p.weights + (inside ?", "p.weights + (!inside ?"),
+        ("source + place)", "source + group.offset(c))"),
         ("value[r][c] = Vec<kVecBytes>{};", "if (inside) value[r][c] = Vec<kVecBytes>{};"),
         ("if (index[r] <= p.last_index)", "if (index[r] < p.last_index)"),
     ),
@@ -104,7 +124,7 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
         ("inverse_of(scale)", "scale"),
     ),
     ("merge", "ops/floats.cuh"): (("bits_as<kType>(values[1])", "bits_as<kType>(values[0])"),),
-    ("merge", "ops/merge.h"): (
+    ("merge", "ops/cache_strides.h"): (
         ("/ value + 1)", "/ value)"),
         ("u64(n) * factor", "u64(n * factor)"),
     ),
@@ -146,13 +166,19 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
     ),
     ("peer_reduce", "comm/peer_reduce.h"): (("* 2 + epoch % 2)", "* 2)"),),
     ("store", "ops/store.cu"): (
-        ("slot[r] < p.num_slots;", "slot[r] <= p.num_slots;"),
+        ("slot[r] < p.num_slots &&", "slot[r] <= p.num_slots &&"),
         ("slot[r] >= 0 && slot[r] <", "slot[r] <"),
         ("if (inside && group.offset(c) <", "if (inside && kVecBytes + group.offset(c) <"),
         ("= copy.rows + row", "= p.copies[1 - blockIdx.y].rows + row"),
         ("copy_rows<kFirstRowBytes>(p", "copy_rows<kRowBytes>(p"),
         ("p.copies[1], p.first_blocks", "p.copies[1], 0"),
-        ("fault |= slot[r] >= p.num_slots;", ""),
+        ("fault |= slot[r] >= p.num_slots && slot[r] != p.skip;", ""),
+        ("slot[r] < p.num_slots && slot[r] != p.skip;", "slot[r] < p.num_slots;"),
+    ),
+    ("store", "ops/cache_strides.h"): (
+        ("block * page.value) * slot_stride", "block) * slot_stride"),
+        ("return block * block_stride +", "return block * slot_stride +"),
+        ("at / kHead * head_stride", "0"),
     ),
     ("store", "include/jitkern/copy.cuh"): (
         ("group % kShape.splits", "group * 0"),
@@ -164,8 +190,8 @@ _TABLE: dict[tuple[str, str], Sequence[tuple[Any, ...]]] = {
 # Kernels that trust an index which another thread may have written since it was checked.
 _RACES: dict[tuple[str, str], tuple[str, str]] = {
     ("store", "ops/store.cu"): (
-        "slot[r] * copy.cache",
-        "i64(indices[group.first_row + r]) * copy.cache",
+        "offset_of<kPaged>(slot[r])",
+        "offset_of<kPaged>(i64(indices[group.first_row + r]))",
     ),
     ("pair_lists", "ops/sort.cuh"): (
         "if (owner == number) return {kFetch, src_row, dst_row};",

@@ -16,7 +16,7 @@ from pathlib import Path
 from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.jit.template import KernelConfig
-from jitkern.ops import device_ops, pairs
+from jitkern.ops import device_ops, formats, pairs
 from jitkern.ops.merge import BlockShape
 
 HERE = Path(__file__).resolve().parent
@@ -142,6 +142,8 @@ def _facts_of(driver: str) -> list[str]:
                 facts[f"{stem}_{name}"] = value.template_args
             elif name.isupper() and type(value) is int:
                 facts[f"{stem}_{name}"] = value
+    for stem, config in formats.CONFIGS.items():
+        facts[f"{stem}_CONFIG"] = config.template_args
     launches = [f"{name.upper()}={value}" for name, value in facts.items()]
     return [*launches, *_INSTANCES.get(driver, ())]
 

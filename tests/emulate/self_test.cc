@@ -21,6 +21,7 @@ void warp_operations() {
   EXPECT(__shfl_sync(~0u, self, 5) == 5);
   EXPECT(__shfl_sync(~0u, self, 1, 8) == self / 8 * 8 + 1);
   EXPECT(__shfl_up_sync(~0u, self, 3) == (self < 3 ? self : self - 3));
+  EXPECT(__shfl_xor_sync(~0u, self, 6) == (self ^ 6));
   // The halves of a warp go different ways.
   const unsigned half = self < 16 ? low : ~low;
   EXPECT(__ballot_sync(half, 1) == half);

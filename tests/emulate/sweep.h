@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "buffers.h"
+#include "ops/cache_strides.h"
 
 namespace emulate {
 
@@ -94,6 +95,43 @@ Placement any_placement(i64 row_bytes, int vec_bytes, Random& random);
 
 // On the host's side of a line-aligned call every row begins on a line of 128 bytes.
 inline Placement on_lines(Placement at) { return {0, (at.stride_bytes + 127) / 128 * 128}; }
+
+// A variant of a kernel for pages whose rows lie in heads of so many bytes.
+constexpr int kPages = 1 << 20;
+
+// Heads of which two or more make a row: the fewest, and heads of one vector. 0: there are none.
+constexpr i64 longest_head(i64 row_bytes, int vec_bytes) {
+  for (i64 heads = 2; heads <= row_bytes / vec_bytes; ++heads) {
+    if (row_bytes / vec_bytes % heads == 0) return row_bytes / heads;
+  }
+  return 0;
+}
+
+// Where the slots of caches that share a buffer lie, counted in heads: as in [blocks, page, heads],
+// [caches, blocks, heads, page], or another order of these dimensions. Equally spaced slots are a
+// block of one page.
+struct CacheLayout {
+  i64 num_blocks = 1;
+  i64 page;
+  i64 num_heads = 1;
+  i64 num_caches = 1;
+  i64 block_step = 0, slot_step = 0, head_step = 0, cache_step = 0;
+
+  // At least `num_slots` slots, exactly so many unless they are in pages.
+  static CacheLayout any(i64 num_slots, bool is_paged, i64 num_heads, i64 num_caches,
+                         Random& random);
+  i64 num_slots() const { return num_blocks * page; }
+  // All heads of all caches.
+  i64 size() const { return num_slots() * num_heads * num_caches; }
+  i64 head(int cache, i64 slot, i64 head) const {
+    return cache * cache_step + slot / page * block_step + slot % page * slot_step +
+           head * head_step;
+  }
+  CacheStrides strides(i64 step_bytes) const {
+    return {block_step * step_bytes, slot_step * step_bytes, head_step * step_bytes,
+            Divisor::of(static_cast<u32>(page))};
+  }
+};
 
 // Index values below `bound`, some of them replaced by negative ones and ones that are out of
 // range, the extremes of the index type among them.

@@ -25,6 +25,9 @@ from jitkern.errors import UnsupportedError
 from jitkern.integrations import plug_into_sglang
 from jitkern.integrations import sglang as plug_in
 
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+from format_reference import quantised, ref_store_row
+
 # sglang 0.5.23, sglang-kernel 0.4.10: parameters; host layouts to try, to the GPU > or from it <.
 CHUNK = "registration_granularity_bytes"
 TABLE = """
@@ -45,6 +48,7 @@ KVCACHEIO all_layer_lf_ph LF BOTH item_size dst_layout_dim num_layers page_size 
 KVCACHEIO all_layer_mla src_layers dst_layers BOTH item_size num_layers QUOTA: lf<
 KVCACHEIO all_layer_mla_lf_pf src_layers dst BOTH item_size dst_layout_dim num_layers QUOTA: pf<
 COMMON alloc_with_host_register dims dtype device pin_memory allocator CHUNK:
+POOL _write_mla_kv_buffer self dst_buffer loc cache_k_nope cache_k_rope:
 """
 SHORT = {
     "DST": "cache_dst indices_dst", "SRC": "cache_src indices_src",
@@ -55,6 +59,7 @@ SHORT = {
     "HICACHE ": "sglang.kernels.ops.kvcache.hicache.transfer_hicache_",
     "KVCACHEIO ": "sgl_kernel.kvcacheio.transfer_kv_",
     "COMMON ": "sglang.srt.mem_cache.pool_host.common.",
+    "POOL ": "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.",
 }  # fmt: skip
 PARAMETERS: dict[str, list[str]] = {}
 CASES: list[tuple[str, ...]] = []
@@ -64,7 +69,7 @@ for line in TABLE.strip().splitlines():
     names, _, tried = line.partition(":")
     target, *PARAMETERS[target] = names.split()
     CASES += [(target, one[:-1], one[-1]) for one in tried.split()]
-HICACHE, KVCACHEIO, COMMON = (SHORT[x] for x in ("HICACHE ", "KVCACHEIO ", "COMMON "))
+HICACHE, KVCACHEIO, COMMON, POOL = list(SHORT.values())[-4:]
 
 CPU = torch.device("cpu")
 LAYER, HEADS, PAGE = 1, 4, 4
@@ -312,6 +317,64 @@ def test_host_pools_are_pinned_pools(other: str, monkeypatch: pytest.MonkeyPatch
     assert other or found._sglang_cuda_host_registered_ranges == []
 
 
+def mla_pool(is_fp8: bool, **other: Any) -> Any:
+    """Return what a store asks sglang's pool of packed fp8 rows, or of bf16."""
+    dtypes = (torch.float8_e4m3fn, torch.uint8) if is_fp8 else (torch.bfloat16, torch.bfloat16)
+    asked = {"dsa_kv_cache_store_fp8": is_fp8, "use_dsa": is_fp8, "_write_loc_dcp_span": 1}
+    asked |= {"dtype": dtypes[0], "store_dtype": dtypes[1], "write_loc_is_dcp_resolved": False}
+    return SimpleNamespace(**asked | other)
+
+
+@pytest.mark.parametrize("rope_dim", [64, 0, None])
+@pytest.mark.parametrize("is_fp8", [True, False])
+def test_rows_of_mla_are_stored(is_fp8: bool, rope_dim: int | None, device: torch.device) -> None:
+    latent = torch.randn(5, 1, 512 + (rope_dim or 0)).bfloat16()
+    latent[1, :, 128:256] = 0
+    nope, rope = latent[..., :512], latent[..., 512:]
+    slots, row = [3, 0, 7, 1, 8], 528 + 2 * rope.shape[-1] if is_fp8 else latent.shape[-1]
+    expected = torch.full((9, 1, row), 5, dtype=torch.uint8 if is_fp8 else torch.bfloat16)
+    cache = expected.to(device)
+    for i, slot in enumerate(slots):
+        if is_fp8 and (slot or not rope_dim):
+            payload, scales = quantised(nope[i, 0], "fp8_ds_mla", "fp32")
+            rest = rope[i, 0] if rope_dim else None
+            ref_store_row(expected[:, 0], slot, payload, scales, rest, "fp8_ds_mla")
+        elif slot or not rope_dim:  # sglang's kernel for rows without a RoPE part knows no padding
+            expected[slot] = latent[i]
+    parts = nope.to(device), None if rope_dim is None else rope.to(device)
+    target = POOL + "_write_mla_kv_buffer"
+    call = mla_pool(is_fp8), cache, torch.tensor(slots, device=device), *parts
+    assert plug_in.HOOKS[target](original_of(target), *call) is None
+    assert torch.equal(cache.cpu(), expected)
+
+
+@pytest.mark.parametrize(("is_fp8", "pool", "dtype", "reason"), [
+    (True, {"_write_loc_dcp_span": 2}, torch.bfloat16, "context parallelism"),
+    (True, {"write_loc_is_dcp_resolved": True}, torch.bfloat16, "context parallelism"),
+    (True, {}, torch.float16, "not bf16"),
+    (False, {}, torch.float32, "another dtype"),
+    (False, {"dtype": torch.float8_e4m3fn, "store_dtype": torch.uint8}, torch.float8_e4m3fn,
+     "another dtype"),
+])  # fmt: skip
+def test_rows_of_mla_left_to_the_engine(
+    is_fp8: bool, pool: Any, dtype: Any, reason: str, caplog: Any
+) -> None:
+    target, calls, cache = POOL + "_write_mla_kv_buffer", list[Any](), torch.zeros(4, 1, 656)
+    call = mla_pool(is_fp8, **pool), cache, torch.tensor([1]), *torch.ones(2, 1, 1, 64).to(dtype)
+    integrations._logged.clear()
+    with caplog.at_level("INFO", "sglang.jitkern"):
+        assert plug_in.HOOKS[target](original_of(target, calls), *call) == "the engine's"
+    assert calls == [(call, {})] and reason in caplog.text
+
+
+def test_errors_of_stores_are_raised() -> None:
+    """A cache of other rows than the parts': sglang would write past them."""
+    target, parts = POOL + "_write_mla_kv_buffer", torch.ones(2, 1, 1, 64).bfloat16()
+    call = mla_pool(False), torch.zeros(4, 1, 64).bfloat16(), torch.tensor([1]), *parts
+    with pytest.raises(ValueError, match="store_rows: cache: rows of 128 bytes"):
+        plug_in.HOOKS[target](original_of(target), *call)
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the hooks registered with a stand-in for the engine."""
@@ -363,8 +426,8 @@ def test_other_versions_are_refused(registered: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif("SGLANG_SOURCE" not in os.environ, reason="needs SGLANG_SOURCE")
 @pytest.mark.parametrize("target", PARAMETERS)
 def test_parameters_are_the_engine_s(target: str) -> None:
-    module, _, name = target.rpartition(".")
+    module, _, name = target.replace(".MLATokenToKVPool.", ".").rpartition(".")
     path = Path(os.environ["SGLANG_SOURCE"], *module.split(".")).with_suffix(".py")
-    nodes = (x for x in ast.parse(path.read_text()).body if isinstance(x, ast.FunctionDef))
+    nodes = (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef))
     arguments = next(node for node in nodes if node.name == name).args
     assert [x.arg for x in arguments.args + arguments.kwonlyargs] == PARAMETERS[target]

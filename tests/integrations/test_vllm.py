@@ -26,16 +26,22 @@ from jitkern.errors import UnsupportedError
 from jitkern.integrations import plug_into_vllm
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
+from format_reference import e4m3_bits, quantised, ref_store_row
 from merge_reference import assert_merged
 
 pytestmark = needs_cxx
 CPU, KV = "v1.kv_offload.cpu", "distributed.kv_transfer.kv_connector.v1"
+ATTENTION = "vllm.v1.attention.backends.flash_attn"
 OURS = {f"{CPU}.gpu_worker": "_Handler", f"{CPU}.spec": "JitkernOffloadingSpec"}
 OURS[f"{KV}.offloading_connector"] = "JitkernOffloadingConnector"
 # The plug-in points of vLLM 0.33.0: the parameters of functions of its modules.
 POINTS = {
     "_custom_ops merge_attn_states": "output prefix_output prefix_lse suffix_output suffix_lse "
     "output_lse prefill_tokens_with_context output_scale",
+    "_custom_ops concat_and_cache_mla": "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale "
+    "skip_scale",
+    "_custom_ops reshape_and_cache_flash": "key value key_cache value_cache slot_mapping "
+    "kv_cache_dtype k_scale v_scale",
     f"{CPU}.spec create_worker": "self kv_caches",
     f"{CPU}.gpu_worker _fill_direct_ops": "self g_idx group_src group_dst group_size "
     "src_skip_count dst_skip_count all_src all_dst all_sizes op_idx",
@@ -143,11 +149,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     Stream.waits, Stream.of_model = [], Stream()
     streams = {"Stream": Stream, "current_stream": lambda: Stream.of_model}
     platform = SimpleNamespace(**streams, stream=lambda stream: nullcontext())
-    ops = {"merge_attn_states": lambda output, *_: output.fill_(7)}
+    ops = {
+        "merge_attn_states": lambda output, *_: output.fill_(7),
+        "concat_and_cache_mla": lambda kv_c, k_pe, cache, *_: cache.fill_(7),
+        "reshape_and_cache_flash": lambda key, value, *caches: [x.fill_(7) for x in caches[:2]],
+    }
     modules: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": "0.33.0", "_custom_ops": SimpleNamespace(**ops)},
         "vllm.platforms": {"current_platform": platform},
         f"vllm.{KV}.offloading.config": {"get_offloading_group_ids": lambda of: of.offloaded},
+        ATTENTION: {"reshape_and_cache_flash": ops["reshape_and_cache_flash"]},
         f"vllm.{CPU}": {"gpu_worker": SimpleNamespace(SingleDirectionOffloadingHandler=Handler)},
         f"vllm.{CPU}.spec": {"CPUOffloadingSpec": Spec},
         f"vllm.{KV}.offloading_connector": {"OffloadingConnector": Connector},
@@ -273,16 +284,97 @@ def test_merge(engine: Any, device: torch.device, count: Any, to_fp8: bool, with
     assert out.eq(7).all()  # vLLM's own
 
 
+# vLLM's slots, and one more row than slots: padding for CUDA graphs.
+SLOTS = [5, -1, 12, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16", "fp8_ds_mla"])
+def test_mla_rows(engine: Any, device: torch.device, kv_cache_dtype: str, dtype: Any) -> None:
+    latent = torch.randn(5, 576).to(dtype)
+    latent[2, 128:256] = 0
+    slots, parts = torch.tensor(SLOTS, device=device), latent.to(device).split([512, 64], 1)
+    is_fp8 = kv_cache_dtype == "fp8_ds_mla"
+    pages = (
+        torch.full((7, 4, 656), 3, dtype=torch.uint8) if is_fp8 else torch.ones(7, 4, 576).to(dtype)
+    )
+    cache = pages.to(device)[::2]  # blocks of another layer lie between
+    engine.concat_and_cache_mla(*parts, cache, slots, kv_cache_dtype, torch.tensor(1.0))
+    expected = pages[::2]
+    for row, slot in zip(latent, SLOTS, strict=False):
+        if slot >= 0 and is_fp8:
+            payload, scales = quantised(row[:512], "fp8_ds_mla")
+            ref_store_row(expected, slot, payload, scales, row[512:], "fp8_ds_mla")
+        elif slot >= 0:
+            expected[slot // 4, slot % 4] = row
+    assert torch.equal(cache.cpu(), expected)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "K and V packed"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3"])
+def test_k_and_v(
+    engine: Any, device: Any, kv_cache_dtype: str, layout: str, per_head: bool
+) -> None:
+    is_fp8 = kv_cache_dtype != "auto"
+    dtype = torch.uint8 if is_fp8 else torch.bfloat16
+    qkv = torch.randn(5, 3, 2, 16).bfloat16()
+    key, value = qkv[:, 1], qkv[:, 2]
+    scales = [torch.tensor(x).repeat(2) if per_head else torch.tensor(x) for x in (0.02, 0.3)]
+    if layout == "K and V packed":  # [blocks, heads, page, 2 * dim], as vLLM 0.33 has it
+        pages = torch.ones(4, 2, 4, 32, dtype=dtype, device=device)
+        caches = pages.transpose(1, 2).split(16, dim=-1)
+    elif layout == "HND":
+        pages = torch.ones(2, 4, 2, 4, 16, dtype=dtype, device=device)
+        caches = pages.transpose(2, 3).unbind()
+    else:
+        pages = torch.ones(4, 2, 4, 2, 16, dtype=dtype, device=device)
+        caches = pages.unbind(1)
+    expected = [cache.cpu().clone() for cache in caches]
+    args = (x.to(device) for x in (torch.tensor(SLOTS), *scales))
+    slots, k_scale, v_scale = args
+    rows = key.to(device), value.to(device)
+    engine.reshape_and_cache_flash(*rows, *caches, slots, kv_cache_dtype, k_scale, v_scale)
+    for x, cache, scale in zip((key, value), expected, scales, strict=True):
+        stored = e4m3_bits(x.float() / scale.view(-1, 1)) if is_fp8 else x
+        for row, slot in zip(stored, SLOTS, strict=False):
+            if slot >= 0:
+                cache[slot // 4, slot % 4] = row
+    assert [cache.cpu().tolist() for cache in caches] == [cache.tolist() for cache in expected]
+
+
+@pytest.mark.parametrize(
+    "kv_cache_dtype, pe_dim", [("fp8", 64), ("nvfp4_ds_mla", 64), ("fp8_ds_mla", 0)]
+)
+def test_stores_left_to_vllm(engine: Any, kv_cache_dtype: str, pe_dim: int, caplog: Any) -> None:
+    """A row without a RoPE part has 656 bytes in vLLM, too: it writes zeros."""
+    caplog.set_level(logging.INFO, "vllm.jitkern")
+    cache, one = torch.zeros(2, 4, 656, dtype=torch.uint8), torch.ones(())
+    slots, parts = (
+        torch.tensor([1]),
+        (torch.ones(1, 512).bfloat16(), torch.ones(1, pe_dim).bfloat16()),
+    )
+    engine.concat_and_cache_mla(*parts, cache, slots, kv_cache_dtype, one, True)
+    pages, rows = torch.zeros(2, 2, 4, 2, 16, dtype=torch.uint8), torch.ones(2, 1, 2, 16).bfloat16()
+    engine.reshape_and_cache_flash(*rows, *pages, slots, "fp8_e5m2", one, one)
+    assert cache.eq(7).all() and pages.eq(7).all()
+    mla, flash = caplog.messages
+    assert "concat_and_cache_mla to vLLM: " in mla
+    assert flash.endswith("reshape_and_cache_flash to vLLM: kv_cache_dtype fp8_e5m2")
+
+
 def test_functions_are_replaced_if_named(engine: Any, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "vllm.jitkern")
-    ops = sys.modules["vllm"]._custom_ops
-    both = ops.merge_attn_states, engine.merge_attn_states
-    for names, now in (("other", both[0]), ("other, jitkern", both[1])):
-        monkeypatch.setenv("VLLM_PLUGINS", names)
+    ops, importer = sys.modules["vllm"]._custom_ops, sys.modules[ATTENTION]
+    names = ("merge_attn_states", "concat_and_cache_mla", "reshape_and_cache_flash")
+    theirs, ours = ([getattr(place, name) for name in names] for place in (ops, engine))
+    for plugins, now in (("other", theirs), ("other, jitkern", ours)):
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
         plug_into_vllm()
         plug_into_vllm()
-        assert ops.merge_attn_states is now
-    assert caplog.messages == ["jitkern replaces merge_attn_states"]
+        assert [getattr(ops, name) for name in names] == now
+        assert importer.reshape_and_cache_flash is now[2]
+    assert caplog.messages == [f"jitkern replaces {', '.join(names)}"]
 
 
 def test_overrides_have_vllms_parameters(engine: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from needs import needs_nvrtc
@@ -13,27 +15,32 @@ from jitkern import load_jit
 from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import device_ops
+from jitkern.ops._ops import op_sizes
 
 pytestmark = needs_nvrtc
 
 # One row size for each vector width from 16 bytes down to 1, and the largest.
-# If an op is sized by the elements of a head, as many of those.
+# If an op is sized by the elements of a head, as many of those; or all formats.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 FEW = 4
 
 
+def sizes_of(op: str) -> Sequence[Any]:
+    return op_sizes()[op].choices or ROW_BYTES
+
+
 def kernels(op: str, arch: str) -> list[DeviceModule]:
     """Return all kernels for 9.0, a few of one size for the others."""
-    module = device_ops()[op]
-    kernels: list[DeviceModule] = module.kernels(ROW_BYTES[0])
+    module, (first, *others) = device_ops()[op], sizes_of(op)
+    kernels: list[DeviceModule] = module.kernels(first)
     if arch != "9.0":
         return kernels[:: -(-len(kernels) // FEW)]
-    return kernels + [module.kernels(size)[0] for size in ROW_BYTES[1:]]
+    return kernels + [module.kernels(size)[0] for size in others]
 
 
-def own_kernels(op: str, row_bytes: int) -> list[DeviceModule]:
-    """Return the op's kernels for rows of this size, without those that it shares with others."""
-    return [kernel for kernel in device_ops()[op].kernels(row_bytes) if kernel.op == op]
+def own_kernels(op: str, size: Any) -> list[DeviceModule]:
+    """Return the op's kernels of this size, without those that it shares with others."""
+    return [kernel for kernel in device_ops()[op].kernels(size) if kernel.op == op]
 
 
 def arch_of(image: bytes) -> int:
@@ -53,7 +60,7 @@ def compiles(kernel: DeviceModule, arch: Arch) -> None:
 
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_kernel_compiles(op: str) -> None:
-    compiles(device_ops()[op].kernels(656)[0], Arch(9, 0))
+    compiles(device_ops()[op].kernels(sizes_of(op)[0])[0], Arch(9, 0))
 
 
 @pytest.mark.slow
@@ -67,11 +74,11 @@ def test_kernels_compile(op: str, arch: str) -> None:
 @pytest.mark.parametrize("op", ON_GPU)
 def test_a_profiler_tells_kernels_apart(op: str) -> None:
     """Names have the op, index type and options, and the row size if it is compiled in."""
-    kernels = {kernel for row_bytes in ROW_BYTES for kernel in own_kernels(op, row_bytes)}
+    kernels = {kernel for size in sizes_of(op) for kernel in own_kernels(op, size)}
     names = {kernel.exports[0] for kernel in kernels}
     assert len(names) == len(kernels)
     for name in names:
-        assert re.match(rf"jitkern_{op}_(\d+B_)?v\d+", name)
+        assert re.match(rf"jitkern_{op}_(\d+B_|\w+_)?v\d+", name)
 
 
 @pytest.mark.slow
@@ -79,7 +86,7 @@ def test_a_profiler_tells_kernels_apart(op: str) -> None:
 def test_no_kernel_spills(op: str) -> None:
     """A spilled register would be memory traffic of its own; ptxas tells."""
     arch = Arch.parse("9.0")
-    for kernel in own_kernels(op, 656):
+    for kernel in own_kernels(op, sizes_of(op)[0]):
         verbose = load_jit(
             op,
             *kernel.args,

@@ -9,6 +9,7 @@ import mistakes as common
 import pytest
 import torch
 from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range, to_index
+from cache_layouts import BLOCKS, LAYOUTS, PAGE, SLOTS, paged_caches
 from contract import Case, store_bits
 from mistakes import Mistake, zeros
 from ref import ref_indexing, same_bits
@@ -48,6 +49,51 @@ def test_shapes(device: torch.device, shape: tuple[int, ...], row: tuple[int, ..
     result = indexing(weights, indices)
     assert result.shape == (*shape, *row)
     assert same_bits(result, ref_indexing(weights, indices))
+
+
+def gather_pages(cache: Tensor, indices: Tensor, output: Buffer, **ranges: Any) -> None:
+    """Gather rows out of pages, and compare with a gather out of a copy with equally spaced rows.
+
+    With an `output` the bytes of its rows tell pages from rows.
+    """
+    twin = output.twin()
+    assert indexing(cache, indices, output=output.view, **ranges) is output.view
+    expected = ref_indexing(cache.cpu().flatten(0, 1), indices.cpu(), **ranges)
+    store_bits(twin.view, expected.to(cache.device))
+    assert output.same(twin)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [(8, 256), (4, 33), (3, 5), (1, 656), (1, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages(
+    device: torch.device, layout: str, heads: int, dim: int, index_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    indices = torch.randint(0, SLOTS, (2, 12), generator=generator)
+    indices[0, :3] = torch.tensor([SLOTS - 1, -1, 0])
+    for cache in paged_caches(layout, heads, dim, device):
+        output = make_buffer((2, 12, heads, dim), device=device, seed=1)
+        gather_pages(cache.view, indices.to(index_dtype).to(device), output)
+    ranges = {"vocab_range": (3, SLOTS - 5), "added_range": (SLOTS, 4)}
+    rows = make_buffer((24, heads, dim), device=device, seed=1, gap=9)
+    gather_pages(cache.view, indices.view(24).to(device) + 2, rows, **ranges)
+
+
+def test_pages_in_pinned_memory(device: torch.device) -> None:
+    host = host_buffer((BLOCKS, 2, PAGE, 2, 48), torch.uint8, device)
+    indices = torch.arange(SLOTS, device=device)
+    output = make_buffer((SLOTS, 2, 48), device=device)
+    indexing(host.view[:, 1], indices, output=output.view)
+    assert same_bits(output.view.cpu(), host.view[:, 1].flatten(0, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_past_the_last_page(device: torch.device, layout: str) -> None:
+    cache, _ = paged_caches(layout, 2, 8, device)
+    output = torch.empty(2, 2, 8, dtype=torch.uint8, device=device)
+    with out_of_range(device, f"indexing: indices: index {SLOTS} at position 1, expected below"):
+        indexing(cache.view, torch.tensor([0, SLOTS], device=device), output=output)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,7 +8,8 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, make_buffer
+from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range
+from cache_layouts import BLOCKS, LAYOUTS, PAGE, paged_caches, slots_in_pages
 from contract import Case, views
 from mistakes import Mistake, zeros
 from ref import ref_store
@@ -22,6 +23,13 @@ from jitkern.errors import FrozenError
 
 SLOTS = 37
 ROWS = 19
+
+
+def ref_store_in(cache: Tensor, indices: Tensor, rows: Tensor, skip: int | None = None) -> None:
+    """Store rows in the slots of a cache of rows or pages, but not in `skip`."""
+    keep = (indices >= 0) & (indices != (-1 if skip is None else skip))
+    new = rows[keep]
+    cache[slots_in_pages(cache, indices[keep].long())] = new.view(len(new), *cache.shape[-2:])
 
 
 # Slots have two heads of 320: a layer among others, of which only the first part of each head is
@@ -81,6 +89,130 @@ def test_rows_of_two_sizes(
     CASES[0].run_and_compare(buffers, CASES[0].indices(device, index_dtype))
 
 
+# -- pages and skip --------------------------------------------------------------------------------
+
+HEADS = [(8, 256), (4, 33), (3, 5), (1, 656), (1, 1), (2, 1024)]  # of so many bytes
+
+
+def page_indices(device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return slots in the first and the last page and any others, two of them padding."""
+    generator = torch.Generator().manual_seed(5)
+    indices = 1 + torch.randperm(BLOCKS * PAGE - 2, generator=generator)[:ROWS]
+    indices[:4] = torch.tensor([0, -1, BLOCKS * PAGE - 1, -(2**31)])
+    return indices.to(dtype).to(device)
+
+
+def random_rows(heads: int, dim: int, device: torch.device, seed: int) -> Tensor:
+    return make_buffer((ROWS, heads, dim), device=device, seed=seed, gap=heads * dim).view
+
+
+def store_and_compare(
+    caches: Sequence[Buffer], indices: Tensor, rows: Sequence[Tensor], skip: int | None = None
+) -> None:
+    """Store K and V, or one of them, and compare all bytes around the caches."""
+    wholes = {cache.whole.data_ptr(): cache.whole.clone() for cache in caches}
+    for cache, new in zip(caches, rows, strict=True):
+        whole = wholes[cache.whole.data_ptr()]
+        view = cache.view
+        twin = whole.as_strided(view.shape, view.stride(), view.storage_offset())
+        ref_store_in(twin, indices, new, skip)
+    k_cache, v_cache = (*(cache.view for cache in caches), None)[:2]
+    k, v = (*rows, None)[:2]
+    assert store_cache(k_cache, v_cache, indices, k, v, skip=skip) is None
+    for cache in caches:
+        assert torch.equal(cache.whole, wholes[cache.whole.data_ptr()])
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "dim"), HEADS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages(
+    device: torch.device, layout: str, heads: int, dim: int, index_dtype: torch.dtype
+) -> None:
+    caches = paged_caches(layout, heads, dim, device)
+    rows = [random_rows(heads, dim, device, seed) for seed in (1, 2)]
+    indices = page_indices(device, index_dtype)
+    store_and_compare(caches, indices, rows, skip=int(indices[5]))
+    store_and_compare(caches[1:], indices, rows[1:])
+
+
+@pytest.mark.parametrize("v_dim", [128, 20])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_pages_with_rows_of_two_sizes(device: torch.device, heads_first: bool, v_dim: int) -> None:
+    shape = (BLOCKS, 4, PAGE, 192 + v_dim) if heads_first else (BLOCKS, PAGE, 4, 192 + v_dim)
+    buffer = make_buffer(shape, device=device)
+    cache = buffer.view.transpose(1, 2) if heads_first else buffer.view
+    caches = buffer.part(cache[..., :192]), buffer.part(cache[..., 192:])
+    rows = random_rows(4, 192, device, 1), random_rows(4, v_dim, device, 2)
+    store_and_compare(caches, page_indices(device), rows)
+
+
+@pytest.mark.parametrize("v_dim", [64, 48])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_cache_of_pages_and_one_of_rows(device: torch.device, layout: str, v_dim: int) -> None:
+    k_cache, _ = paged_caches(layout, 2, 64, device)
+    v_cache = make_buffer((BLOCKS * PAGE, 2, v_dim), device=device, gap=8, seed=3)
+    rows = random_rows(2, 64, device, 1), random_rows(2, v_dim, device, 2)
+    for order in (1, -1):
+        store_and_compare((k_cache, v_cache)[::order], page_indices(device), rows[::order])
+
+
+def test_pages_of_rows_without_heads(device: torch.device) -> None:
+    """MLA's cache among those of other layers; a row of any further dimensions."""
+    for shape in ((576,), (3, 4, 48), (1, 576), (1, 1, 576)):
+        buffer = make_buffer((BLOCKS, 2, PAGE, *shape), torch.uint8, device)
+        cache, twin = buffer.view[:, 1], buffer.twin()
+        rows = make_buffer((ROWS, 576), device=device, seed=1).view
+        indices = page_indices(device)
+        store_cache(cache, None, indices, rows)
+        ref_store_in(twin.view[:, 1].flatten(2)[:, :, None], indices, rows)
+        assert buffer.same(twin)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_index_past_the_last_page(device: torch.device, layout: str) -> None:
+    slots = BLOCKS * PAGE
+    k_cache, v_cache = paged_caches(layout, 2, 16, device)
+    before = k_cache.whole.clone()
+    rows = random_rows(2, 16, device, 1)[:2]
+    indices = torch.tensor([-1, slots], device=device)
+    store_cache(k_cache.view, v_cache.view, indices, rows, rows, skip=slots)
+    with out_of_range(device, f"store_cache: indices: index {slots} at position 1, expected below"):
+        store_cache(k_cache.view, v_cache.view, indices, rows, rows, skip=0)
+    assert torch.equal(k_cache.whole, before)
+
+
+@pytest.mark.parametrize("index_dtype", INT_DTYPES, ids=str)
+@pytest.mark.parametrize("skip", [0, 7, SLOTS, SLOTS + 5, 2**31 - 1, -1, -5, None])
+def test_skip(device: torch.device, skip: int | None, index_dtype: torch.dtype) -> None:
+    """An index past the end that is skipped is no fault; several rows may have it."""
+    caches = [make_buffer((SLOTS, 1, row_bytes), device=device) for row_bytes in (64, 48)]
+    rows = [random_rows(1, row_bytes, device, row_bytes) for row_bytes in (64, 48)]
+    indices = CASES[0].indices(device, index_dtype)
+    if skip is not None:
+        indices[[2, 9, 11]] = skip
+    store_and_compare(caches, indices, rows, skip)
+
+
+@pytest.mark.cuda
+def test_contiguous_pages_use_the_kernels_of_rows() -> None:
+    """Pages at a distance have kernels of their own."""
+    device, kernel, dim = torch.device("cuda"), jitkern.ops.store.kernel, 88
+    indices, new = page_indices(device), random_rows(2, dim, device, 1)
+    rows = make_buffer((BLOCKS * PAGE, 2, dim), device=device).view
+    store_cache(rows, None, indices, new)
+    num_kernels = kernel.cache_info().currsize
+    store_cache(rows.view(BLOCKS, PAGE, 2, dim), None, indices, new)
+    for at in paged_caches("contiguous", 2, dim, device):
+        store_cache(at.view, None, indices, new)
+    assert kernel.cache_info().currsize == num_kernels
+    store_cache(paged_caches("HND", 2, dim, device)[0].view, None, indices, new)
+    assert kernel.cache_info().currsize == num_kernels + 1
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
 def test_one_kernel_serves_both_caches_and_one() -> None:
     store = jitkern.ops.store
     assert store.kernels(656) == [store.kernel(656, 16, index_bytes) for index_bytes in (4, 8)]
@@ -132,19 +264,21 @@ ORDER = ", in the order (k_cache, v_cache, indices, k, v)"
 
 def good_arguments() -> dict[str, Any]:
     caches = {"k_cache": zeros(50, 8), "v_cache": zeros(50, 8)}
-    return {**caches, "indices": torch.arange(3), "k": zeros(3, 8), "v": zeros(3, 8)}
+    return {**caches, "indices": torch.arange(3), "k": zeros(3, 8), "v": zeros(3, 8), "skip": 0}
 
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = common.not_tensors(good, "k_cache", "indices", "k")
-    table += common.read_only(good, *good)
+    table += common.read_only(good, *good.keys() - {"skip"})
+    table += common.not_ints("skip", optional=True)
     for argument in ("v_cache", "v"):
         table += common.not_tensors(good, argument, optional=argument)
     for change, kind, text in common.bad_indices("indices", good["indices"]):
         is_order = kind is TypeError and "int16" not in text
         table.append((change, kind, text + ORDER if is_order else text))
     cache, memory = zeros(50, 8), torch.zeros(50, 4, dtype=torch.int64)
+    packed, numbers = zeros(5, 10, 2, 8), torch.zeros(200, dtype=torch.int64)
     for argument in ("k_cache", "v_cache"):
         table += [
             *common.not_rows(argument, [50, 8], written=True),
@@ -184,17 +318,34 @@ def mistakes() -> list[Mistake]:
         ({"k_cache": zeros(3, 8), "v_cache": zeros(3, 8), "indices": zeros(50, 8),
           "k": zeros(50, 8), "v": torch.arange(3)}, TypeError,
          f"indices: dtype float32, expected int32 or int64{ORDER}"),  # sglang's order
-        ({"k_cache": zeros(5, 10, 2, 4), "v_cache": zeros(5, 10, 2, 4)}, ValueError,
-         "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
-         "(shape [3, 8]); of pages of 10 slots give k_cache.view(-1, 2, 4)"),
-        ({"k_cache": zeros(5, 2, 10, 2, 4)[:, 0], "v_cache": zeros(50, 8)}, ValueError,
-         "k_cache: rows of 320 bytes (shape [5, 10, 2, 4]), expected 32 bytes as in k "
-         "(shape [3, 8]); of pages of 10 slots give the tensor that holds all pages as "
-         ".view(-1, 2, 4), and count its slots: these pages are apart, and no view of k_cache has "
-         "their slots as rows"),
+        # pages
+        ({"k_cache": zeros(5, 10, 2, 5)}, ValueError,
+         "k: rows of 32 bytes (shape [3, 8]), expected 400 bytes as in k_cache (shape "
+         "[5, 10, 2, 5])"),
         ({"v_cache": zeros(50, 4, 8)}, ValueError,
-         "v_cache: rows of 128 bytes (shape [50, 4, 8]), expected 32 bytes as in v "
-         "(shape [3, 8]); of pages of 4 slots give v_cache.view(-1, 8)"),
+         "v_cache: 200 rows (shape [50, 4, 8]), expected 50 rows as in k_cache"),
+        ({"k_cache": zeros(5, 10, 2, 8)[..., ::2]}, ValueError,
+         common.stride_text("k_cache", 2, 3, [5, 10, 2, 4], 1)),
+        ({"k_cache": zeros(5, 10, 2, 4, 4)[..., 0]}, ValueError,
+         common.stride_text("k_cache", 4, 3, [5, 10, 2, 4], 1)),
+        ({"k_cache": zeros(1, 1, 8).expand(2**16, 2**15, 8)}, ValueError,
+         "k_cache: 2147483648 slots in pages, expected less than 2^31"),
+        *(({argument: cache.view(5, 10, 2, 4)[tuple(slice(1 if d == dim else None)
+                                                     for d in range(4))].expand(5, 10, 2, 4)},
+           ValueError, f"{argument}: rows of 32 bytes that overlap (shape [5, 10, 2, 4]), expected "
+           "rows apart in a tensor that is written, as those of one that was expanded are not")
+          for argument in ("k_cache", "v_cache") for dim in (0, 1, 2)),
+        *(({"k_cache": pages[:, 0], "v_cache": pages[:, 0]}, ValueError,
+           common.overlap_text("v_cache", "k_cache")
+           + "; for a single cache give None as v_cache and v")
+          for pages in (zeros(5, 2, 10, 2, 4), zeros(5, 2, 2, 10, 4).transpose(2, 3))),
+        ({"k_cache": packed[..., :4], "v_cache": packed[..., 3:7]}, ValueError,
+         common.overlap_text("v_cache", "k_cache")
+         + "; for a single cache give None as v_cache and v"),
+        ({"k_cache": packed[..., :4], "k": packed[0, :3, 0]}, ValueError,
+         common.overlap_text("k", "k_cache")),
+        ({"k_cache": numbers.view(torch.float32).view(5, 2, 10, 4).transpose(1, 2),
+          "indices": numbers[:3]}, ValueError, common.overlap_text("indices", "k_cache")),
         *(({"indices": torch.zeros(shape, dtype=torch.int64)}, ValueError,
            f"indices: shape {shape}, expected 1 dimension") for shape in ([3, 1], [])),
         ({"indices": torch.arange(4)}, ValueError, common.count_text("k", 3, [3, 8], 4)),
