@@ -67,7 +67,8 @@ def memcpy(dst: Callable[[Any], Any], src: Callable[[Any], Any], num_bytes: int)
 def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> Impl:
     """Return a contiguous copy; `pair` gives its destination and its source.
 
-    On a GPU sizes are a multiple of 16 bytes. What it reaches is the ceiling of this very machine.
+    On a GPU sizes are a multiple of 16 bytes, and may differ as in a conversion. What it reaches is
+    the ceiling of this very machine.
     """
 
     def build() -> Run:
@@ -77,8 +78,8 @@ def copy_impl(ctx: Context, pair: Callable[[Any], tuple[torch.Tensor, torch.Tens
 
         def copy(buffers: Any) -> None:
             dst, src = pair(buffers)
-            vecs = src.nbytes // 16
-            module.launch("copy", dst, src, vecs, grid=-(-vecs // COPY_THREADS))
+            vecs = dst.nbytes // 16, src.nbytes // 16
+            module.launch("copy", dst, src, *vecs, grid=-(-min(vecs) // COPY_THREADS))
 
         return copy
 

@@ -32,7 +32,6 @@ INLINE = {
     "h2d_gather": f"peer::gather<{ROW_BYTES}>",
 }
 LARGE_CALL, FIRST_KERNEL = "h2d_gather, large call", "first kernel of a process"
-FRESH = "first call of a process, imports included"
 # What a process does, the implementation that it times, and its role; in this order: warm ones
 # find what cold ones leave.
 MODES = [
@@ -40,8 +39,6 @@ MODES = [
     ("warm", "jitkern: warm, new process", "ours"),
     *((f"inline:{op}", "load_inline with nvcc, cold", "peer") for op in INLINE),
     ("inline_warm", "load_module of it, new process", "peer"),
-    ("fresh", "jitkern: warm", "ours"),
-    ("inline_fresh", "load_inline of what is built", "peer"),
 ]
 NUM_CORES, NUM_PROCESSES, TIMEOUT_S = 2, 3, 240
 
@@ -113,8 +110,6 @@ def _worker(mode: str, device: str, work: Path) -> dict[str, float]:
 
     if "inline" in mode:
         _prepare_nvcc()
-    if "fresh" in mode:
-        return {FRESH: ms(_first_store(device, work if "inline" in mode else None))}
     if mode in ("cold", "warm"):
         imported = ms(lambda: [import_module("tvm_ffi"), import_module("jitkern.ops").device_ops()])
         calls = _real_calls() if on_gpu else _image_lookups()
@@ -168,21 +163,6 @@ def _real_calls() -> Calls:
         "h2d_gather": lambda: jitkern.h2d_gather(host_rows, cache, pairs),
         LARGE_CALL: lambda: jitkern.h2d_gather(host_rows, cache, pairs, num_sms=2),
     }
-
-
-def _first_store(device: str, work: Path | None) -> Callable[[], object]:
-    """Return an import of jitkern, or load of an extension in `work`, and a store by it."""
-    import torch
-
-    caches = torch.zeros(2, 64, ROW_BYTES, dtype=torch.uint8, device=device)
-    kv = torch.ones(2, 8, ROW_BYTES, dtype=torch.uint8, device=device)
-    tensors = (*caches, torch.arange(8, dtype=torch.int32, device=device), *kv)
-    if work is not None:
-        return lambda: _load_inline("store", work).store(*tensors)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "jitkern"]:
-        del sys.modules[name]  # what this module has imported of it
-
-    return lambda: import_module("jitkern").store_cache(*tensors)
 
 
 def _load_inline(op: str, work: Path) -> Any:

@@ -75,7 +75,7 @@ def cases(ctx: Context) -> Iterator[Case]:
     src = torch.ones(8192, dtype=torch.uint8, device=ctx.device)
     dst = torch.zeros_like(src)
     if ctx.device == "cuda":
-        call = partial(copy_module().launch, "copy", dst, src, 256, grid=1)
+        call = partial(copy_module().launch, "copy", dst, src, 256, 256, grid=1)
         yield call_case("launch", "launch of a user's kernel", call, (dst, src))
     ring = DescriptorRing(num_slots=16, max_descriptors=128, device=ctx.device)
     for count in (1, 128):

@@ -1,4 +1,4 @@
-"""copy_blocks between lists of buffers, as engines hold a KV cache; and loads that signal layers.
+"""copy_blocks between lists of buffers, as engines hold a KV cache.
 
 Random blocks between tensors in pinned memory and tensors on the GPU. Beside one call per buffer,
 the driver's batched copies, and the kernels of engines: Triton over a list of addresses (vLLM), a
@@ -7,21 +7,19 @@ warp per block (sglang).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import jitkern
 from bench import peers
-from bench.case import Case, Context, Row, error_text
+from bench.case import Case, Context, Row
 from bench.cases.common import memcpy, ours, peer
-from bench.measure import fill, measure
+from bench.measure import measure
 from bench.peers import host_pool
-from bench.timing import cpu_replay, cuda_replay, time_replays
 
 NEEDS_GPU = True
 
@@ -33,10 +31,6 @@ SIZES = (
 )
 QUICK = ((8, 1024, 8, 0.5), (16, 64, 32, 0.5))
 MOST_COPIES = 20_000  # copies in a batch: more take 40 ms of host time
-# A prefix hit: 4,096 tokens in pages of 16, K and V of 2 KiB a token.
-LAYERS, PAGES, PAGE_BYTES = 32, 256, 32 << 10
-# Rows of a matrix product that takes less time than the copy, about as long, and longer.
-PREFIX_ROWS = (512, 2048, 4096)
 
 
 @dataclass
@@ -71,8 +65,6 @@ def run(ctx: Context) -> Iterator[Row]:
         memory = host_pool.allocated(gib)
         for direction in ("h2d", "d2h"):
             yield from measure(ctx, _case(memory, direction, kib << 10, blocks, count, gib))
-    for rows in PREFIX_ROWS:
-        yield from _prefix_hit(ctx, rows)
 
 
 def _host_buffers(memory: torch.Tensor, piece: int, count: int, page_first: bool) -> Any:
@@ -155,90 +147,3 @@ def _triton(b: Buffers) -> None:
 
 def _sglang(b: Buffers) -> None:
     peers.sglang_transfer()(*b.tables, *b.columns, b.src[0].shape[1])
-
-
-# -- a prefix hit ----------------------------------------------------------------------------------
-
-
-def _prefix_hit(ctx: Context, rows: int) -> Iterator[Row]:
-    """Time a step that loads all layers and computes on each, against the longer of the two.
-
-    The body of a layer is attention over what was loaded, and a product of `rows` rows.
-    """
-    memory = host_pool.allocated(1)
-    host = _host_buffers(memory, PAGE_BYTES, 2 * LAYERS, page_first=True)
-    shape = (2 * LAYERS, 2 * PAGES, PAGE_BYTES)
-    cache = torch.zeros(shape, dtype=torch.uint8, device="cuda").unbind(0)
-    columns = [torch.randperm(len(side[0]))[:PAGES] for side in (host, cache)]
-    signals = jitkern.LayerSignals(LAYERS)
-    b = Buffers([*host], [*cache], torch.stack(columns, 1), signals)
-    keys = [one.view(torch.bfloat16).view(1, -1, 8, 128).transpose(1, 2) for one in cache]
-    query = torch.randn(1, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(4096, 12288, device="cuda", dtype=torch.bfloat16)
-    hidden = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-    copies, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(LAYERS)]
-
-    def body(layer: int) -> None:
-        functional.scaled_dot_product_attention(query, keys[2 * layer], keys[2 * layer + 1])
-        torch.mm(hidden, weight)
-
-    def beside(copy: Callable[[], object], wait: Callable[[int], object]) -> None:
-        main = torch.cuda.current_stream()
-        copies.wait_stream(main)
-        with torch.cuda.stream(copies):
-            copy()
-        for layer in range(LAYERS):
-            wait(layer)
-            body(layer)
-        main.wait_stream(copies)
-
-    def by_layer() -> None:
-        for layer, event in enumerate(events):
-            for i in (2 * layer, 2 * layer + 1):
-                jitkern.copy_blocks(b.src[i][None], b.dst[i][None], b.on_gpu, method="sm")
-            event.record()
-
-    def compute() -> None:
-        for layer in range(LAYERS):
-            body(layer)
-
-    def all_first() -> None:
-        copy()
-        compute()
-
-    copy, auto = partial(_ours, b, method="sm"), partial(_ours, b)
-    with_signals, auto_with_signals = (partial(one, signalled=True) for one in (copy, auto))
-    steps = {
-        "compute alone": ("ceiling", compute),
-        "copy alone": ("ceiling", copy),
-        'copy alone, method="auto"': ("ceiling", auto),
-        "jitkern, one launch with signals": ("ours", partial(beside, with_signals, signals.wait)),
-        'jitkern, one launch with signals, method="auto"': (
-            "ours",
-            partial(beside, auto_with_signals, signals.wait),
-        ),
-        "a launch per buffer, an event per layer": (
-            "peer",
-            partial(beside, by_layer, lambda layer: events[layer].wait()),
-        ),
-        "copy, then compute": ("peer", all_first),
-    }
-    for how in ("eager", "graph"):
-        case = f"prefix hit, {PAGES * 16} tokens x {LAYERS} layers, {rows} rows, {how}"
-        for name, (role, step) in steps.items():
-            if how == "graph" and "signals" in name:
-                continue  # graphs cannot capture signals
-            row = Row("lists", case, name, role, bytes_moved=0)
-            try:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    step()
-                    replay = (cuda_replay if how == "graph" else cpu_replay)([step])
-                    # The GPU sleeps until the host is ahead of it.
-                    sleep = partial(torch.cuda._sleep, 2_000_000)
-                    timed = time_replays(
-                        {name: replay}, device="cuda", rounds=ctx.rounds, before=sleep
-                    )
-                fill(row, timed[name])
-            except Exception as error:
-                row.error = error_text(error)
-            yield row

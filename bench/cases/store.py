@@ -1,6 +1,7 @@
 """store_cache: K and V rows to random slots of the caches. Bytes are read once and written once."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ MIN_SLOTS = 262_144  # two caches of even 256-byte rows are then larger than twi
 # (bytes of a row of K, of V): MLA's one cache, and 4 heads of 192 and of 128 items.
 ODD_SIZES = ((656, 0), (1536, 1024))
 COPY = "copy kernel, same bytes"
+PAGE = 16
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -31,6 +33,9 @@ def run(ctx: Context) -> Iterator[Row]:
                 others = [peer("jitkern, twice", _one_by_one)]
                 others += [peer("torch cache[idx] = x, twice", _put_twice)]
             yield from common.beside(ctx, case_of(ctx, row_bytes, rows, v_row_bytes), others, COPY)
+    for rows in (1, 1024, 131_072) if on_gpu else (8192,):
+        flat = peer("jitkern, equally spaced rows", _store, check=False)
+        yield from common.beside(ctx, paged_case(ctx, 1024, rows), [flat], COPY)
 
 
 def cases(ctx: Context) -> Iterator[Case]:
@@ -38,6 +43,7 @@ def cases(ctx: Context) -> Iterator[Case]:
         yield case_of(ctx, row_bytes, rows)
     for row_bytes, v_row_bytes in ODD_SIZES:
         yield case_of(ctx, row_bytes, 131_072 if ctx.device == "cuda" else 1024, v_row_bytes)
+    yield paged_case(ctx, 1024, 131_072 if ctx.device == "cuda" else 1024)
     caches = torch.zeros(2, 64, 656, dtype=torch.uint8, device=ctx.device)
     kv = torch.ones(2, 1, 656, dtype=torch.uint8, device=ctx.device)
     one = torch.zeros(1, dtype=torch.int32, device=ctx.device)
@@ -91,6 +97,28 @@ def case_of(ctx: Context, row_bytes: int, rows: int, v_row_bytes: int | None = N
             common.copy_impl(ctx, lambda b: (b.copied, b.kv)),
         ],
         calls=4 if rows > 16_384 else 16 if rows > 1024 else 50,
+    )
+
+
+def paged_case(ctx: Context, row_bytes: int, rows: int) -> Case:
+    """Return the case of pages of K and V in turn, [blocks, 2, page, ...]: blocks lie apart."""
+    flat = case_of(ctx, row_bytes, rows)
+    slots = max(2 * rows, MIN_SLOTS if ctx.device == "cuda" else 16)
+    kv = common.empty_rows(2 * slots, row_bytes, ctx.device).view(-1, 2, PAGE, row_bytes // 2)
+    k_pages, v_pages = kv.unbind(1)
+
+    def store(b: Any) -> None:
+        jitkern.store_cache(k_pages, v_pages, b.indices, b.k, b.v)
+
+    def stored(b: Any, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return pages.flatten(0, 1).index_copy_(0, b.indices64, rows).view(pages.shape)
+
+    return replace(
+        flat,
+        name=f"{flat.name}, pages apart",
+        outputs=lambda _: (k_pages, v_pages),
+        reference=lambda b: (stored(b, k_pages, b.k), stored(b, v_pages, b.v)),
+        impls=[ours(store), flat.impls[1]],
     )
 
 

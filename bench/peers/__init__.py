@@ -71,6 +71,9 @@ vllm_merge_state = _elsewhere("vllm_merge_state")
 flashinfer_merge_state = _elsewhere("flashinfer_merge_state")
 flashinfer_merge_states = _elsewhere("flashinfer_merge_states")
 sglang_transfer = _elsewhere("sglang_transfer")
+vllm_store_mla = _elsewhere("vllm_store_mla")
+vllm_store_fp8 = _elsewhere("vllm_store_fp8")
+sglang_store_mla = _elsewhere("sglang_store_mla")
 
 
 def empty_launch() -> Callable[[Any], object]:
