@@ -47,6 +47,18 @@ first-call | nvidia-h200 | first_call | {} | ms | ms
 first kernel of a process | store | index ~ indexing | h2d_gather | h2d_gather, large call
 jitkern: NVRTC, cold ~ cold, NVRTC | load_inline with nvcc, cold ~ cold, nvcc through `load_inline` | jitkern: warm, new process ~ another process | load_module of it, new process ~ the same, `tvm_ffi.load_module` of what nvcc made
 
+store-rows | formats | store_rows | {} rows, fp8_ds_mla | us | rows of `fp8_ds_mla`
+rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
+jitkern | vLLM | sglang, two launches | torch ops and cache[idx] = x ~ PyTorch | copy kernel, same bytes in and out ~ copy
+
+store-rows-kv | formats | store_rows | {} rows, fp8, K and V of 8 x 128 | us | rows of `fp8`, K and V, 8 heads of 128
+rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
+jitkern | vLLM | torch ops and cache[idx] = x ~ PyTorch | copy kernel, same bytes in and out ~ copy
+
+gather-rows | formats | gather_rows | {} rows, fp8_ds_mla | us | rows of `fp8_ds_mla`
+rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
+jitkern | jitkern, indexing, then convert ~ two launches | torch cache[idx] and ops ~ PyTorch | copy kernel, same bytes in and out ~ copy
+
 peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 8 KB | 128 KB | 1 MB | 2 MB | 4 MB
 jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing between two calls | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two
