@@ -26,7 +26,7 @@ from jitkern.host.library import torch_state
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import store  # noqa: F401 - registers its kernels
 
-PARAMS = "=QQqqQqqqqqqqIxxxxQ"  # of IndexParams
+PARAMS = "=QQq qqqIIIxxxx QqqqqqqqIxxxxQ"  # of IndexParams, CacheStrides among it
 driver.fake_kernel(b"jitkern_index_20B_v4_i64", ctypes.c_uint64(struct.calcsize(PARAMS)), 1024)
 BAD = 2, 0, 7, 900, 900
 
@@ -68,11 +68,11 @@ def check_the_second_half_of_a_store_raises_nothing() -> None:
     first, store_v = (host.Function(f"store_{n}cache_now") for n in ("", "v_"))
     for items in (5, 6):
         fault.be(*BAD)
-        store_v(cuda(10, items), indices(), cuda(3, items))
+        store_v(cuda(10, items), indices(), cuda(3, items), None)
         assert num_launches() == 1
         is_raised_once(fault)
     fault.be(*BAD)
-    assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None), IndexError)
+    assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None, None), IndexError)
     assert num_launches() == 0
 
 

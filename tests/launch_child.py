@@ -91,7 +91,7 @@ def check_wrong_facts_are_errors() -> None:
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(0), 32)
     bad(not_compiled, 9)
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(8), 128)
-    bad("jitkern: a kernel's parameters are 8 bytes on the device and 112 on the host", 9)
+    bad("jitkern: a kernel's parameters are 8 bytes on the device and 144 on the host", 9)
     kernel = index.kernel(44, 4, 4)
     kernel.launch_config = ()
     with patch.dict(host._builders, {"indexing": lambda **_: kernel}):

@@ -81,9 +81,9 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("warm --format 656", "--format: '656', expected fp8_ds_mla, "),
         (
             "warm --format fp8 --row-bytes 6 --op store",
-            "formats: ['fp8'], expected an op of store_r",
+            "--format: ['fp8'], expected an op of store_rows",
         ),
-        ("warm --op store_rows --element-size 656", "'store_rows', expected along with formats"),
+        ("warm --op store_rows --element-size 656", "'store_rows', expected along with --format"),
         ("warm --row-bytes ,", "--element-size/--row-bytes: ',', expected at least one"),
         ("warm --element-size 656 --arch 9.0,x", "warm: --arch: 'x', expected one of"),
         ("warm --element-size 656 --arch 9.0 --op frob", "warm: --op: 'frob', expected"),

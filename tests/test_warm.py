@@ -143,7 +143,7 @@ NO_ARCHS = (
         (
             {"ops": ["gather_rows"], "element_sizes": [656]},
             ValueError,
-            "warm: ops: 'gather_rows', expected along with formats, format of rows",
+            "warm: ops: 'gather_rows', expected along with formats",
         ),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
         ({"replay": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),

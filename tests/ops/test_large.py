@@ -106,14 +106,17 @@ def test_blocks_beyond_4_gib(device: torch.device, side: str) -> None:
     near = random_bytes(torch.Size(shape).numel(), 1).view(shape).clamp_(1).to(device)
     numbers = torch.arange(len(blocks))
     there = torch.stack([numbers, torch.tensor(blocks)], dim=1)
+    is_list = isinstance(far, BlockBuffers)
+    to_far: dict[str, int] = {} if is_list else {"dst_block_dim": 0}
+    from_far: dict[str, int] = {} if is_list else {"src_block_dim": 0}
     for on in {torch.device("cpu"), device}:
-        copy_blocks(near, far, there.to(on), src_block_dim=0, dst_block_dim=0)
+        copy_blocks(near, far, there.to(on), src_block_dim=0, **to_far)
         for i, layer in enumerate(layers):
             assert torch.equal(torch.stack([layer[block] for block in blocks]), near[:, i])
             for block in aliases(blocks, BLOCK_BYTES, len(layer)):
                 assert not layer[block].any(), block
         back = torch.zeros_like(near)
-        copy_blocks(far, back, there.flip(1).to(on), src_block_dim=0, dst_block_dim=0)
+        copy_blocks(far, back, there.flip(1).to(on), dst_block_dim=0, **from_far)
         assert torch.equal(back, near)
 
 

@@ -86,6 +86,10 @@ def store_rows(
     - ``fp8_per_token_head``, ``int8_per_token_head``: 8-bit values of each head, and its scale in a
       tensor of its own: max(amax / 448, 1e-6), for int8 max(amax / 127, 1e-6).
 
+    Numbers beyond the largest payload (448 or 127) become that number. A NaN does not change its
+    group's scale, and becomes NaN (int8: 0). With an infinite value the group's scale is infinite
+    (ue8m0: 255), its infinite values NaN (int8: 0) and its finite ones 0.
+
     Parameters
     ----------
     cache : Tensor, or two
@@ -104,13 +108,9 @@ def store_rows(
         fp32, one for each cache. ``fp8``: 1 element, or one for each head; values are divided by
         it. Per token and head: ``[num_slots, heads]`` or ``[num_blocks, page, heads]``, written.
     scale_rule : {"pow2", "fp32"}, optional
-        The other rule of ``fp8_ds_mla`` (default ``"pow2"``) and ``fp8_index_k`` (``"fp32"``).
+        How a computed scale is rounded: see above. Default: as the format has it.
     skip : int, optional
         One more index whose rows are not stored, as in ``store_cache``.
-
-    Numbers beyond the largest payload (448 or 127) become that number. A NaN does not change its
-    group's scale, and becomes NaN (int8: 0). With an infinite value the group's scale is infinite
-    (ue8m0: 255), its infinite values NaN (int8: 0) and its finite ones 0.
 
     Raises
     ------
