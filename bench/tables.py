@@ -65,18 +65,18 @@ jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing
 """  # noqa: E501
 
 BESIDE = {
-    "engine, contiguous, h2d": "copy engine, one piece, to the GPU",
-    "engine, contiguous, d2h": "to the host",
-    "engine, contiguous, both": "both ways at once",
+    "engine, contiguous, h2d": "copy engine, to the GPU",
+    "engine, contiguous, d2h": "copy engine, to the host",
+    "engine, contiguous, both": "copy engine, both ways at once",
     "copy_blocks h2d": "`copy_blocks`, layer first, to the GPU",
-    "copy_blocks d2h": "to the host",
-    "copy_blocks both": "both ways at once",
-    "copy_blocks d2h, 4 SMs": "`num_sms=4`, to the host",
+    "copy_blocks d2h": "`copy_blocks`, to the host",
+    "copy_blocks both": "`copy_blocks`, both ways at once",
+    "copy_blocks d2h, 4 SMs": "`copy_blocks(num_sms=4)`, to the host",
     "host page first, h2d": "`copy_blocks`, host page first, to the GPU",
-    "host page first, d2h": "to the host",
-    "host page first, both": "both ways at once",
-    "pages, h2d": "`copy_blocks`, pages of 512 KiB on both sides, to the GPU",
-    "pages, d2h": "to the host",
+    "host page first, d2h": "`copy_blocks`, host page first, to the host",
+    "host page first, both": "`copy_blocks`, host page first, both ways",
+    "pages, h2d": "`copy_blocks`, pages of 512 KiB, to the GPU",
+    "pages, d2h": "`copy_blocks`, pages of 512 KiB, to the host",
     "h2d_gather": "`h2d_gather`, rows of 656 B",
     "d2h_scatter": "`d2h_scatter`, the same rows",
 }
