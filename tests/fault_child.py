@@ -72,7 +72,9 @@ def check_the_second_half_of_a_store_raises_nothing() -> None:
         assert num_launches() == 1
         is_raised_once(fault)
     fault.be(*BAD)
-    assert isinstance(raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None, None), IndexError)
+    assert isinstance(
+        raised(first, cuda(10, 5), None, indices(), cuda(3, 5), None, None), IndexError
+    )
     assert num_launches() == 0
 
 
