@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ScaleRule = Literal["pow2", "fp32"]
+WRITES_SCALES = ("fp8_per_token_head", "int8_per_token_head")
 
 host.builds("store_rows", partial(formats.kernel, "store_rows"))
 
@@ -45,6 +46,7 @@ def _through_torch(
     scale, v_scale = one_or_two("store_rows", "scales", [None] if scales is None else scales)
     dispatch.through_torch(
         "store_rows",
+        "scales" if format in WRITES_SCALES else "default",
         cache=k_cache,
         v_cache=v_cache,
         indices=indices,
@@ -126,7 +128,7 @@ def store_rows(
     call = _store_rows.call
     caches, rows = as_tuple(cache), as_tuple(parts)
     factors = () if scales is None else as_tuple(scales)
-    written = caches if format in (None, "fp8") else caches + factors
+    written = caches + factors if format in WRITES_SCALES else caches
     if inference_mode.is_enabled() or dispatch.is_plain(written, rows + factors):
         options = None
         if format is not None or factors or scale_rule is not None or skip is not None:
@@ -195,12 +197,12 @@ def _run(
     _now(caches, indices, tuple(parts), (format, scales or None, scale_rule, skip))
 
 
+_SCHEMA = (
+    "store_rows{}(Tensor(a!) cache, Tensor(b!)? v_cache, Tensor indices, Tensor[] parts, *, "
+    "str? format=None, Tensor{}? scale=None, Tensor{}? v_scale=None, str? scale_rule=None, "
+    "SymInt? skip=None) -> ()"
+)
 OVERLOADS = (
-    TorchOverload(
-        "store_rows(Tensor(a!) cache, Tensor(b!)? v_cache, Tensor indices, Tensor[] parts, *, "
-        "str? format=None, Tensor(c!)? scale=None, Tensor(d!)? v_scale=None, "
-        "str? scale_rule=None, SymInt? skip=None) -> ()",
-        run=_run,
-        fake=no_result,
-    ),
+    TorchOverload(_SCHEMA.format("", "", ""), run=_run, fake=no_result),
+    TorchOverload(_SCHEMA.format(".scales", "(c!)", "(d!)"), run=_run, fake=no_result),
 )

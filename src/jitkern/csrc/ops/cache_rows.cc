@@ -22,9 +22,11 @@ int head_dim_of(const Tensor& pages) {
 
 }  // namespace
 
-CacheRows CacheRows::of(const Tensor& cache, i64 row_bytes) {
-  const bool has_pages = cache.dl->ndim >= 3 && bytes_from(cache, 1) != row_bytes &&
-                         bytes_from(cache, 2) == row_bytes && row_bytes > 0;
+CacheRows CacheRows::of(const Tensor& cache, i64 row_bytes, int row_ndim) {
+  const DLTensor& dl = *cache.dl;
+  const bool fits_pages = dl.ndim >= 3 && row_bytes > 0 && bytes_from(cache, 2) == row_bytes;
+  const bool has_pages = fits_pages && (dl.shape[1] == 1 ? dl.ndim - 2 == row_ndim
+                                                         : bytes_from(cache, 1) != row_bytes);
   if (!has_pages) return CacheRows(Rows(cache));
   CacheRows pages(cache, row_bytes, head_dim_of(cache));
   const bool is_flat =
@@ -58,8 +60,8 @@ CacheRows::CacheRows(const Tensor& pages, i64 row_bytes, i64 head_dim)
       head_bytes = row_bytes;
     }
   }
-  if (num_rows > kMostPagedSlots) {
-    value_error(str(num_rows, " slots in pages"), "less than 2^31");
+  if (std::max(num_rows, page) > kMostPagedSlots) {
+    value_error(str(std::max(num_rows, page), " slots in pages"), "less than 2^31");
   }
   begin = end = address(data);
   if (empty()) return;

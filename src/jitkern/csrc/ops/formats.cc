@@ -11,6 +11,8 @@ using tvm::ffi::Array;
 
 namespace {
 
+constexpr int kCut = 128;
+constexpr i64 kMostOfHead = 2048;  // values: more would fill a lane's registers
 constexpr int kMostElems = 16;  // values of a lane's vector: with 8 a store took 1.35 times as long
 constexpr i64 kMostThreads = (1ll << 32) - 1024;  // kernels number threads in 32 bits
 
@@ -33,13 +35,16 @@ Grid groups_of(const Tensor& values, i64 group_bytes) {
 }
 
 // Values as [rows, groups]. The groups of a format without a size of groups are heads.
-Grid grid_of(const Tensor& values, int group) {
+Grid grid_of(const Tensor& values, int group, bool is_given) {
   const DLTensor& dl = *values.dl;
   if (group == 0 && dl.ndim == 3) return Grid(values, 0, 1, 2);
   if (group == 0 && dl.ndim != 2) values.shape_error("[rows, heads, dim] or [rows, dim]");
   if (dl.ndim < 2) values.shape_error("[rows, dim]");
   const i64 row_bytes = bytes_from(values, 1);
-  const i64 group_bytes = group == 0 ? row_bytes : group * values.item_bytes();
+  // A row without heads that has one given scale is cut into groups, of any size.
+  const bool is_cut = group == 0 && is_given && row_bytes % (kCut * values.item_bytes()) == 0;
+  const int cut = is_cut ? kCut : group;
+  const i64 group_bytes = cut == 0 ? row_bytes : cut * values.item_bytes();
   if (group == 0 && row_bytes == 0) values.shape_error("rows of 1 value or more");
   if (row_bytes == 0 || row_bytes % group_bytes != 0) {
     values.shape_error(str("rows of a multiple of ", group, " values"));
@@ -168,10 +173,13 @@ void FormatCall::add(const FormatSide& side) {
   if (!from_host) indices.same_device(side.cache);
   side.values.same_device(home);
   const int type = float_type(side.values);
-  const Grid values = grid_of(side.values, row.group);
+  const Grid values = grid_of(side.values, row.group, row.is_given());
   require_rows(side.values, values.outer, indices);
   FormatShape shape{values.inner, values.row_bytes / values.item_bytes(), 0, type};
   if (shape.group == 0 || shape.groups == 0) side.values.shape_error("rows of 1 value or more");
+  if (shape.group > kMostOfHead) {
+    side.values.shape_error(str("heads of ", kMostOfHead, " values or fewer"));
+  }
 
   FormatTable& table = params.tables[num_tables()];
   table.values = values.data;
@@ -198,7 +206,8 @@ void FormatCall::set_cache(const FormatSide& side, const FormatShape& shape, For
   const i64 expected =
       payload + shape.rest_bytes +
       (row.place == ScalePlace::kInRow || row.place == ScalePlace::kInPage ? scales : 0);
-  CacheRows rows = CacheRows::of(cache, expected);
+  const bool has_heads = row.group == 0 && side.values.dl->ndim == 3;
+  CacheRows rows = CacheRows::of(cache, expected, has_heads ? 2 : 1);
   if (rows.row_bytes != expected) {
     cache.value_error(
         str("rows of ", rows.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
@@ -257,18 +266,24 @@ void FormatCall::set_scales(const FormatSide& side, const FormatShape& shape, Fo
     if (row.is_given()) {
       scales.same_device(side.values);
       const i64 count = scales.numel();
-      if (count != 1 && (count != shape.groups || scales.dl->ndim != 1)) {
-        scales.shape_error(str("1 element, or one for each of ", shape.groups, " heads"));
+      const i64 heads = side.values.dl->ndim == 3 ? shape.groups : 1;
+      if (count != 1 && (count != heads || scales.dl->ndim != 1)) {
+        scales.shape_error(str("1 element, or one for each of ", heads, " heads"));
       }
+      if (count > 1 && scales.stride(0) < 0) scales.refuse_stride(0);
       table.scales = scales.data();
       table.scale_strides.head_stride = count == 1 ? 0 : scales.stride(0) * 4;
       scales_.push_back(Rows(scales, count, 4, table.scale_strides.head_stride));
     } else {
       scales.same_device(side.cache);
-      const CacheRows rows = CacheRows::of(scales, shape.groups * 4);
+      const CacheRows rows = CacheRows::of(scales, shape.groups * 4, 1);
       if (rows.row_bytes != shape.groups * 4) {
         scales.shape_error(
             str("[num_slots, ", shape.groups, "] or [num_blocks, page, ", shape.groups, "]"));
+      }
+      if (rows.num_heads > 1 && rows.num_heads != shape.groups) {
+        scales.value_error(str("heads at several strides (shape ", scales.shape_text(), ")"),
+                           "one stride");
       }
       rows.same_num_rows(caches_.back());
       table.scales = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);
@@ -278,8 +293,9 @@ void FormatCall::set_scales(const FormatSide& side, const FormatShape& shape, Fo
   }
   if (row.scale_bytes != 4) return;
   if ((address(table.scales) | bits_of(table.scale_strides)) % 4 == 0) return;
-  side.cache.value_error("scales that are not aligned to 4 bytes",
-                         "an address and strides that are multiples of 4 bytes");
+  (side.scales ? *side.scales : side.cache)
+      .value_error("scales that are not aligned to 4 bytes",
+                   "an address and strides that are multiples of 4 bytes");
 }
 
 void FormatCall::check_overlap(const FormatSide& side, const Grid& values) {

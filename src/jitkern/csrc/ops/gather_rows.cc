@@ -50,8 +50,11 @@ void gather_table(const FormatCall& call, const FormatTable& table, const Format
 
 void gather_by_cpu(const FormatCall& call, i64 count) {
   const FormatParams& p = call.params;
-  call.indices.check_below(p.num_slots);
   call.indices.with_index([&](const auto index_at) {
+    for (i64 row = 0; row < count; ++row) {
+      const i64 index = index_at(row);
+      if (index >= p.num_slots) raise_index_error(kOp, "indices", row, index, p.num_slots);
+    }
     for (i64 row = 0; row < count; ++row) {
       const i64 index = index_at(row);
       const i64 slot = is_below(index, p.num_slots) ? index : -1;

@@ -22,11 +22,11 @@ constexpr const char* kOp = "indexing";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 
-// The bytes of a row, by which pages are told from rows: those of `output`. Its shape is checked
-// later.
-i64 row_bytes_of(AnyView output, const Tensor& indices) {
+// `table` as the rows that `output` has, whose shape is checked later.
+CacheRows weights_rows(const Tensor& table, AnyView output, const Indices& indices) {
   const Tensor rows(kOp, "output", output);
-  return bytes_from(rows, std::min(indices.dl->ndim, rows.dl->ndim));
+  const int row_ndim = std::max(rows.dl->ndim - indices.dl->ndim, 0);
+  return CacheRows::of(table, bytes_from(rows, rows.dl->ndim - row_ndim), row_ndim);
 }
 
 // `output` as one row for each index. Checks its shape, and devices in the order of the arguments.
@@ -129,7 +129,7 @@ struct IndexArgs {
  private:
   IndexArgs(const Tensor& table, const Indices& indices, AnyView output_arg, AnyView vocab_range,
             AnyView more)
-      : weights(CacheRows::of(table, row_bytes_of(output_arg, indices))),
+      : weights(weights_rows(table, output_arg, indices)),
         indices(indices),
         output(output_rows(output_arg, indices, weights)) {
     output.distinct_rows();

@@ -29,7 +29,7 @@ struct Table {
 
   Table(const CacheRows& cache, const Rows& rows) : cache(cache), rows(rows) {}
   Table(const Tensor& cache, const Tensor& rows)
-      : cache(CacheRows::of(cache, bytes_from(rows, 1))), rows(rows) {}
+      : cache(CacheRows::of(cache, bytes_from(rows, 1), rows.dl->ndim - 1)), rows(rows) {}
   Table(const char* cache_arg, AnyView cache, const char* rows_arg, AnyView rows)
       : Table(Tensor(kOp, cache_arg, cache), Tensor(kOp, rows_arg, rows)) {}
 
@@ -262,7 +262,7 @@ void store_parts(const std::vector<Tensor>& caches, const Indices& indices,
     return store_tables(Table(caches[0], parts[0]), std::nullopt, indices, skip, site);
   }
   const i64 first_bytes = bytes_from(parts[0], 1), last_bytes = bytes_from(parts[1], 1);
-  const CacheRows cache = CacheRows::of(caches[0], first_bytes + last_bytes);
+  const CacheRows cache = CacheRows::of(caches[0], first_bytes + last_bytes, parts[0].dl->ndim - 1);
   if (cache.row_bytes != first_bytes + last_bytes) {
     cache.value_error(str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
                       str(first_bytes + last_bytes, " bytes, those of the parts together"));
