@@ -78,7 +78,7 @@ def count(sources: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, float]
     import jitkern
 
     if KERNEL in keys:
-        jitkern.warm(["store", "index"], element_sizes=[ROW_BYTES], archs=[ARCH])
+        jitkern.warm(["store", "index"], row_bytes=[ROW_BYTES], archs=[ARCH])
         # Without bytecode, as under PYTHONDONTWRITEBYTECODE, an import takes 2.8 times as many.
         compileall.compile_dir(Path(jitkern.__file__).parent, quiet=1)
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as folder:

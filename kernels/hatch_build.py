@@ -27,7 +27,7 @@ def _build_kernels(out_dir: Path, wanted: list[dict[str, Any]], archs: list[str]
 
     sized: list[tuple[str, int]] = []
     for arguments in wanted:
-        sizes = {size.name: arguments.get(f"{size.name}s", ()) for size in SIZES}
+        sizes = {size.name: arguments.get(size.name, ()) for size in SIZES}
         sized += sized_ops(arguments.get("ops"), sizes)
     jobs = [(kernel, Arch.parse(arch)) for kernel in kernels_of(sized) for arch in archs]
     cache = Cache(out_dir, shared=True)

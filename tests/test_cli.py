@@ -69,26 +69,28 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
         ("doctor --jsn", "unrecognized arguments: --jsn"),
         ("warm --elem 656", "unrecognized arguments: --elem"),  # not abbreviated
         (
-            "warm --op merge --element-size 6",
+            "warm --op merge --row-bytes 6",
             "--op: 'merge', expected along with --head-dim\n",
         ),
-        ("warm --arch 9.0", "--arch: expected along with --element-size"),
+        ("warm --arch 9.0", "--arch: expected along with --row-bytes, "),
         ("warm --check --out x", "warm: --out: 'x', expected none along with --check\n"),
-        ("warm --element-size 1073741824", "1 to 1073741823"),
-        (f"warm --element-size 656,{'9' * 5000}", "expected bytes per row"),
+        ("warm --row-bytes 2g", "'2g', expected bytes per row, 1 or more and under 1 GiB"),
+        ("warm --head-dim 256m", "'256m', expected elements per head, 1 or more and under 2**28"),
+        (f"warm --row-bytes 656,{'9' * 5000}", "expected bytes per row"),
         ("warm --head-dim 64,0", "'0', expected elements per head"),
         ("warm --format fp9", "--format: 'fp9', expected fp8_ds_mla, fp8_index_k, "),
         ("warm --format 656", "--format: '656', expected fp8_ds_mla, "),
         (
             "warm --format fp8 --row-bytes 6 --op store",
-            "--format: ['fp8'], expected an op of store_rows",
+            "--format: ['fp8'], expected an op of store_r",
         ),
-        ("warm --op store_rows --element-size 656", "'store_rows', expected along with --format"),
-        ("warm --row-bytes ,", "--element-size/--row-bytes: ',', expected at least one"),
-        ("warm --element-size 656 --arch 9.0,x", "warm: --arch: 'x', expected one of"),
-        ("warm --element-size 656 --arch 9.0 --op frob", "warm: --op: 'frob', expected"),
-        ("warm --row-bytes 6 --head-dim 64 --op merge", "warm: --element-size: [6], expected an "),
-        ("warm --element-size 656 --arch 9.0,7.5", "--arch: 7.5, expected 8.0 or newer"),
+        ("warm --op store_rows --row-bytes 656", "'store_rows', expected along with --format\n"),
+        ("warm --row-bytes ,", "--row-bytes: ',', expected at least one"),
+        ("warm --element-size ,", "--element-size: ',', expected at least one"),
+        ("warm --row-bytes 656 --arch 9.0,x", "warm: --arch: 'x', expected one of"),
+        ("warm --row-bytes 656 --arch 9.0 --op frob", "warm: --op: 'frob', expected"),
+        ("warm --row-bytes 6 --head-dim 64 --op merge", "warm: --row-bytes: [6], expected an "),
+        ("warm --row-bytes 656 --arch 9.0,7.5", "--arch: 7.5, expected 8.0 or newer"),
         ("warm --replay /dev/null", "/dev/null"),
     ],
 )
@@ -127,18 +129,18 @@ def test_a_wrong_variable_is_one_line(
 ) -> None:
     use(**{"ARCH": "9.0", name: value})
     # A row size of this test's own: nothing is in this process's memory.
-    got, text = one_line(capsys, "warm", "--op", "store", "--element-size", "52429")
+    got, text = one_line(capsys, "warm", "--op", "store", "--row-bytes", "52429")
     assert (got, message in text) == (status, True), text
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_row_bytes_is_element_size_and_a_tiny_row_gets_a_note(capsys: Capture) -> None:
-    """--element-size 2 was read as the size of a bf16 value, and 2 bytes per row were compiled."""
+    """--row-bytes 2 was read as the size of a bf16 value, and 2 bytes per row were compiled."""
     warm = ("warm", "--op", "store", "--arch", "9.0", "--check")
     status, out, err = run(capsys, *warm, "--row-bytes", "52433,2", "--element-size", "16")
     assert status == 1
     assert set(re.findall(r"^store +(\d+),", out, re.MULTILINE)) == {"52433", "2", "16"}
-    note = "jitkern: note: --element-size 2, 16: bytes per row, not per value; a row of "
+    note = "jitkern: note: --row-bytes 2, 16: bytes per row, not per value; a row of "
     assert err.startswith(note) and err.count("\n") == 2
     assert "note" not in run(capsys, *warm, "--row-bytes", "52433")[2]
 
@@ -154,6 +156,7 @@ def test_a_large_head_dim_gets_a_note(capsys: Capture) -> None:
 def test_help_shows_sizes_that_each_option_takes(capsys: Capture) -> None:
     out = " ".join(run(capsys, "warm", "--help")[1].split())
     assert "a list such as 656,64k" in out and "a list such as 64,128" in out
+    assert out.count("--element-size") == 1 < out.count("--row-bytes")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_kernels_are_compiled_shown_cleared_and_replayed(
 ) -> None:
     record = tmp_path / "run.jsonl"
     use(RECORD=str(record))
-    warm = ("warm", "--element-size", "144", "--op", "store", "--arch", "9.0,8.0")
+    warm = ("warm", "--row-bytes", "144", "--op", "store", "--arch", "9.0,8.0")
     status, out, err = run(capsys, *warm)
     assert (status, err, sources_of(out)) == (0, "", ["compiled"] * 4)  # of two index types
     assert out.splitlines()[-1].endswith(f", in {empty_cache}") and "\x1b" not in out
@@ -281,6 +284,6 @@ def test_without_torch_one_line_says_what_to_install(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # its import is an ImportError then
-    status, text = one_line(capsys, "warm", "--element-size", "656")
+    status, text = one_line(capsys, "warm", "--row-bytes", "656")
     assert status == 1
     assert re.fullmatch(r"torch: import of torch .*; pip install torch\n", text)

@@ -40,7 +40,7 @@ LIST = f"""
 archs = ["9.0"]
 [[warm]]
 ops = ["store_cache"]
-element_sizes = [{ROW_BYTES}]
+row_bytes = [{ROW_BYTES}]
 """
 
 
@@ -94,7 +94,7 @@ def test_the_list_is_one() -> None:
     assert len(set(map(Arch.parse, wanted["archs"]))) == len(wanted["archs"])
     sized = []
     for given in wanted["warm"]:
-        sizes = {size.name: given.get(f"{size.name}s", ()) for size in SIZES}
+        sizes = {size.name: given.get(size.name, ()) for size in SIZES}
         sized += sized_ops(given.get("ops"), sizes)
     assert len(set(sized)) == len(sized)
     assert {op for op, _ in sized} == set(device_ops())

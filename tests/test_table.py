@@ -66,7 +66,7 @@ output.zero_()
 torch.ops.jitkern.write_twice(rows, output)
 check()
 
-assert main(["warm", "--op", "twice", "--element-size", "16", "--arch", "9.0"]) == 0
+assert main(["warm", "--op", "twice", "--row-bytes", "16", "--arch", "9.0"]) == 0
 
 sys.path[:0] = ["", "tests"]
 import sanitize

@@ -79,7 +79,7 @@ def run(capsys: Capture, *argv: object) -> tuple[int, str, str]:
 @needs_nvrtc
 def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    how: dict[str, Any] = {"element_sizes": [60424], "archs": ["9.0", Arch(8, 0), "sm_90"]}
+    how: dict[str, Any] = {"row_bytes": [60424], "archs": ["9.0", Arch(8, 0), "sm_90"]}
     found = jitkern.warm(
         ["store_cache", "store"], **how, progress=lambda one, *n: told.append((str(one), *n))
     )
@@ -114,25 +114,25 @@ NO_ARCHS = (
         ({"ops": ["frob"]}, ValueError, "warm: ops: 'frob', expected one of store_cache, store, "),
         ({"ops": "store"}, TypeError, "warm: ops: 'store', expected a list, such as ['store']"),
         (
-            {"ops": ["merge_state", "store_cache"], "element_sizes": [656]},
+            {"ops": ["merge_state", "store_cache"], "row_bytes": [656]},
             ValueError,
             "warm: ops: 'merge_state', expected along with head_dims",
         ),
         (
-            {"ops": ["store"], "element_sizes": [656], "head_dims": [64]},
+            {"ops": ["store"], "row_bytes": [656], "head_dims": [64]},
             ValueError,
             "warm: head_dims: [64], expected an op of merge_states, merge_state, merge",
         ),
-        ({"element_sizes": 656}, TypeError, "warm: element_sizes: 656, expected a list, such as "),
+        ({"row_bytes": 656}, TypeError, "warm: row_bytes: 656, expected a list, such as "),
         (
-            {"element_sizes": [0]},
+            {"row_bytes": [0]},
             ValueError,
-            "warm: element_sizes: 0, expected bytes per row, 1 to ",
+            "warm: row_bytes: 0, expected bytes per row, 1 or more and under 1 GiB",
         ),
         (
             {"head_dims": [True]},
             ValueError,
-            "warm: head_dims: True, expected elements per head, 1 ",
+            "warm: head_dims: True, expected elements per head, 1 or ",
         ),
         ({"formats": "fp8"}, TypeError, "warm: formats: 'fp8', expected a list, such as ['fp8']"),
         (
@@ -141,7 +141,7 @@ NO_ARCHS = (
             "warm: formats: 656, expected fp8_ds_mla, fp8_index_k, ",
         ),
         (
-            {"ops": ["gather_rows"], "element_sizes": [656]},
+            {"ops": ["gather_rows"], "row_bytes": [656]},
             ValueError,
             "warm: ops: 'gather_rows', expected along with formats",
         ),
@@ -150,7 +150,7 @@ NO_ARCHS = (
         ({"replay": [__file__]}, ValueError, f"warm: replay: {__file__}:1: not a recorded spec"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
         ({"check": True, "out": "x"}, ValueError, "warm: out: 'x', expected none along with check"),
-        ({"element_sizes": [656]}, ValueError, NO_ARCHS),
+        ({"row_bytes": [656]}, ValueError, NO_ARCHS),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -181,13 +181,13 @@ def test_a_failure_carries_the_outcomes_of_all(
 
 def test_ops_without_a_size_are_not_built(empty_cache: Path) -> None:
     how: dict[str, Any] = {"archs": ["9.0"], "check": True}
-    by_rows = sized(jitkern.warm(element_sizes=[60488], **how))
+    by_rows = sized(jitkern.warm(row_bytes=[60488], **how))
     by_dim = sized(jitkern.warm(head_dims=[120, 136], **how))
     assert by_rows >= {("store", "60488"), ("index", "60488")}
     assert by_dim == {("merge", "120"), ("merge", "136")}
     by_format = sized(jitkern.warm(formats=["fp8_ds_v41"], **how))
     assert by_format == {("store_rows", "2"), ("gather_rows", "2")}
-    sizes: dict[str, Any] = {"element_sizes": iter([60488]), "head_dims": iter([120])}
+    sizes: dict[str, Any] = {"row_bytes": iter([60488]), "head_dims": iter([120])}
     some = sized(jitkern.warm(iter(["store", "merge_state"]), **sizes, **how))  # type: ignore[arg-type]
     assert some == {("store", "60488"), ("merge", "120")}
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_kept_is_a_failure(capsys: Capture, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("jitkern.cache.store.write_new", write_new)
-    argv = ("--element-size", "60456", "--op", "store", "--arch", "9.0")
+    argv = ("--row-bytes", "60456", "--op", "store", "--arch", "9.0")
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         status, out, err = run(capsys, *argv)
     assert status == 1

@@ -43,7 +43,7 @@ from jitkern.cli import main
 assert jitkern.__file__.startswith(sys.argv[1]), jitkern.__file__
 status = main(["doctor"])
 assert jitkern.stats().shipped.count == 1, "the host module is not the one of the wheel"
-sys.exit(status or main(["warm", "--element-size", "656", "--arch", "9.0"]))
+sys.exit(status or main(["warm", "--row-bytes", "656", "--arch", "9.0"]))
 """
 
 # What the wheel of kernels is to have, by the sources of the wheel beside it: sys.argv[2:] are

@@ -108,7 +108,7 @@ class Outcome:
 
 def warm(
     ops: Sequence[str] | None = None,
-    element_sizes: Sequence[int] = (),
+    row_bytes: Sequence[int] = (),
     archs: Sequence[Arch | str] | None = None,
     replay: Sequence[str | PathLike[str]] = (),
     *,
@@ -128,7 +128,7 @@ def warm(
     ops
         Names of ops, such as ``store_cache`` or ``store``. Default: all that have kernels for the
         given sizes.
-    element_sizes
+    row_bytes
         Bytes per row (not per value). For each size, builds the kernels for contiguous tensors.
     archs
         Compute capabilities, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
@@ -137,7 +137,7 @@ def warm(
         Records of earlier runs, written with ``JITKERN_RECORD``. They name files to compile and
         compiler flags: use only records that you trust like code.
     head_dims
-        Values per head (not bytes), for ``merge_states``, which has no ``element_sizes``.
+        Values per head (not bytes), for ``merge_states``, which has no ``row_bytes``.
     formats
         Formats of rows, such as ``fp8_ds_mla``, for ``store_rows`` and ``gather_rows``: the shapes
         of the models that use them.
@@ -166,7 +166,7 @@ def warm(
         A file cannot be read.
     """
     wanted_archs = _archs(archs)
-    sizes = {"element_size": element_sizes, "head_dim": head_dims, "format": formats}
+    sizes = {"row_bytes": row_bytes, "head_dims": head_dims, "formats": formats}
     wanted_ops = sized_ops(ops, sizes)
     if out is not None and not isinstance(out, (str, PathLike)):
         raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
@@ -224,21 +224,21 @@ def sized_ops(
 ) -> list[tuple[str, Any]]:
     """Return the ops, by their stems, each with the sizes that it is compiled for."""
     stems, size_of = op_names(), op_sizes()
-    sizes = {size: _listed(f"{size.name}s", sizes_by_name[size.name]) for size in SIZES}
+    sizes = {size: _listed(size.name, sizes_by_name[size.name]) for size in SIZES}
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
             raise ArgumentError("ops", f"{op!r}, expected one of {', '.join(stems)}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
-            raise ArgumentError("ops", f"{op!r}, expected along with ", f"{size.name}s")
+            raise ArgumentError("ops", f"{op!r}, expected along with ", size.name)
     for size, values in sizes.items():
         for value in values:
             if not size.accepts(value):
-                raise ArgumentError(f"{size.name}s", f"{value!r}, expected {size.expected}")
+                raise ArgumentError(size.name, f"{value!r}, expected {size.expected}")
         if values and size not in {size_of[op] for op in names}:
             expected = ", ".join(op for op in stems if size_of[op] == size)
-            raise ArgumentError(f"{size.name}s", f"{values}, expected an op of {expected}")
+            raise ArgumentError(size.name, f"{values}, expected an op of {expected}")
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 

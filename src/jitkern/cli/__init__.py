@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="jitkern",
         description="JIT-compiled CUDA kernels that move data in LLM inference.",
-        example="jitkern doctor\njitkern warm --element-size 656 --arch 9.0",
+        example="jitkern doctor\njitkern warm --row-bytes 656 --arch 9.0",
     )
     parser.add_argument("--version", action="version", version=f"jitkern {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

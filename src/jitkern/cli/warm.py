@@ -26,9 +26,9 @@ The host module is built first; without options, nothing else is built. Kernels 
 holds already are not compiled again."""
 _WITH_KERNELS = [op for op in OPS if op.has_kernels]
 EXAMPLE = """
-jitkern warm --element-size 656                  # the same as --row-bytes 656
-jitkern warm --element-size 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
-jitkern warm --element-size 1024 --head-dim 64,128 --arch 9.0
+jitkern warm --row-bytes 656
+jitkern warm --row-bytes 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
+jitkern warm --row-bytes 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
@@ -42,10 +42,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for size in SIZES:
         ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
-        options = filter(None, (size.option, size.alias))
         such_as = f"of {size.expected}" if size.choices else f"such as {size.example}"
         text = f"{size.meaning}, for {ops}; a list {such_as}, or repeat the option"
-        add(*options, type=ui.sizes(size), action="extend", metavar=size.unit, help=text)
+        how: dict[str, Any] = {"type": ui.sizes(size), "action": "extend", "dest": size.name}
+        if size.older_option:
+            text += f"; {size.older_option} is an older name of the option"
+            add(size.older_option, help=argparse.SUPPRESS, **how)
+        add(size.option, metavar=size.unit, help=text, **how)
     text = f"ops to compile, out of {', '.join(op_names())}; default: all that the sizes fit"
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
     text = "GPU architectures to compile for, such as 9.0,10.0; default: JITKERN_ARCH, else the "
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from jitkern.warming import ArgumentError, warm
 
     start = time.perf_counter()
-    sizes: dict[str, Any] = {f"{size.name}s": getattr(args, size.name) or () for size in SIZES}
+    sizes: dict[str, Any] = {size.name: getattr(args, size.name) or () for size in SIZES}
     if args.arch and not (args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
@@ -92,12 +95,12 @@ def run(args: argparse.Namespace) -> int:
         raise ui.UsageError(f"warm: {_option(error.argument)}: {text}") from error
     except ValueError as error:  # a wrong variable; jobs keep theirs in their outcomes
         raise ui.UsageError(str(error)) from error
-    if tiny := [size for size in args.element_size or () if size <= TINY_ROW_BYTES]:
+    if tiny := [size for size in args.row_bytes or () if size <= TINY_ROW_BYTES]:
         ui.note(
-            f"--element-size {', '.join(map(str, tiny))}: bytes per row, not per value; "
+            f"--row-bytes {', '.join(map(str, tiny))}: bytes per row, not per value; "
             "a row of 8 heads of 128 bf16 values has 2048"
         )
-    if large := [dim for dim in args.head_dim or () if dim > LARGE_HEAD_DIM]:
+    if large := [dim for dim in args.head_dims or () if dim > LARGE_HEAD_DIM]:
         ui.note(
             f"--head-dim {', '.join(map(str, large))}: elements of one head, not of all heads; "
             "most models have 64 to 256"
@@ -122,8 +125,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _option(argument: str) -> str:
-    """Return the option that is this argument of ``warm``: lists have the plural of its name."""
-    return f"--{argument.removesuffix('s').replace('_', '-')}"
+    """Return the option that is this argument of ``warm``: a list has the plural of its name."""
+    sizes = {size.name: size.option for size in SIZES}
+    return sizes.get(argument) or f"--{argument.removesuffix('s')}"
 
 
 def _show_progress(job: Outcome, done: int, jobs: int) -> None:

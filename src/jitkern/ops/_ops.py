@@ -20,33 +20,47 @@ FORMATS = (
 class Size(NamedTuple):
     """A size, or the name of a format, that kernels are compiled for."""
 
-    name: str  # plus "s": the argument of ``jitkern.warm``
+    name: str  # the argument of ``jitkern.warm``, a plural
+    option: str  # the option of ``jitkern warm``
     meaning: str
     unit: str
-    largest: int = 0
+    limit: int = 0  # each size is below
+    limit_text: str = ""
     example: str = ""  # a list of sizes
-    alias: str = ""  # another name of the option
+    older_option: str = ""  # the same as `option`
     choices: tuple[str, ...] = ()  # names, in the place of a size
-
-    @property
-    def option(self) -> str:
-        """The option of ``jitkern warm``."""
-        return f"--{self.name.replace('_', '-')}"
 
     @property
     def expected(self) -> str:
         """What values are right, for errors."""
-        return ", ".join(self.choices) or f"{self.meaning}, 1 to {self.largest}"
+        return ", ".join(self.choices) or f"{self.meaning}, 1 or more and under {self.limit_text}"
 
     def accepts(self, value: Any) -> bool:
-        return value in self.choices or (type(value) is int and 1 <= value <= self.largest)
+        return value in self.choices or (type(value) is int and 1 <= value < self.limit)
 
 
 SIZES = (
     # The largest row is the limit in pairs.cuh, the largest head 2^30 bytes in fp32.
-    Size("element_size", "bytes per row", "BYTES", (1 << 30) - 1, "656,64k", alias="--row-bytes"),
-    Size("head_dim", "elements per head", "DIM", (1 << 28) - 1, "64,128"),
-    Size("format", "format of rows", "FORMAT", choices=FORMATS),
+    Size(
+        "row_bytes",
+        "--row-bytes",
+        "bytes per row",
+        "BYTES",
+        limit=1 << 30,
+        limit_text="1 GiB",
+        example="656,64k",
+        older_option="--element-size",
+    ),
+    Size(
+        "head_dims",
+        "--head-dim",
+        "elements per head",
+        "DIM",
+        limit=1 << 28,
+        limit_text="2**28",
+        example="64,128",
+    ),
+    Size("formats", "--format", "format of rows", "FORMAT", choices=FORMATS),
 )
 
 
@@ -57,7 +71,7 @@ class Op(NamedTuple):
     function: str  # its public function in ``ops/<stem>.py``, exported by ``jitkern``
     more: tuple[str, ...] = ()  # other public functions there
     has_kernels: bool = True  # its module has ``kernels`` and ``OVERLOADS``
-    sized_by: str = "element_size"  # the name of the Size that ``kernels`` takes
+    sized_by: str = "row_bytes"  # the name of the Size that ``kernels`` takes
 
 
 class TorchOverload(NamedTuple):
@@ -85,10 +99,10 @@ OPS = (
     Op("h2d_gather", "h2d_gather"),
     Op("d2h_scatter", "d2h_scatter"),
     Op("copy_blocks", "copy_blocks"),
-    Op("store_rows", "store_rows", sized_by="format"),
-    Op("gather_rows", "gather_rows", sized_by="format"),
+    Op("store_rows", "store_rows", sized_by="formats"),
+    Op("gather_rows", "gather_rows", sized_by="formats"),
     Op("unpack", "unpack"),
-    Op("merge", "merge_states", more=("merge_state",), sized_by="head_dim"),
+    Op("merge", "merge_states", more=("merge_state",), sized_by="head_dims"),
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # runs on the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
