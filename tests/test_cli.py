@@ -59,15 +59,25 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     assert run(capsys, "--version") == (0, f"jitkern {__version__}\n", "")
 
 
+def test_no_command_is_the_help(capsys: Capture) -> None:
+    assert run(capsys) == run(capsys, "--help")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("", "required: COMMAND (see: jitkern --help)"),
-        ("bench --ci", "invalid choice: 'bench'"),
+        ("bench --ci", "argument COMMAND: 'bench', expected doctor, warm, cache (see: jitkern -"),
+        ("wram", "'wram', expected doctor, warm, cache; did you mean warm? (see: jitkern --help)"),
+        ("--versoin", "unrecognized arguments: --versoin; did you mean --version? (see: jitkern -"),
         ("cache", "required: action (see: jitkern cache --help)"),
-        ("cache lst", "invalid choice: 'lst'"),
-        ("doctor --jsn", "unrecognized arguments: --jsn"),
+        ("cache inof", "'inof', expected info, clear; did you mean info? (see: jitkern cache --h"),
+        ("doctor --jsn", "unrecognized arguments: --jsn (see: jitkern doctor --help)\n"),
         ("warm --elem 656", "unrecognized arguments: --elem"),  # not abbreviated
+        (
+            "warm --rowbytes=656",
+            "--rowbytes=656; did you mean --row-bytes? (see: jitkern warm --help)\n",
+        ),
+        ("warm --row-bytes 6 --op stroe", "; did you mean store?\n"),
         (
             "warm --op merge --row-bytes 6",
             "--op: 'merge', expected along with --head-dim\n",

@@ -1,8 +1,9 @@
-"""The error of a name that a package does not have: which package has it, or one like it."""
+"""Errors of unknown names, with a similar one."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 # The public names of the packages, which are not imported to look for a name.
 # tests/test_package.py compares them with what each ``__init__`` imports.
@@ -18,6 +19,14 @@ NAMES = {
         *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
     ),
 }
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """Return the end of an error: the known name that is most like an unknown one, if one is."""
+    from difflib import get_close_matches
+
+    similar = get_close_matches(str(name), names, 1)
+    return f"; did you mean {similar[0]}?" if similar else ""
 
 
 def no_attribute(package: str, name: str) -> AttributeError:

@@ -28,6 +28,7 @@ from jitkern.jit.device import DeviceModule, compiler_id
 from jitkern.jit.loader import checked, load_device
 from jitkern.jit.native import NativeLibrary, has_cuda
 from jitkern.jit.record import Specialisation, read_record
+from jitkern.names import did_you_mean
 from jitkern.ops import device_ops
 from jitkern.ops._ops import SIZES, op_names, op_sizes
 
@@ -228,7 +229,8 @@ def sized_ops(
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            raise ArgumentError("ops", f"{op!r}, expected one of {', '.join(stems)}")
+            expected = f"one of {', '.join(stems)}{did_you_mean(op, stems)}"
+            raise ArgumentError("ops", f"{op!r}, expected {expected}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
             raise ArgumentError("ops", f"{op!r}, expected along with ", size.name)

@@ -5,7 +5,6 @@ Each command is a module with ``configure(parser)`` and ``run(args)``, which doe
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import sys
@@ -55,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, extra = parser.parse_known_args(argv)
+    if extra:
+        args.parser.refuse(extra)
+    if args.parser is parser:  # no command: as pip, which shows its help
+        parser.print_help()
+        return 0
     try:
         settings()
     except ValueError as error:
@@ -64,20 +69,21 @@ def _run(argv: list[str]) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="jitkern",
         description="JIT-compiled CUDA kernels that move data in LLM inference.",
         example="jitkern doctor\njitkern warm --row-bytes 656 --arch 9.0",
     )
     parser.add_argument("--version", action="version", version=f"jitkern {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module in _COMMANDS.items():
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.DESCRIPTION, example=module.EXAMPLE
         )
         module.configure(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(parser=command, run=module.run)
     return parser
 
 

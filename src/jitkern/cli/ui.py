@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from jitkern.env import parse_bytes
 from jitkern.errors import UnsupportedError
+from jitkern.names import did_you_mean
 from jitkern.ops._ops import Size
 
 
@@ -29,6 +30,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see: {self.prog} --help)")
+
+    def refuse(self, extra: Sequence[str]) -> NoReturn:
+        """Raise the error of arguments that the parser does not know."""
+        unknown = [text.partition("=")[0] for text in extra if text.startswith("-")]
+        options = [option for action in self._actions for option in action.option_strings]
+        hint = did_you_mean(unknown[0], options) if unknown else ""
+        self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        # argparse suggests a choice from Python 3.14 on.
+        if action.choices is not None and value not in action.choices:
+            text = f"{value!r}, expected {', '.join(action.choices)}"
+            raise argparse.ArgumentError(action, f"{text}{did_you_mean(value, action.choices)}")
 
 
 def require_torch() -> None:
