@@ -83,7 +83,8 @@ test_mistakes = refusals(
     ({"num_bytes": 0}, ValueError, "num_bytes: 0, expected at least 1"),
     ({"num_bytes": "0G"}, ValueError, "num_bytes: 0, expected at least 1"),
     ({"num_bytes": "64 GB"}, ValueError, "num_bytes: '64 GB', expected bytes such as 1048576, '51"),
-    ({"num_bytes": [4]}, TypeError, "num_bytes: list, expected an int"),
+    ({"num_bytes": [4]}, TypeError, "num_bytes: list, expected an int, or a text such as '64G'"),
+    ({"num_bytes": 6.4e6}, TypeError, "num_bytes: float, expected an int, or a text such as '64G'"),
     ({"num_bytes": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
     (shared(3, 0, 1), ValueError, "share: name: 3, expected 1 to 200 letters"),
     (shared("a/b", 0, 1), ValueError, "share: name: 'a/b', expected 1 to"),
@@ -98,7 +99,7 @@ test_mistakes = refusals(
 def test_mistakes_of_tensors() -> None:
     refused: Any = [
         (([4, 0], torch.int8), ValueError, "shape: [4, 0], expected sizes of at least 1"),
-        (([4],), TypeError, "dtype: None, expected a torch.dtype"),
+        (([4],), TypeError, "dtype: None, expected a torch.dtype along with a shape"),
         ((None, torch.int8), TypeError, "shape: None, expected an int"),
         ((8, "int8"), TypeError, "dtype: str, expected a torch.dtype"),
     ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jitkern import fs
-from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg
+from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg, type_text
 from jitkern.env import parse_bytes
 from jitkern.errors import ShareError
 from jitkern.offload import memory
@@ -112,9 +112,10 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     ) -> torch.Tensor:
         """Return the next tensor of the pool, at the next multiple of 128 bytes.
 
-        ``tensor()`` is all bytes of the pool, ``tensor(n)`` the next n bytes, both as uint8. In a
-        shared pool, ranks that make the same calls get the same memory. TypeError or ValueError for
-        a wrong argument or if less memory is left, RuntimeError if the pool is closed.
+        ``tensor()`` is all bytes of the pool, if it is the first tensor; ``tensor(n)`` is the next
+        n bytes. Both are uint8. In a shared pool, ranks that make the same calls get the same
+        memory. TypeError or ValueError for a wrong argument or if less memory is left, RuntimeError
+        if the pool is closed.
         """
         if os.getpid() != self._pid:
             text = "a forked child has no part of its parent's pool; make one"
@@ -215,7 +216,11 @@ def _bytes_arg(num_bytes: Any) -> int:
             expected = "bytes such as 1048576, '512M' or '64G'"
             raise ValueError(f"PinnedPool: num_bytes: {num_bytes!r}, expected {expected}")
         num_bytes = parsed
-    return int_arg("PinnedPool", "num_bytes", num_bytes, 1)
+    try:
+        return int_arg("PinnedPool", "num_bytes", num_bytes, 1)
+    except TypeError:
+        text = f"{type_text(num_bytes)}, expected an int, or a text such as '64G'"
+        raise TypeError(f"PinnedPool: num_bytes: {text}") from None
 
 
 def _shape_arg(shape: Any, dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
@@ -225,4 +230,6 @@ def _shape_arg(shape: Any, dtype: Any) -> tuple[tuple[int, ...], torch.dtype]:
     if sizes is None:
         sizes = (int_arg(call, "shape", shape, 1),)
         dtype = torch.uint8 if dtype is None else dtype
+    if dtype is None:
+        raise TypeError(f"{call}: dtype: None, expected a torch.dtype along with a shape")
     return sizes, dtype_arg(call, dtype)
