@@ -295,6 +295,15 @@ def mistakes() -> list[Mistake]:
          "src: dtype float16, expected float32 as in dst"),
         ({"src": torch.ones(2, 20, 8)}, ValueError,
          "src: 2 layers (shape [2, 20, 8]), expected 3 layers as in dst (shape [3, 50, 8])"),
+        ({"src": torch.ones(100, 3, 8)}, ValueError,
+         "src: 100 layers (shape [100, 3, 8]), expected 3 layers as in dst (shape [3, 50, 8]); "
+         "for [num_blocks, num_layers, ...] pass src_block_dim=0"),
+        ({"src": torch.ones(3, 100, 8), "src_block_dim": 0}, ValueError,
+         "src: 100 layers (shape [3, 100, 8]), expected 3 layers as in dst (shape [3, 50, 8]); "
+         "for [num_layers, num_blocks, ...] pass src_block_dim=1"),
+        ({"dst": torch.zeros(100, 3, 8)}, ValueError,
+         "src: 3 layers (shape [3, 20, 8]), expected 100 layers as in dst (shape [100, 3, 8]); "
+         "for [num_blocks, num_layers, ...] pass dst_block_dim=0"),
         ({"src": torch.ones(3, 20, 7)}, ValueError,
          "src: blocks of 28 bytes a layer (shape [3, 20, 7]), expected blocks of 32 bytes a "
          "layer as in dst (shape [3, 50, 8])"),

@@ -74,11 +74,14 @@ void PairsArg::give_to(CopyBlocksParams& params) const {
 
 // A tensor's blocks are contiguous pieces in every layer.
 Side::Side(const char* arg, AnyView value, const char* dim_arg, AnyView block_dim)
-    : arg(arg), list(BlockBuffers::of(value)), row_stride(list ? list->row_stride() : 0) {
+    : arg(arg),
+      dim_arg(dim_arg),
+      list(BlockBuffers::of(value)),
+      row_stride(list ? list->row_stride() : 0) {
   if (list == nullptr && value.as<tvm::ffi::Array<tvm::ffi::Any>>()) {
     raise_type_error(kOp, arg, value, "a tensor, or BlockBuffers(list) for a list of tensors");
   }
-  const i64 dim = int_arg(kOp, dim_arg, block_dim);
+  dim = int_arg(kOp, dim_arg, block_dim);
   if (list != nullptr) {
     if (dim == kDefaultBlockDim) return;
     raise_value_error(kOp, dim_arg, std::to_string(dim), str("none, as ", arg, " is BlockBuffers"));
@@ -102,6 +105,12 @@ BufferEntry Side::entry(i64 layer) const {
   if (list) return list->entries()[layer];
   return {address(grid->data) + static_cast<u64>(layer * grid->outer_stride), grid->inner_stride, 0,
           grid->row_bytes};
+}
+
+std::string Side::hint_of_dim(i64 num_layers) const {
+  if (!grid || grid->inner != num_layers) return "";
+  const char* shape = dim == 1 ? "[num_blocks, num_layers, ...]" : "[num_layers, num_blocks, ...]";
+  return str("; for ", shape, " pass ", dim_arg, "=", 1 - dim);
 }
 
 u64 Side::bits() const {
@@ -144,7 +153,14 @@ void BlockCall::check_shapes() {
     src.value_error(text(actual) + src.shape_text(),
                     text(expected) + " as in dst" + dst.shape_text());
   };
-  require(src.num_layers(), num_layers, "", " layers");
+  if (src.num_layers() != num_layers) {
+    // Caches have more blocks than layers: the side with more layers has them in the other order.
+    const bool is_src = src.num_layers() > num_layers;
+    const std::string hint =
+        is_src ? src.hint_of_dim(num_layers) : dst.hint_of_dim(src.num_layers());
+    src.value_error(str(src.num_layers(), " layers", src.shape_text()),
+                    str(num_layers, " layers as in dst", dst.shape_text(), hint));
+  }
   if (src.num_rows() > 1 && dst.num_rows() > 1) {
     require(src.num_rows(), dst.num_rows(), "", " rows of a block");
   }

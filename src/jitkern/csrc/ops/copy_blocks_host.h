@@ -33,6 +33,8 @@ enum class BlockMethod : int { kAuto, kSms, kEngine };
 // A tensor [layers, blocks, ...] (a Grid: outer is layers, inner is blocks), or a list of buffers.
 struct Side {
   const char* arg;
+  const char* dim_arg;
+  i64 dim;  // counts blocks
   std::optional<Grid> grid;
   BlockBuffers* list;
   i64 row_stride;  // between the rows of a block
@@ -61,6 +63,8 @@ struct Side {
            block % num_parts() * entry.part_bytes;
   }
   u64 bits() const;
+  // The end of an error: the block dimension with which the tensor has `num_layers`, if one has.
+  std::string hint_of_dim(i64 num_layers) const;
   [[noreturn]] void value_error(const std::string& actual, const std::string& expected) const {
     raise_value_error(kCopyBlocks, arg, actual, expected);
   }
