@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--method", choices=["auto", "peer", "all_reduce"], default="auto")
     args = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("start it with: torchrun --nproc-per-node 2 examples/tp_embedding.py")
 
     rows = args.vocab_size + args.num_added
     if os.environ["RANK"] == "0":

@@ -20,6 +20,15 @@ pytestmark = [
 ]
 
 
+def test_without_torchrun() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, str(PATH)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert "start it with: torchrun --nproc-per-node 2" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("method", ["auto", "all_reduce"])
 def test_two_ranks(session_cache: Path, method: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
