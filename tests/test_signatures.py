@@ -131,7 +131,7 @@ def test_public_names_follow_the_rules() -> None:
             broken[f"{where}.{name}"] = rule
     assert walked >= {
         *("copy_blocks.src", "PinnedPool.tensor.shape", "TPEmbedding.vocab_size"),
-        *("OverlapSnapshot.gb_s", "KernelConfig.num_threads"),  # a dataclass, a named tuple
+        *("OverlapSnapshot.gb_per_s", "KernelConfig.num_threads"),  # a dataclass, a named tuple
         "BlockBuffers.from_trusted_addresses.device",  # a class method
         *("PeerMemory.share_bytes", "Communicator.world_size"),  # an attribute, a property
     }

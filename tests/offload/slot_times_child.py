@@ -90,7 +90,7 @@ def check_copies_that_hide_and_that_do_not() -> None:
         assert (snapshot.stall_ms, snapshot.stall_share) == (stall_ms, stall_ms / 3), snapshot
         assert snapshot.ratio == compute_ms / load_ms, snapshot
         assert snapshot.moved_bytes == 20 * copies * MIB, snapshot
-        assert abs(snapshot.gb_s - copies * MIB / 1e6 / load_ms) < 1e-9, snapshot
+        assert abs(snapshot.gb_per_s - copies * MIB / 1e6 / load_ms) < 1e-9, snapshot
         assert stall_ms or took == 2 + 20 * 3
 
 

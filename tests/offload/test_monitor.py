@@ -86,7 +86,7 @@ def test_means_of_a_window() -> None:
     assert (now.compute_ms, now.transfer_ms, now.stall_ms) == (3.0, 2.0, 1.0)
     assert now.ratio == 1.5
     assert now.stall_share == 0.75  # of 0, 1/5, 1/3 and 1/3 of the time
-    assert now.gb_s == pytest.approx((1 << 20) / 2e6)
+    assert now.gb_per_s == pytest.approx((1 << 20) / 2e6)
     assert now.moved_bytes == 9 << 20
 
 

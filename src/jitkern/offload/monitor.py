@@ -40,7 +40,7 @@ class OverlapSnapshot:
     ratio: float  # compute_ms / transfer_ms; below 1 no number of slots hides the copies
     stall_share: float  # the share of iterations that waited for over 5 % of their time
     moved_bytes: int  # in all iterations; each copy counts as a whole slot
-    gb_s: float  # speed of the copies, both directions together
+    gb_per_s: float  # speed of the copies, both directions together
     num_alarms: int  # how often the ratio fell below the limit
     depth: int  # slots of the pipeline; 0 after it is closed
 
@@ -115,7 +115,7 @@ class OverlapMonitor:
             ratio=_quotient(compute_ms, transfer_ms),
             stall_share=_quotient(num_stalled, len(timed)),
             moved_bytes=self._num_copies * self._slot_bytes,
-            gb_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
+            gb_per_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
             num_alarms=self._num_alarms,
             depth=0 if pipeline is None else pipeline.depth,
         )

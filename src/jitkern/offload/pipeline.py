@@ -133,8 +133,9 @@ class Run(AbstractContextManager["Run"], Iterator[Slot]):
             raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
         return next(self._steps)  # type: ignore[no-any-return]
 
+    @property
     def is_over(self) -> bool:
-        """Return whether the run has ended."""
+        """Whether the run has ended."""
         return self._steps.gi_frame is None
 
     def close(self) -> None:
@@ -397,7 +398,7 @@ class SlotPipeline:
 
     def _active_run(self) -> Run | None:
         run = None if self._run is None else self._run()
-        return None if run is None or run.is_over() else run
+        return None if run is None or run.is_over else run
 
     # -- sessions: one run, or all runs in a `with` body -------------------------------------------
 
