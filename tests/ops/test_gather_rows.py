@@ -118,6 +118,14 @@ def test_count(device: torch.device, count: int, count_dtype: torch.dtype) -> No
     assert bool((output[max(count, 0) :] == 5).all())
 
 
+def test_indices_past_the_count_are_not_read(device: torch.device) -> None:
+    cache = torch.zeros(4, 16, dtype=torch.uint8, device=device)
+    where, one = torch.tensor([0, 999], device=device), torch.tensor([1], device=device)
+    output = torch.ones(2, 16, device=device)
+    gather_rows(cache, where, output, format="fp8", scales=one.float(), count=one)
+    assert bool((output[0] == 0).all()) and bool((output[1] == 1).all())
+
+
 def test_an_index_past_the_end(device: torch.device) -> None:
     cache = torch.zeros(9, 132, dtype=torch.uint8, device=device).view(1, 9, 132)
     output = torch.full((3, 128), 5.0, device=device)
