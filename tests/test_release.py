@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import release_check as check  # noqa: E402
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PAGES = ("README.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
+PAGES = ("README.md", "docs/install.md", "CHANGELOG.md", "pyproject.toml", "kernels/pyproject.toml")
 VERSION = "src/jitkern/version.py"
 
 
@@ -50,7 +50,12 @@ def tree(tmp_path: Path) -> Callable[..., Path]:
     [
         (VERSION, r'__version__ = ".+"', '__version__ = "9.9.9"', "CHANGELOG.md: the top section"),
         ("CHANGELOG.md", r"\n## ", "\n## 9.9.9 (unreleased)\n\n## ", "top section is ## 9.9.9"),
-        ("README.md", r"jitkern-\d[\d.]+\d-", "jitkern-9.9.9-", r"README.md: jitkern-9.9.9, the"),
+        (
+            "docs/install.md",
+            r"jitkern-\d[\d.]+\d-",
+            "jitkern-9.9.9-",
+            r"docs/install.md: jitkern-9.9.9, the",
+        ),
         ("pyproject.toml", r'dynamic = \["version"\]', 'version = "1"', "a version of its own"),
     ],
 )
