@@ -105,7 +105,7 @@ void calls(Memory& slots, Memory& pairs, Memory& descriptors) {
   Memory merged = floats({kRows, 8, 128}), merged_lse = floats({kRows, 8});
   for (int64_t i = 0; i < kRows; ++i) reinterpret_cast<int64_t*>(slot_map.bytes.data())[i] = -1;
   for (int round = 0; round < kRounds; ++round) {
-    call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl);
+    call(store_cache(), &a.dl, &b.dl, &slots.dl, &c.dl, &d.dl, nullptr);
     call(indexing(), &a.dl, &slots.dl, &b.dl, nullptr, nullptr);
     call(indexing(), &a.dl, &slots.dl, &b.dl, range, nullptr);
     call(h2d_gather(), &a.dl, &b.dl, &pairs.dl, &slot_map.dl, true, nullptr, nullptr, nullptr);
