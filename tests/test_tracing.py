@@ -266,6 +266,25 @@ def test_export_of_caches_in_one_allocation(device: torch.device) -> None:
     assert all(map(same_bits, given, theirs))
 
 
+def rows_of_one_allocation(kv: Tensor, where: Tensor, rows: Tensor, output: Tensor) -> None:
+    jitkern.store_rows((kv[:, 0], kv[:, 1]), where, (rows, rows + 1))
+    packed = torch.zeros(SLOTS, 132 + 64, dtype=torch.uint8, device=kv.device)
+    values = rows.repeat(1, 128 // rows.shape[1])
+    jitkern.store_rows(packed, where, (values, values[:, :16]), format="fp8_ds_mla")
+    jitkern.gather_rows(packed, where, (output[:, :128], output[:, 128:]), format="fp8_ds_mla")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_rows_of_one_allocation(device: torch.device, backend: str) -> None:
+    """K and V in one tensor; values and the rest of a row in one workspace."""
+    kv, where = torch.zeros(SLOTS, 2, 8, device=device), torch.tensor([3, 1], device=device)
+    rows, output = torch.randn(2, 8, device=device), torch.zeros(2, 144, device=device)
+    expected = kv.clone(), where, rows, output.clone()
+    rows_of_one_allocation(*expected)
+    torch.compile(rows_of_one_allocation, backend=backend, fullgraph=True)(kv, where, rows, output)
+    assert same_bits(kv, expected[0]) and same_bits(output, expected[3])
+
+
 MISTAKES: dict[str, dict[str, Any]] = {
     "index": {"where": torch.tensor([0, SLOTS])},
     "dtype": {"where": torch.tensor([0.0, 1.0])},

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 # Formats of rows, in the order of Format in csrc/ops/formats.h.
-FORMATS = (
+FormatName = Literal[
     "fp8_ds_mla",
     "fp8_index_k",
     "fp8_ds_v41",
@@ -14,7 +14,8 @@ FORMATS = (
     "fp8",
     "fp8_per_token_head",
     "int8_per_token_head",
-)
+]
+FORMATS: tuple[str, ...] = get_args(FormatName)
 
 
 class Size(NamedTuple):

@@ -6,22 +6,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops._ops import FORMATS
 from jitkern.ops.common import INDEX_BYTES, load_entries
 
-FormatName = Literal[
-    "fp8_ds_mla",
-    "fp8_index_k",
-    "fp8_ds_v41",
-    "fp8_ds_v41_paged",
-    "fp8",
-    "fp8_per_token_head",
-    "int8_per_token_head",
-]
 # Groups, values of a group, bytes of the rest of a row that `jitkern warm` compiles for: Format of
 # csrc/ops/formats.h, in its order. DeepSeek V3.2 and GLM-5; its index keys; DeepSeek V4.1; 8, 4 and
 # 1 heads of 128 for K and V.

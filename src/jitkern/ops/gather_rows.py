@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch, formats
-from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
-from jitkern.ops.formats import FormatName
 from jitkern.ops.store_rows import as_tuple, by_name, one_or_two
 
 if TYPE_CHECKING:
@@ -64,8 +63,9 @@ def gather_rows(
     """Write the values of row ``indices[i]`` of a cache to row ``i`` of `outputs`.
 
     The inverse of ``store_rows``: each value is the payload times its scale, in fp32, rounded to
-    the dtype of the output; the rest of a row is copied. One launch, asynchronous on the current
-    stream; allocates nothing. A CUDA graph may capture any call, also the first. After vLLM's
+    the dtype of the output; the rest of a row is copied. Asynchronous on the current stream;
+    allocates nothing. One launch, or two if K and V differ in shape. A CUDA graph may capture any
+    call, also the first. After vLLM's
     ``cp_gather_and_upconvert_fp8_kv_cache``.
 
     Parameters
@@ -130,11 +130,26 @@ def _run(
     _now(tuple(cache), indices, outputs, (format, tuple(scales) or None, count))
 
 
+def _one_by_one(
+    cache: list[Tensor],
+    indices: Tensor,
+    output: Tensor,
+    second: Tensor,
+    scales: list[Tensor],
+    **rest: Any,
+) -> None:
+    """Gather into `output`, and into `second` by way of a copy."""
+    copy = second.clone()  # rows past the count stay
+    _through_torch(cache, indices, (output, copy), scales=scales or None, **rest)
+    second.copy_(copy)
+
+
 OVERLOADS = (
     TorchOverload(
         "gather_rows(Tensor[] cache, Tensor indices, Tensor(a!) output, Tensor(b!)? second, *, "
         "str format, Tensor[] scales, Tensor? count=None) -> ()",
         run=_run,
         fake=no_result,
+        one_by_one=_one_by_one,
     ),
 )

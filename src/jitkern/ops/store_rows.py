@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jitkern.ops.store  # noqa: F401 - registers the builder of kernels without a format
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import dispatch, formats
-from jitkern.ops._ops import TorchOverload, no_result
+from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
-from jitkern.ops.formats import FormatName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +71,9 @@ def store_rows(
 ) -> None:
     """Store row ``i`` of each part in row ``indices[i]`` of a cache, as it is or in a format.
 
-    One launch, asynchronous on the current stream; allocates nothing. A CUDA graph may capture any
-    call, also the first. Without a format bytes are copied, as in ``store_cache``. With one, values
+    Asynchronous on the current stream; allocates nothing. One launch, or two if K and V, or parts
+    in pages that lie apart, differ in shape. A CUDA graph may capture any call, also the first.
+    Without a format bytes are copied, as in ``store_cache``. With one, values
     are scaled in groups and rounded to 8 bits: the same bytes on every device. After vLLM's
     ``concat_and_cache_mla`` and ``reshape_and_cache_flash``, and sglang's ``set_mla_kv_buffer``.
 
@@ -197,12 +197,32 @@ def _run(
     _now(caches, indices, tuple(parts), (format, scales or None, scale_rule, skip))
 
 
+def _one_by_one(
+    cache: Tensor,
+    v_cache: Tensor | None,
+    indices: Tensor,
+    parts: list[Tensor],
+    scale: Tensor | None,
+    v_scale: Tensor | None,
+    **rest: Any,
+) -> None:
+    """Store K, then V; the scales of one cache by way of a copy."""
+    if v_cache is None:
+        written = cast("Tensor", scale)  # the cache shares its allocation with it
+        copy = written.clone()
+        _through_torch(cache, indices, parts, scales=copy, **rest)
+        written.copy_(copy)
+        return
+    _through_torch(cache, indices, parts[0], scales=scale, **rest)
+    _through_torch(v_cache, indices, parts[1], scales=v_scale, **rest)
+
+
 _SCHEMA = (
     "store_rows{}(Tensor(a!) cache, Tensor(b!)? v_cache, Tensor indices, Tensor[] parts, *, "
     "str? format=None, Tensor{}? scale=None, Tensor{}? v_scale=None, str? scale_rule=None, "
     "SymInt? skip=None) -> ()"
 )
 OVERLOADS = (
-    TorchOverload(_SCHEMA.format("", "", ""), run=_run, fake=no_result),
-    TorchOverload(_SCHEMA.format(".scales", "(c!)", "(d!)"), run=_run, fake=no_result),
+    TorchOverload(_SCHEMA.format("", "", ""), _run, no_result, _one_by_one),
+    TorchOverload(_SCHEMA.format(".scales", "(c!)", "(d!)"), _run, no_result, _one_by_one),
 )

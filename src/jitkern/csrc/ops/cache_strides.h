@@ -29,7 +29,7 @@ struct Divisor {
 struct CacheStrides {
   i64 block_stride;
   i64 slot_stride;
-  i64 head_stride;  // of the heads of a row, if they lie apart
+  i64 head_stride;  // from head to head of a row, if heads lie apart
   Divisor page;     // slots of a page
 
   template <bool kPaged>

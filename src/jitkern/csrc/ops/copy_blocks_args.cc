@@ -8,7 +8,7 @@ namespace jitkern {
 namespace {
 
 constexpr const char* kOp = kCopyBlocks;
-constexpr i64 kDefaultBlockDim = 1;  // as in ops/copy_blocks.py
+constexpr i64 kDefaultBlockDim = 1;  // the default of ops/copy_blocks.py
 
 }  // namespace
 

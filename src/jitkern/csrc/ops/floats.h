@@ -93,7 +93,7 @@ JITKERN_HOST_DEVICE inline Bits<kType> bits_as(float value) {
   } else {
     const u32 size = rounded_bits<3, -6>(value, 0x43e00000, 0x7e, 0x7f);
     const u32 sign = bits >> 24 & 0x80;
-    return static_cast<Bits<kType>>(size == 0x7f ? size : size | sign);  // as GPUs do
+    return static_cast<Bits<kType>>(size == 0x7f ? size : size | sign);  // GPUs drop NaN's sign
   }
 }
 

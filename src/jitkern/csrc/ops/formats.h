@@ -1,5 +1,5 @@
 // The formats of rows that engines keep, each described once for host and device. Names and order
-// are those of FORMATS in jitkern/ops/formats.py.
+// are those of FORMATS in jitkern/ops/_ops.py.
 #pragma once
 
 #include "cache_strides.h"
@@ -14,8 +14,7 @@ enum Format : int {
   kFp8DsV41Paged,
   kFp8,
   kFp8PerTokenHead,
-  kInt8PerTokenHead,
-  kNumFormats
+  kInt8PerTokenHead
 };
 
 // Where the scales of a row lie.
@@ -40,7 +39,7 @@ struct RowFormat {
   int group;        // neighbouring values that share a scale; 0: those of a head
   int scale_bytes;  // 4: fp32; 1: ue8m0, the exponent of a power of two plus 127
   ScalePlace place;
-  ScaleRule rule;       // by default
+  ScaleRule rule;       // the default
   bool has_other_rule;  // pow2 may be chosen
   bool has_rest;        // bytes beside the values, which are kept as they are
 

@@ -36,7 +36,7 @@ struct FormatCall {
   RowFormat row;
   Indices indices;
   bool writes_cache;                // a store; else a gather, which writes the values
-  std::vector<FormatShape> shapes;  // of each table
+  std::vector<FormatShape> shapes;  // one for each table
   FormatParams params{};
 
   // `format` is a number of Format. The sides have one device, and so have the indices unless the

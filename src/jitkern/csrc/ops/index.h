@@ -9,7 +9,7 @@ struct IndexParams {
   char* output;
   const char* weights;
   i64 output_stride_bytes;
-  CacheStrides strides;  // of `weights`
+  CacheStrides strides;  // strides of `weights`
   const void* indices;
   i64 num_rows;
   i64 vocab_start;  // index `vocab_start + r` reads row r of `weights`
