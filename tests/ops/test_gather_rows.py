@@ -11,8 +11,9 @@ import torch
 from buffers import INT_DTYPES, out_of_range, random_bytes, strided_buffer
 from format_reference import hard_values, quantised, ref_store_row, values_of
 from mistakes import Mistake, zeros
+from rows_mistakes import NAMES, ROWS_APART, rows_mistakes
 from stems import OpCheck, Rows
-from test_store_rows import FLOATS, HEADS, IN_CACHE, NAMES, ROWS_APART, heads_cache, rows_mistakes
+from test_store_rows import FLOATS, HEADS, IN_CACHE, heads_cache
 from torch import Tensor
 
 from jitkern import gather_rows, store_rows

@@ -326,39 +326,51 @@ void FormatCall::writes(const CacheRows& rows) {
   written_.push_back(rows);
 }
 
+// The most values of a vector by which table `t` can be read and written.
+int FormatCall::most_elems(int t) const {
+  const FormatTable& table = params.tables[t];
+  const i64 item = item_bytes_of(shapes[t].type);
+  const u64 values =
+      address(table.values) | static_cast<u64>(table.values_row_stride | table.values_group_stride);
+  int elems = kMostElems;
+  while (elems > 1 && (bits_[t] % static_cast<u64>(elems) != 0 ||
+                       values % static_cast<u64>(std::min<i64>(16, elems * item)) != 0)) {
+    elems /= 2;
+  }
+  return elems;
+}
+
+// Compiles the kernel of table `t`. ValueError if it would need too many threads.
+FormatCall::Launch FormatCall::prepare(KernelTable& table, const Device& device, int t,
+                                       int elems) const {
+  const FormatShape& shape = shapes[t];
+  const FormatLanes lanes(static_cast<int>(shape.groups), static_cast<int>(shape.group),
+                          shape.rest_bytes, elems);
+  if (params.num_rows * lanes.of_row > kMostThreads) {
+    indices.value_error(str(params.num_rows, " indices"),
+                        str(kMostThreads / lanes.of_row, " or fewer in a call"));
+  }
+  const Spec spec(format, shape.groups, shape.group, shape.rest_bytes, shape.type, elems,
+                  indices.index_bytes);
+  const Kernel& kernel = table.find(device, spec).entries[0];
+  return {&kernel, ceil_div(params.num_rows * lanes.of_row, kernel.num_threads)};
+}
+
 void FormatCall::launch(KernelTable& table, const LaunchScope& scope) {
   if (params.num_rows == 0) return;
   params.fault = scope.device.fault_device;
-  const bool is_joint = num_tables() == 1 || shapes[0] == shapes[1];
-  const FormatTable tables[2] = {params.tables[0], params.tables[1]};
-  for (int t = 0; t < (is_joint ? 1 : num_tables()); ++t) {
-    const FormatShape& shape = shapes[t];
-    const i64 item = item_bytes_of(shape.type);
-    int elems = kMostElems;
-    for (int i = t; i < (is_joint ? num_tables() : t + 1); ++i) {
-      const u64 values =
-          address(tables[i].values) |
-          static_cast<u64>(tables[i].values_row_stride | tables[i].values_group_stride);
-      const auto fits = [&](int e) {
-        return bits_[i] % static_cast<u64>(e) == 0 &&
-               values % static_cast<u64>(std::min<i64>(16, e * item)) == 0;
-      };
-      while (elems > 1 && !fits(elems)) elems /= 2;
-    }
-    params.tables[0] = tables[t];
-    const FormatLanes lanes(static_cast<int>(shape.groups), static_cast<int>(shape.group),
-                            shape.rest_bytes, elems);
-    const LoadedKernels& kernels =
-        table.find(scope.device, Spec(format, shape.groups, shape.group, shape.rest_bytes,
-                                      shape.type, elems, indices.index_bytes));
-    const Kernel& kernel = kernels.entries[0];
-    if (params.num_rows * lanes.of_row > kMostThreads) {
-      indices.value_error(str(params.num_rows, " indices"),
-                          str(kMostThreads / lanes.of_row, " or fewer in a call"));
-    }
-    scope.launch(kernel, ceil_div(params.num_rows * lanes.of_row, kernel.num_threads), params,
-                 is_joint ? num_tables() : 1);
+  const bool is_pair = num_tables() == 2;
+  if (!is_pair || shapes[0] == shapes[1]) {
+    const int elems = is_pair ? std::min(most_elems(0), most_elems(1)) : most_elems(0);
+    const Launch both = prepare(table, scope.device, 0, elems);
+    return scope.launch(*both.kernel, both.num_blocks, params, num_tables());
   }
+  // Both are compiled before the first one writes.
+  const Launch first = prepare(table, scope.device, 0, most_elems(0));
+  const Launch second = prepare(table, scope.device, 1, most_elems(1));
+  scope.launch(*first.kernel, first.num_blocks, params);
+  params.tables[0] = params.tables[1];
+  scope.launch(*second.kernel, second.num_blocks, params);
 }
 
 }  // namespace jitkern

@@ -54,6 +54,13 @@ struct FormatCall {
   void launch(KernelTable& table, const LaunchScope& scope);
 
  private:
+  struct Launch {
+    const Kernel* kernel;
+    i64 num_blocks;
+  };
+
+  int most_elems(int t) const;
+  Launch prepare(KernelTable& table, const Device& device, int t, int elems) const;
   void set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table);
   void set_scales(const FormatSide& side, const FormatShape& shape, FormatTable& table);
   void check_overlap(const FormatSide& side, const Grid& values);
