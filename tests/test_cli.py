@@ -19,8 +19,8 @@ from tiny import Use
 
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, cache, main, ui
-from jitkern.cli.warm import _cells
-from jitkern.ops import store
+from jitkern.cli.warm import _cells, labels
+from jitkern.ops import copy_blocks, pairs, store
 from jitkern.ops._ops import SIZES
 from jitkern.version import __version__
 from jitkern.warming import Outcome
@@ -51,7 +51,7 @@ def one_line(capsys: Capture, *argv: object) -> tuple[int, str]:
     return status, err.removeprefix("jitkern: error: ")
 
 
-@pytest.mark.parametrize("command", ["", *_COMMANDS])
+@pytest.mark.parametrize("command", ["", *_COMMANDS, "cache info", "cache clear"])
 def test_help_has_an_example(capsys: Capture, command: str) -> None:
     status, out, _ = run(capsys, *command.split(), "--help")
     assert status == 0
@@ -69,7 +69,7 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
         ("bench --ci", "argument COMMAND: 'bench', expected doctor, warm, cache (see: jitkern -"),
         ("wram", "'wram', expected doctor, warm, cache; did you mean warm? (see: jitkern --help)"),
         ("--versoin", "unrecognized arguments: --versoin; did you mean --version? (see: jitkern -"),
-        ("cache", "required: action (see: jitkern cache --help)"),
+        ("cache", "required: ACTION (see: jitkern cache --help)"),
         ("cache inof", "'inof', expected info, clear; did you mean info? (see: jitkern cache --h"),
         ("doctor --jsn", "unrecognized arguments: --jsn (see: jitkern doctor --help)\n"),
         ("warm --elem 656", "unrecognized arguments: --elem"),  # not abbreviated
@@ -88,7 +88,8 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
         ("warm --head-dim 256m", "'256m', expected elements per head, 1 or more and under 2**28"),
         (f"warm --row-bytes 656,{'9' * 5000}", "expected bytes per row"),
         ("warm --head-dim 64,0", "'0', expected elements per head"),
-        ("warm --format fp9", "--format: 'fp9', expected fp8_ds_mla, fp8_index_k, "),
+        ("cache clear --ys", "unrecognized arguments: --ys (see: jitkern cache clear --help)\n"),
+        ("warm --format fp9", "; did you mean fp8? (see: jitkern warm --help)\n"),
         ("warm --format 656", "--format: '656', expected fp8_ds_mla, "),
         (
             "warm --format fp8 --row-bytes 6 --op store",
@@ -129,7 +130,6 @@ NO_ARCH = (
             1,
             "/dev/null: cannot be written: Not a directory; set JITKERN_C",
         ),
-        ("CACHE_DIR", "/proc/version/cache", 1, "/proc/version/cache: cannot be written"),
         ("FREEZE", "1", 1, "and JITKERN_FREEZE=1 is set, which forbids to compile"),
     ],
 )
@@ -149,7 +149,7 @@ def test_row_bytes_is_element_size_and_a_tiny_row_gets_a_note(capsys: Capture) -
     warm = ("warm", "--op", "store", "--arch", "9.0", "--check")
     status, out, err = run(capsys, *warm, "--row-bytes", "52433,2", "--element-size", "16")
     assert status == 1
-    assert set(re.findall(r"^store +(\d+),", out, re.MULTILINE)) == {"52433", "2", "16"}
+    assert set(re.findall(r"^store +row_bytes=(\d+) ", out, re.MULTILINE)) == {"52433", "2", "16"}
     note = "jitkern: note: --row-bytes 2, 16: bytes per row, not per value; a row of "
     assert err.startswith(note) and err.count("\n") == 2
     assert "note" not in run(capsys, *warm, "--row-bytes", "52433")[2]
@@ -161,6 +161,17 @@ def test_a_large_head_dim_gets_a_note(capsys: Capture) -> None:
     note = "jitkern: note: --head-dim 8192: elements of one head, not of all heads; "
     assert run(capsys, *warm, "4096,8192")[2].startswith(note)
     assert "note" not in run(capsys, *warm, "4096")[2]
+
+
+def test_labels_are_the_names_in_the_source() -> None:
+    texts = {
+        kernel.op: labels(kernel)
+        for kernel in (*pairs.list_kernels(1), copy_blocks.kernel(16, 4, 1))
+    }
+    assert texts == {
+        "copy_blocks": "vec_bytes=16 index_bytes=4 in_flight=8 lines_of=kHostTarget",
+        "pair_lists": "index_bytes=8 host_side=kHostTarget",
+    }
 
 
 def test_help_shows_sizes_that_each_option_takes(capsys: Capture) -> None:
@@ -187,7 +198,8 @@ def test_kernels_of_a_format(capsys: Capture) -> None:
     warm = ("warm", "--format", "fp8_ds_mla,fp8_index_k", "--arch", "9.0")
     status, out, _ = run(capsys, *warm, "--check")
     assert status == 1
-    rows = re.findall(r"^(store_rows|gather_rows) +(\d), (\d), 128, (\d+), .* missing ", out, re.M)
+    shape = r"format=(\d) groups=(\d) group=128 rest_bytes=(\d+) .* missing "
+    rows = re.findall(rf"^(store_rows|gather_rows) +{shape}", out, re.M)
     shapes = [("0", "4", "128"), ("1", "1", "0")]
     assert sorted(rows) == sorted(
         (op, *shape) for op in ("store_rows", "gather_rows") for shape in shapes for _ in range(2)
@@ -226,6 +238,15 @@ def test_a_closed_pipe_a_full_disk_and_a_plain_terminal_are_no_traceback(tmp_pat
     assert full == "1"
     assert done.stderr == "jitkern: error: No space left on device\n"
     assert printed == [f"0 entries removed from {tmp_path}/cach\\xe9"]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_warning_is_a_note(capsys: Capture, use: Use) -> None:
+    """It was Python's: a path, a line number and a line of source."""
+    use(CACHEDIR="/x")
+    note = "jitkern: note: JITKERN_CACHEDIR: no setting of this name, so it does nothing; "
+    status, _, err = run(capsys, "cache", "info")
+    assert (status, err) == (0, f"{note}did you mean JITKERN_CACHE_DIR?\n")
 
 
 def test_ctrl_c_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,18 @@ from jitkern.host import library as host
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-ALL = {"system", "python", "jitkern", "torch", "tvm-ffi", "host module", "GPU", "NVRTC", "nvcc"}
+ALL = {
+    "system",
+    "python",
+    "jitkern",
+    "variables",
+    "torch",
+    "tvm-ffi",
+    "host module",
+    "GPU",
+    "NVRTC",
+    "nvcc",
+}
 ALL |= {"c++", "ninja", "JITKERN_CACHE_DIR", "shipped", "jitkern-kernels", "indexing on cpu"}
 
 
@@ -40,13 +52,17 @@ def test_a_report_has_it_all(capsys: Capture, empty_cache: Path) -> None:
     assert set(report) >= ALL
     assert {state for state, _ in report.values()} <= {"ok", "note"}
     assert str(empty_cache) in report["JITKERN_CACHE_DIR"][1]
+    assert f"JITKERN_CACHE_DIR={empty_cache}" in report["variables"][1]
 
 
 def test_a_note_says_what_to_do(capsys: Capture, monkeypatch: Patch, use: Use) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     use(NVRTC="/nowhere/libnvrtc.so", CACHE_DIR="/proc/version/cache", CACHE_PATH="/nowhere")
+    use(NCCL="/nowhere/libnccl.so", FAULT="warn")
     report = checks(capsys, 0)
     for what, texts in {
+        "variables": ("JITKERN_FAULT: no setting of this ", "; did you mean JITKERN_FAULTS?"),
+        "NCCL": ("/nowhere/libnccl.so: cannot open ", "JITKERN_NCCL names it; unset that "),
         "NVRTC": (" is not a file; ", 'unset it, or pip install "jitkern[cuda]"'),
         "JITKERN_CACHE_DIR": ("; set JITKERN_CACHE_DIR to a directory of yours",),
         "JITKERN_CACHE_PATH": ("/nowhere: no such directory; make it",),
@@ -63,6 +79,7 @@ def test_without_a_host_module_torch_or_a_right_result_the_ops_are_broken(
     capsys: Capture, monkeypatch: Patch
 ) -> None:
     def find() -> None:
+        warnings.warn("jitkern: a cache cannot be written", RuntimeWarning, stacklevel=1)
         raise ToolchainError("no C++ compiler was found; install g++")
 
     with monkeypatch.context() as patch:

@@ -89,14 +89,21 @@ def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings().log
 
 
-def test_an_unknown_variable_is_named_once(use: Use) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("CACHEDIR", "did you mean JITKERN_CACHE_DIR?"),
+        ("XYZ", f"there are {', '.join(VARIABLES)}"),
+    ],
+)
+def test_an_unknown_variable_is_named_once(use: Use, name: str, hint: str) -> None:
     """It was ignored without a word."""
-    use(CACHEDIR="/x")
+    use(**{name: "/x"})
     with pytest.warns(RuntimeWarning) as caught:
         assert settings() is settings()
     (warning,) = caught
-    text = "jitkern: JITKERN_CACHEDIR: no setting of this name, so it does nothing; there are "
-    assert str(warning.message) == text + ", ".join(VARIABLES)
+    text = f"jitkern: JITKERN_{name}: no setting of this name, so it does nothing; {hint}"
+    assert str(warning.message) == text
 
 
 def test_the_known_variables_are_read_described_and_no_warning(

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar, get_args
 
+from jitkern.names import did_you_mean
+
 FaultMode = Literal["raise", "warn", "ignore"]
 FreezeMode = Literal["raise", "warn"]
 
@@ -99,11 +101,26 @@ def settings() -> Settings:
         path=os.environ.get("PATH", os.defpath),
         library_path=_paths("LD_LIBRARY_PATH"),
     )
-    for name in sorted(os.environ):
-        if name.startswith("JITKERN_") and name not in VARIABLES:
-            text = f"no setting of this name, so it does nothing; there are {', '.join(VARIABLES)}"
-            warnings.warn(f"jitkern: {name}: {text}", RuntimeWarning, stacklevel=2)
+    for text in unknown_variables():
+        warnings.warn(f"jitkern: {text}", RuntimeWarning, stacklevel=2)
     return parsed
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of jitkern that are set."""
+    return {name: _text(name) for name in VARIABLES if _text(name)}
+
+
+def unknown_variables() -> list[str]:
+    """Return a line for each ``JITKERN_*`` that is no variable of jitkern."""
+    names = sorted(name for name in os.environ if name.startswith("JITKERN_"))
+    known = f"; there are {', '.join(VARIABLES)}"
+    return [
+        f"{name}: no setting of this name, so it does nothing"
+        f"{did_you_mean(name, VARIABLES, 'JITKERN_') or known}"
+        for name in names
+        if name not in VARIABLES
+    ]
 
 
 def process_environment() -> dict[str, str]:

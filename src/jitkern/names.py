@@ -21,12 +21,16 @@ NAMES = {
 }
 
 
-def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """Return the end of an error: the known name that is most like an unknown one, if one is."""
+def did_you_mean(name: object, names: Iterable[str], prefix: str = "") -> str:
+    """Return the end of an error: the known name that is most like an unknown one, if one is.
+
+    All have the `prefix`, which is not compared.
+    """
     from difflib import get_close_matches
 
-    similar = get_close_matches(str(name), names, 1)
-    return f"; did you mean {similar[0]}?" if similar else ""
+    stems = [known.removeprefix(prefix) for known in names]
+    similar = get_close_matches(str(name).removeprefix(prefix), stems, 1)
+    return f"; did you mean {prefix}{similar[0]}?" if similar else ""
 
 
 def no_attribute(package: str, name: str) -> AttributeError:

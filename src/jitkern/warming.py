@@ -76,6 +76,7 @@ class Outcome:
     name: str
     parameters: str
     arch: str
+    kernel: DeviceModule | None = None
     find: Callable[[], Lookup[Any] | None] = lambda: None
     build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
@@ -180,7 +181,7 @@ def warm(
         recorded = [used for file in _listed("replay", replay) for used in read_record(file)]
     except ValueError as error:
         raise ArgumentError("replay", str(error)) from error
-    outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
+    outcomes = [Outcome("host module", "", "", None, host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
@@ -293,7 +294,7 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
 
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), find, build)
+    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), kernel, find, build)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
@@ -301,7 +302,7 @@ def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
     library = partial(NativeLibrary, used, arch, load=False)
     find, build = (lambda: library().find()), (lambda: library().get())
     name, *args = used.args
-    return Outcome(name, ", ".join(args), str(arch or ""), find, build, is_library=True)
+    return Outcome(name, ", ".join(args), str(arch or ""), None, find, build, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------

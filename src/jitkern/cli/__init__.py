@@ -10,8 +10,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from jitkern.cli import cache, doctor, warm
+from jitkern.arch import requested_archs
+from jitkern.cli import cache, doctor, ui, warm
 from jitkern.cli.ui import Parser, UsageError
 from jitkern.env import settings
 from jitkern.errors import CompileError, JitkernError, WarmError
@@ -52,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     parser = _parser()
     args, extra = parser.parse_known_args(argv)
     if extra:
@@ -61,12 +61,19 @@ def _run(argv: list[str]) -> int:
     if args.parser is parser:  # no command: as pip, which shows its help
         parser.print_help()
         return 0
-    try:
-        settings()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    status: int = args.run(args)
-    return status
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        if args.run is doctor.run:  # its table has a line for each
+            warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            settings()
+            requested_archs()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        status: int = args.run(args)
+        return status
 
 
 def _parser() -> Parser:
@@ -85,6 +92,10 @@ def _parser() -> Parser:
         module.configure(command)
         command.set_defaults(parser=command, run=module.run)
     return parser
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    ui.note(str(message).removeprefix("jitkern: "))
 
 
 def _fail(message: str, status: int) -> int:

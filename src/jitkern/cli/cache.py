@@ -12,14 +12,26 @@ from jitkern.errors import CacheError
 from jitkern.fs import size_text
 
 SUMMARY = "show the caches of compiled kernels, or empty yours"
-DESCRIPTION = """\
-info: list the caches in the order in which they are searched, with their sizes.
-clear: delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern)."""
+DESCRIPTION = "Show the caches of compiled kernels and libraries, or empty yours."
 EXAMPLE = "jitkern cache info"
+ACTIONS = {
+    "info": "list the caches in the order in which they are searched, with their sizes",
+    "clear": """\
+delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern) and no other files;
+`jitkern cache info` shows how many there are""",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("info", "clear"))
+    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    for name, text in ACTIONS.items():
+        action = actions.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
+            example=f"jitkern cache {name}",
+        )
+        action.set_defaults(parser=action)
 
 
 def run(args: argparse.Namespace) -> int:

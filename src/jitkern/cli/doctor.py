@@ -17,6 +17,7 @@ from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
 from jitkern.cache.get import KERNELS, Searched, caches
 from jitkern.cli import ui
 from jitkern.cli.cache import describe
+from jitkern.env import settings, unknown_variables, variables
 from jitkern.errors import CacheError, JitkernError, UnsupportedError
 from jitkern.fs import require_writable
 from jitkern.version import __version__
@@ -61,6 +62,7 @@ def diagnose() -> Iterator[Check]:
     yield Check("system", "ok", f"{system}, {libc}, {cores} cores")
     yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check("jitkern", "ok", f"{__version__} in {Path(jitkern.__file__).parent}")
+    yield _look("variables", _variables)
     torch = _look("torch", _torch, needed=True)
     yield torch
     yield _look("tvm-ffi", lambda: metadata.version("apache-tvm-ffi"), needed=True)
@@ -83,7 +85,7 @@ def diagnose() -> Iterator[Check]:
     archs = gpu_archs() if torch.state == "ok" else []
     yield _look(KERNELS, partial(kernels_wheel, archs))
     if host.state == torch.state == "ok":
-        if gpus:
+        if gpus or settings().nccl:
             from jitkern.comm import nccl
 
             yield _look("NCCL", nccl.load)
@@ -101,6 +103,13 @@ def _look(subject: str, find: Callable[[], object], *, needed: bool = False) -> 
 
 
 # -- packages and GPUs -----------------------------------------------------------------------------
+
+
+def _variables() -> str:
+    """Return the variables that are set: their values are right, or no command runs."""
+    if unknown := unknown_variables():
+        raise UnsupportedError("; ".join(unknown))
+    return " ".join(f"{name}={value}" for name, value in variables().items()) or "none is set"
 
 
 def _torch() -> str:

@@ -64,7 +64,8 @@ def sizes(size: Size) -> Callable[[str], list[Any]]:
         for name in names(text):
             value = name if size.choices else parse_bytes(name)
             if not size.accepts(value):
-                raise argparse.ArgumentTypeError(f"{name!r}, expected {size.expected}")
+                hint = did_you_mean(name, size.choices)
+                raise argparse.ArgumentTypeError(f"{name!r}, expected {size.expected}{hint}")
             values.append(value)
         return values
 

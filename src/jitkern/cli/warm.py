@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from jitkern.fs import size_text
 from jitkern.ops._ops import OPS, SIZES, op_names
 
 if TYPE_CHECKING:
+    from jitkern.jit.device import DeviceModule
     from jitkern.warming import Outcome
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
@@ -35,6 +37,7 @@ jitkern warm --replay run.jsonl --check
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
 TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
+_LAUNCH = ("threads", "max_occupancy", "use_pdl")
 LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads was given
 
 
@@ -140,4 +143,26 @@ def _show_progress(job: Outcome, done: int, jobs: int) -> None:
 def _cells(job: Outcome) -> tuple[str, ...]:
     ms = "-" if job.ms is None else f"{job.ms:,.1f}" if job.ms < 100 else f"{job.ms:,.0f}"
     size = "-" if job.bytes is None else f"{job.bytes:,}"
-    return (job.name, job.parameters, job.arch or "-", job.source, ms, size)
+    parameters = labels(job.kernel) if job.kernel else ""
+    return (job.name, parameters or job.parameters, job.arch or "-", job.source, ms, size)
+
+
+def labels(kernel: DeviceModule) -> str:
+    """Return the template arguments, each with the name that the kernel's source gives to it.
+
+    Without the launch configuration, which is the same for all kernels of an op.
+    """
+    named: dict[str, str] = {}
+    source = "\n".join((kernel.closure.source, *kernel.closure.headers.values()))
+    for _, kernel_class in kernel.wrappers:
+        name, _, args = kernel_class.partition("<")
+        name = re.escape(name.rpartition("::")[2])
+        template = re.search(rf"template <([^<>]*)>\s*(?:struct|class|using) {name}\b", source)
+        if template is None or "<" in args:
+            return ""
+        parameters = re.findall(r"(\w+)\s*(?:=[^,]*)?(?:,|$)", template[1])
+        values = [value.rpartition("::")[2] for value in args.rstrip("> ").split(", ")]
+        for parameter, value in zip(parameters, values, strict=False):  # others have defaults
+            label = re.sub("(?<=[a-z])(?=[A-Z])", "_", parameter).lower().removeprefix("k_")
+            named[label] = value
+    return " ".join(f"{label}={named[label]}" for label in named if label not in _LAUNCH)
