@@ -10,7 +10,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from jitkern.arch import requested_archs
 from jitkern.cli import cache, doctor, ui, warm
@@ -62,7 +61,8 @@ def _run(argv: list[str]) -> int:
         parser.print_help()
         return 0
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        show = lambda message, *_: ui.note(str(message).removeprefix("jitkern: "))  # noqa: E731
+        warnings.showwarning = show
         # Importing torch warns if NumPy is not installed; nothing here needs NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         if args.run is doctor.run:  # its table has a line for each
@@ -92,10 +92,6 @@ def _parser() -> Parser:
         module.configure(command)
         command.set_defaults(parser=command, run=module.run)
     return parser
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    ui.note(str(message).removeprefix("jitkern: "))
 
 
 def _fail(message: str, status: int) -> int:
