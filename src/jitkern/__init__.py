@@ -106,4 +106,4 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of the pac
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted([*__all__, *_PACKAGES])

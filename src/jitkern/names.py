@@ -1,12 +1,12 @@
-"""Errors of unknown names, with a similar one."""
+"""The public names of the packages, and errors of unknown names, with a similar one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 
-# The public names of the packages, which are not imported to look for a name.
-# tests/test_package.py compares them with what each ``__init__`` imports.
+# ``__all__`` of each package, which is not imported to look for a name. tests/test_package.py
+# compares it with what the package imports.
 NAMES = {
     "jitkern.comm": (
         *("Communicator", "PeerCommunicator", "PeerMemory", "PeerReducer", "PyNCCLCommunicator"),
@@ -34,21 +34,14 @@ def did_you_mean(name: object, names: Iterable[str], prefix: str = "") -> str:
 
 
 def no_attribute(package: str, name: str) -> AttributeError:
-    """Return the error of an unknown name, with the package that has it, or a similar name."""
+    """Return the error of an unknown name, with the most similar name of all packages."""
     from difflib import get_close_matches
 
-    text = f"module {package!r} has no attribute {name!r}"
-    packages = [other.removeprefix("jitkern.") for other in NAMES]
-    by_package = {"jitkern": [*sys.modules["jitkern"].__all__, *packages], **NAMES}
-    if homes := [home for home, names in by_package.items() if name in names]:
-        hint = f"it is in {homes[0]}"
-    elif similar := get_close_matches(name, by_package.pop(package), 1):
-        hint = f"did you mean {similar[0]!r}?"
-    else:
-        others = {other: home for home, names in by_package.items() for other in names}
-        similar = get_close_matches(name, others, 1)
-        if not similar:
-            return AttributeError(text)
-        hint = f"did you mean '{others[similar[0]]}.{similar[0]}'?"
+    names = [f"{home}.{public}" for home, publics in NAMES.items() for public in publics]
+    names += [*NAMES, *(f"jitkern.{public}" for public in sys.modules["jitkern"].__all__)]
+    full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
+    similar = get_close_matches(name, full_names, 1)
+    hint = f"; did you mean {full_names[similar[0]]}?" if similar else ""
     # Python adds a suggestion of its own to an error without `obj`.
-    return AttributeError(f"{text}; {hint}", obj=sys.modules[package])
+    text = f"module {package!r} has no attribute {name!r}{hint}"
+    return AttributeError(text, obj=sys.modules[package])

@@ -14,10 +14,16 @@ from jitkern.comm.peer_rows import peer_scatter as peer_scatter
 from jitkern.comm.protocol import Communicator as Communicator
 from jitkern.comm.protocol import ReduceOp as ReduceOp
 from jitkern.comm.torch_comm import TorchCommunicator as TorchCommunicator
+from jitkern.names import NAMES as _NAMES
+from jitkern.names import no_attribute as _no_attribute
+
+__all__ = [*_NAMES[__name__]]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
 
     def __getattr__(name: str) -> object:
-        from jitkern.names import no_attribute
+        raise _no_attribute(__name__, name)
 
-        raise no_attribute(__name__, name)
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
