@@ -54,7 +54,7 @@ class Fault(ctypes.Structure):
 def module_of(*names: str, **declared: Any) -> DeviceModule:
     wrappers = [(name, "Toy") for name in names]
     options = {"device_files": [], "device_wrappers": wrappers}
-    return DeviceModule(Specialisation("load_jit", ("toy",), options, ""), **declared)
+    return DeviceModule()._init(Specialisation("load_jit", ("toy",), options, ""), **declared)
 
 
 def user(name: str, params_bytes: int, threads: int = 1024) -> DeviceModule:

@@ -176,7 +176,7 @@ def test_help_shows_sizes_that_each_option_takes(capsys: Capture) -> None:
     ("ms", "text"), [(None, "-"), (0.0, "0.0"), (84.26, "84.3"), (237_400.4, "237,400")]
 )
 def test_times_in_the_table(ms: float | None, text: str) -> None:
-    assert _cells(Outcome("store", "", "9.0", ms=ms))[4] == text
+    assert _cells(Outcome("store", "", "9.0", elapsed_ms=ms))[4] == text
 
 
 def test_sizes_of_rows_have_suffixes() -> None:

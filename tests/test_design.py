@@ -24,7 +24,7 @@ PACKAGE = Path(jitkern.__file__).parent
 # Wings of one line do not import each other. The page of the design has the same lines.
 WINGS = """
 errors version args gate names
-env fs
+env fs lazy
 arch
 cache compilers
 host
@@ -33,7 +33,7 @@ ops
 comm
 offload nn
 warming perf
-integrations
+integrations typing
 cli
 __main__
 """

@@ -133,7 +133,7 @@ def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> Non
     """`jitkern warm --out`: not every machine has the wheel of kernels."""
     kernel.cache_clear()
     out = tmp_path / "out"
-    outcomes = jitkern.warm(["store_cache"], [ROW_BYTES], ["9.0"], out=out)
+    outcomes = jitkern.warm(["store_cache"], [ROW_BYTES], ["9.0"], out_dir=out)
     kernel.cache_clear()
     kernels = [outcome for outcome in outcomes if outcome.arch]
     assert [outcome.source for outcome in kernels] == ["shipped", "shipped"]

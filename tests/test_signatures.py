@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -21,12 +21,13 @@ MODULES = ("jitkern", "jitkern.comm", "jitkern.offload", "jitkern.nn")
 
 DEVICE = "torch.device | str | int | None"
 BYTES = re.compile(r"byte|pitch|width|stride|offset|footprint")
-TIME = re.compile(r"time|deadline|latency|second|delay")
+TIME = re.compile(r"time(?!d)|deadline|latency|second|delay")
 COMMUNICATOR = re.compile(r"Communicator|PeerReducer")
 INSTEAD = {
     "size": "num_bytes or world_size",
     "outs": "partials",
-    "files": "replay",
+    "files": "replays",
+    "out": "output or out_dir",
     "num_ranks": "world_size",
     "tp_rank": "rank",
     "tp_size": "world_size",
@@ -56,9 +57,9 @@ def public_objects() -> dict[str, Any]:
     """Return classes and functions, and public methods and properties by "class.name"."""
     objects: dict[str, Any] = {}
     for module in map(import_module, MODULES):
-        for name in getattr(module, "__all__", None) or vars(module):
+        for name in module.__all__:
             value = getattr(module, name)
-            if name[0] != "_" and is_ours(value):
+            if is_ours(value):
                 objects[name] = value
             for member in dir(value) if inspect.isclass(value) and name in objects else ():
                 method = inspect.unwrap(getattr(value, member))
@@ -114,8 +115,12 @@ def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
         is_communicator = COMMUNICATOR.search(str(parameter.annotation)) is not None
         if (name == "comm") != is_communicator:
             yield name, "is comm, if it is a communicator"
+        if name[0] == "_":
+            yield name, "is not private"
     if {"src", "dst"} <= {*names} and names[:2] != ["src", "dst"]:
         yield "dst", "comes second, after src"
+    if {"group", "rank"} <= {*names} and names.index("group") > names.index("rank"):
+        yield "group", "comes before rank"
     if "output" in names[1:] and parameters["output"].kind != Parameter.KEYWORD_ONLY:
         yield "output", "comes first, as in torch.distributed, or by name"
 
@@ -139,6 +144,24 @@ def test_public_names_follow_the_rules() -> None:
     assert {*broken} >= EXCEPTIONS, "not all exceptions are ones"
 
 
+TYPES = {*import_module("jitkern.typing").__all__, *public_objects(), "ReduceOp"}
+TYPES |= {"Any", "Callable", "Iterable", "Literal", "PathLike", "ProcessGroup", "Sequence"}
+TYPES |= {"False", "None", "Tensor"}
+INTERNAL = {f"DeviceModule.{name}" for name in ("cuda_headers", "find", "key", "lookup")}
+
+
+@pytest.mark.parametrize("name", sorted(public_objects().keys() - INTERNAL))
+def test_types_in_signatures_are_public(name: str) -> None:
+    value = public_objects()[name]
+    if isinstance(value, property):
+        value = value.fget
+    elif inspect.isclass(value):
+        value = value.__init__
+    get_type_hints(value)  # raises NameError for a name that only a type checker sees
+    annotations = " ".join(map(str, getattr(value, "__annotations__", {}).values()))
+    assert {*re.findall(r"(?<![\w.'])[A-Z]\w+", annotations)} <= TYPES
+
+
 class Wrong:
     """Each method breaks one rule."""
 
@@ -154,6 +177,8 @@ class Wrong:
     def torch_group(self, comm: ProcessGroup) -> None: ...
     def backwards(self, dst: Tensor, src: Tensor) -> None: ...
     def pairs_first(self, pairs: Tensor, src: Tensor, dst: Tensor) -> None: ...
+    def private(self, _user: str) -> None: ...
+    def group_last(self, rank: int, group: ProcessGroup) -> None: ...
     def output_last(self, x: Tensor, output: Tensor) -> None: ...
 
 

@@ -88,7 +88,7 @@ def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
         ("store", "8.0", "compiled"),
     }
     assert all(one.parameters.startswith("60424, ") for one in found[1:])
-    assert all(one.ms and one.bytes and one.error is None for one in found[1:])
+    assert all(one.elapsed_ms and one.num_bytes and one.error is None for one in found[1:])
     assert [(done, of) for _, done, of in told] == [(n + 1, 4) for n in range(4)]
     assert all(name.startswith("store<60424, ") for name, _, _ in told)
     assert {one.source for one in jitkern.warm(["store"], **how)[1:]} == {"memo"}
@@ -146,10 +146,10 @@ NO_ARCHS = (
             "warm: ops: 'gather_rows', expected along with formats",
         ),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
-        ({"replay": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
-        ({"replay": [__file__]}, ValueError, f"warm: replay: {__file__}:1: not a recorded spec"),
-        ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
-        ({"check": True, "out": "x"}, ValueError, "warm: out: 'x', expected none along with check"),
+        ({"replays": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
+        ({"replays": [__file__]}, ValueError, f"warm: replays: {__file__}:1: not a recorded spec"),
+        ({"out_dir": 5}, TypeError, "warm: out_dir: 5, expected the path of a directory"),
+        ({"check": True, "out_dir": "x"}, ValueError, "warm: out_dir: 'x', expected none along"),
         ({"row_bytes": [656]}, ValueError, NO_ARCHS),
     ],
 )
@@ -171,11 +171,11 @@ def test_a_failure_carries_the_outcomes_of_all(
     settings.cache_clear()
     text = r"^1 of 3 failed: twice: CXX: '/nowhere/c\+\+' was not found; install g\+\+"
     with pytest.raises(WarmError, match=text) as caught:
-        jitkern.warm(replay=[record], archs=["8.0"], out=tmp_path / "out")
+        jitkern.warm(replays=[record], archs=["8.0"], out_dir=tmp_path / "out")
     expected = [("tiny", "4", "8.0", "compiled"), ("twice", "", "", "failed")]
     assert rows(caught.value.outcomes) == expected
     failed = caught.value.outcomes[2]
-    assert (failed.ms, failed.bytes, str(failed.error)[:4]) == (None, None, "CXX:")
+    assert (failed.elapsed_ms, failed.num_bytes, str(failed.error)[:4]) == (None, None, "CXX:")
     assert "tiny" in {entry.key.op for entry in Cache(tmp_path / "out").entries()}
 
 
@@ -202,7 +202,7 @@ def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, u
     assert "host module" not in out  # it is there
     assert err == "jitkern: error: 2 of 3 missing; run without --check to compile them\n"
     missing = [("tiny", "4", "9.0", "missing"), ("twice", "", "", "missing")]
-    assert rows(jitkern.warm(replay=[record], check=True)) == missing
+    assert rows(jitkern.warm(replays=[record], check=True)) == missing
     assert compiles() == before
     assert not (tmp_path / "cache").exists()
 
@@ -256,11 +256,11 @@ def test_a_hit_needs_no_cache_that_can_be_written(
     capsys: Capture, record: Path, tmp_path: Path, use: Use
 ) -> None:
     """With everything there, the status was 1: "cannot be written"."""
-    jitkern.warm(replay=[record])
+    jitkern.warm(replays=[record])
     use(CACHE_PATH=tmp_path / "cache", CACHE_DIR="/proc/version/cache")
-    assert {one.source for one in jitkern.warm(replay=[record])[1:]} == {"cached"}
+    assert {one.source for one in jitkern.warm(replays=[record])[1:]} == {"cached"}
     with pytest.raises(CacheError, match="/proc/version/cache: cannot be written: Not a directory"):
-        jitkern.warm(replay=[record], archs=["8.0"])
+        jitkern.warm(replays=[record], archs=["8.0"])
 
 
 @needs_nvrtc
@@ -277,10 +277,10 @@ def test_a_frozen_process_says_so(capsys: Capture, record: Path, use: Use) -> No
     jitkern.freeze()
     use(FREEZE="warn")
     with pytest.raises(FrozenError, match=r"missing, and jitkern\.freeze\(\) was called, which"):
-        jitkern.warm(replay=[record])
+        jitkern.warm(replays=[record])
     get._frozen = ""
     with pytest.warns(RuntimeWarning, match="frozen to warn"):  # which forbids nothing
-        jitkern.warm(replay=[record])
+        jitkern.warm(replays=[record])
     use(FREEZE="1")
     assert run(capsys, "--replay", record)[0] == 0
 

@@ -111,7 +111,7 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
     memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
     caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
     own = caches[ranks.rank]
-    share = Share(f"bench-{os.getppid()}", ranks.rank, ranks.size, timeout_s=120)
+    share = Share(f"bench-{os.getppid()}", ranks.cpu_group, timeout_s=120)
     with host_pool.trusted():
         pool = PinnedPool(int(gib * host_pool.GIB), share=share)
     source = host_pool.rows_of(pool.tensor(), gib, ROW_BYTES)

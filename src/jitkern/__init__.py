@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jitkern import comm as comm
     from jitkern import nn as nn
     from jitkern import offload as offload
+    from jitkern import typing as typing
     from jitkern.arch import Arch as Arch
     from jitkern.cache.get import freeze as freeze
     from jitkern.cache.get import unfreeze as unfreeze
@@ -85,7 +86,7 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
-_PACKAGES = ("comm", "nn", "offload")
+_PACKAGES = ("comm", "nn", "offload", "typing")
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

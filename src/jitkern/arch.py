@@ -28,11 +28,12 @@ class Arch(NamedTuple):
     suffix: str = ""
 
     @classmethod
-    def parse(cls, text: str, argument: str = "arch") -> Arch:
-        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one.
+    def parse(cls, text: str) -> Arch:
+        """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
+        return cls._parse("arch", text)
 
-        An error begins with the name of the `argument`.
-        """
+    @classmethod
+    def _parse(cls, argument: str, text: str) -> Arch:
         if not isinstance(text, str):
             raise TypeError(f"{argument}: {text!r}, expected a str such as '9.0'")
         spelled = text.strip()
@@ -90,7 +91,7 @@ SUPPORTED_ARCHS = (Arch(8, 0), Arch(9, 0), Arch(10, 0), Arch(12, 0))
 
 def requested_archs() -> tuple[Arch, ...]:
     """Return the archs of ``JITKERN_ARCH``; ValueError for an unknown one."""
-    return tuple(Arch.parse(text, "JITKERN_ARCH") for text in settings().arch)
+    return tuple(Arch._parse("JITKERN_ARCH", text) for text in settings().arch)
 
 
 def gpu_archs() -> list[Arch]:

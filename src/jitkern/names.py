@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # ``__all__`` of each package, which is not imported to look for a name. tests/test_package.py
 # compares it with what the package imports.
@@ -17,6 +17,11 @@ NAMES = {
         *("BlockBuffers", "DescriptorRing", "LayerSignals", "OffloadEngine", "OverlapMonitor"),
         *("OverlapSnapshot", "PinnedPool", "PoolStats", "RingServer", "Run", "Share", "Slot"),
         *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
+    ),
+    "jitkern.typing": (
+        *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper", "EmbeddingMethod"),
+        *("File", "Files", "FormatName", "FreezeMode", "LseBase", "LseLayout", "Outcome", "Ring"),
+        *("ScaleRule", "Stats", "Wrapper"),
     ),
 }
 
@@ -45,3 +50,12 @@ def no_attribute(package: str, name: str) -> AttributeError:
     # Python adds a suggestion of its own to an error without `obj`.
     text = f"module {package!r} has no attribute {name!r}{hint}"
     return AttributeError(text, obj=sys.modules[package])
+
+
+def attach(package: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """Return a package's ``__all__``, ``__getattr__`` and ``__dir__``."""
+
+    def getattr_(name: str) -> object:
+        raise no_attribute(package, name)
+
+    return [*NAMES[package]], getattr_, lambda: sorted(NAMES[package])

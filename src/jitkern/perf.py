@@ -12,13 +12,11 @@ from typing import Any
 from jitkern.args import int_arg
 from jitkern.errors import UnsupportedError
 
-Call = Callable[[], object]
-
 logger: logging.Logger = logging.getLogger("jitkern.perf")
 
 
 def perf_cuda(
-    f: Call,
+    f: Callable[[], object],
     *,
     init_stream: bool = True,
     repetitions: int = 10,
@@ -73,7 +71,7 @@ def _torch_with_cuda() -> Any:
     return torch
 
 
-def _graph_replay(f: Call, calls: int) -> Call:
+def _graph_replay(f: Callable[[], object], calls: int) -> Callable[[], object]:
     """Capture `calls` calls of `f` into one CUDA graph and return its replay."""
     import torch
 
@@ -86,7 +84,9 @@ def _graph_replay(f: Call, calls: int) -> Call:
     return graph.replay
 
 
-def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> float:
+def perf_cpu(
+    f: Callable[[], object], *, repetitions: int = 10, min_sample_ms: float = 1.0
+) -> float:
     """Return the milliseconds one call of ``f`` takes on the CPU: the median of ``repetitions``.
 
     ``f`` is called once for warm-up. A sample repeats the call for about ``min_sample_ms``
@@ -99,7 +99,7 @@ def perf_cpu(f: Call, *, repetitions: int = 10, min_sample_ms: float = 1.0) -> f
     return statistics.median(_host_ms(f, calls) for _ in range(repetitions))
 
 
-def _host_ms(f: Call, calls: int) -> float:
+def _host_ms(f: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         f()
@@ -108,8 +108,8 @@ def _host_ms(f: Call, calls: int) -> float:
 
 def compare_memory_kernel_perf(
     *,
-    baseline: Call,
-    our_impl: Call,
+    baseline: Callable[[], object],
+    our_impl: Callable[[], object],
     memory_footprint: int,
     description: str = " ",
     extra_kwargs: dict[str, Any] | None = None,

@@ -15,13 +15,7 @@ from typing import Any
 from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
-from jitkern.errors import (
-    CacheError,
-    CompileError,
-    FrozenError,
-    JitkernError,
-    WarmError,
-)
+from jitkern.errors import CacheError, CompileError, FrozenError, JitkernError, WarmError
 from jitkern.fs import free_bytes, require_writable
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule, compiler_id
@@ -67,7 +61,7 @@ class Outcome:
         For example ``9.0``; empty for host code.
     source : str
         ``compiled``, ``cached``, ``shipped``, ``memo``, ``failed`` or ``missing``.
-    ms, bytes : float, int or None
+    elapsed_ms, num_bytes : float, int or None
         Milliseconds of the job and bytes of the code; None if it is failed or missing.
     error : Exception or None
         The reason of a failure.
@@ -76,14 +70,13 @@ class Outcome:
     name: str
     parameters: str
     arch: str
-    kernel: DeviceModule | None = None
     find: Callable[[], Lookup[Any] | None] = lambda: None
     build: Callable[[], Lookup[Any] | None] = lambda: None
     is_library: bool = False
     lookup: Lookup[Any] | None = None
     source: str = "missing"
-    ms: float | None = None
-    bytes: int | None = None
+    elapsed_ms: float | None = None
+    num_bytes: int | None = None
     error: Exception | None = None
 
     def __str__(self) -> str:
@@ -98,13 +91,13 @@ class Outcome:
             self.source, self.error = "failed", error
         else:
             if self.lookup is not None:
-                self.source, self.ms = self.lookup.source, self.lookup.ms
-                self.bytes = len(self.lookup.entry.data)
+                self.source, self.elapsed_ms = self.lookup.source, self.lookup.ms
+                self.num_bytes = len(self.lookup.entry.data)
         return self
 
     @property
     def is_to_copy(self) -> bool:
-        """Whether ``out`` needs it: each wheel of jitkern has the host module."""
+        """Whether ``out_dir`` needs it: each wheel of jitkern has the host module."""
         return self.lookup is not None and not (self.source == "shipped" and self.is_library)
 
 
@@ -112,12 +105,12 @@ def warm(
     ops: Sequence[str] | None = None,
     row_bytes: Sequence[int] = (),
     archs: Sequence[Arch | str] | None = None,
-    replay: Sequence[str | PathLike[str]] = (),
+    replays: Sequence[str | PathLike[str]] = (),
     *,
     head_dims: Sequence[int] = (),
     formats: Sequence[str] = (),
     check: bool = False,
-    out: str | PathLike[str] | None = None,
+    out_dir: str | PathLike[str] | None = None,
     progress: Callable[[Outcome, int, int], object] | None = None,
 ) -> list[Outcome]:
     """Compile kernels and libraries into the cache before they are needed; needs no GPU.
@@ -135,7 +128,7 @@ def warm(
     archs
         Compute capabilities, such as ``["9.0", "10.0"]``. Default for ops: JITKERN_ARCH, else the
         GPUs of this machine. Default for records: those of the recorded run.
-    replay
+    replays
         Records of earlier runs, written with ``JITKERN_RECORD``. They name files to compile and
         compiler flags: use only records that you trust like code.
     head_dims
@@ -146,7 +139,7 @@ def warm(
     check
         Build nothing; kernels that are in no cache are ``missing``. If there is no compiler, code
         of any compiler counts as present, as it does in a call.
-    out
+    out_dir
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     progress
         ``progress(outcome, done, total)``, called after each build.
@@ -161,7 +154,7 @@ def warm(
     ToolchainError
         Kernels are missing, and there is no compiler. Nothing has been built.
     CacheError
-        Kernels are missing and the cache cannot be written, or `out` cannot be written.
+        Kernels are missing and the cache cannot be written, or `out_dir` cannot be written.
     ValueError, TypeError
         An argument is invalid, or a file is not a record.
     OSError
@@ -170,18 +163,20 @@ def warm(
     wanted_archs = _archs(archs)
     sizes = {"row_bytes": row_bytes, "head_dims": head_dims, "formats": formats}
     wanted_ops = sized_ops(ops, sizes)
-    if out is not None and not isinstance(out, (str, PathLike)):
-        raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
-    if check and out is not None:
-        raise ArgumentError("out", f"{os.fspath(out)!r}, expected none along with ", "check")
+    if out_dir is not None and not isinstance(out_dir, (str, PathLike)):
+        raise TypeError(f"warm: out_dir: {out_dir!r}, expected the path of a directory")
+    if check and out_dir is not None:
+        raise ArgumentError(
+            "out_dir", f"{os.fspath(out_dir)!r}, expected none along with ", "check"
+        )
     user_cache().check()
-    if out is not None:
-        require_writable(Path(out), "give a directory of yours", mode=0o755)
+    if out_dir is not None:
+        require_writable(Path(out_dir), "give a directory of yours", mode=0o755)
     try:
-        recorded = [used for file in _listed("replay", replay) for used in read_record(file)]
+        recorded = [used for file in _listed("replays", replays) for used in read_record(file)]
     except ValueError as error:
-        raise ArgumentError("replay", str(error)) from error
-    outcomes = [Outcome("host module", "", "", None, host.find_built, host.find, is_library=True)]
+        raise ArgumentError("replays", str(error)) from error
+    outcomes = [Outcome("host module", "", "", host.find_built, host.find, is_library=True)]
     if wanted_ops:
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
@@ -204,9 +199,9 @@ def warm(
             text = f"{user_cache().root}: cannot be written: compiled, and not kept"
             outcome.source, outcome.error = "failed", CacheError(text)
     for outcome in outcomes:
-        if out is not None and outcome.lookup is not None and outcome.is_to_copy:
+        if out_dir is not None and outcome.lookup is not None and outcome.is_to_copy:
             # From memory: the cache may have evicted it since.
-            Cache(Path(out), shared=True).publish(outcome.lookup.entry)
+            Cache(Path(out_dir), shared=True).publish(outcome.lookup.entry)
     if any(outcome.error for outcome in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes
@@ -294,7 +289,7 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
 
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), kernel, find, build)
+    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), find, build)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
@@ -302,7 +297,7 @@ def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:
     library = partial(NativeLibrary, used, arch, load=False)
     find, build = (lambda: library().find()), (lambda: library().get())
     name, *args = used.args
-    return Outcome(name, ", ".join(args), str(arch or ""), None, find, build, is_library=True)
+    return Outcome(name, ", ".join(args), str(arch or ""), find, build, is_library=True)
 
 
 # -- looking and building --------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def rows(name: str, count: int = 500) -> bool:
 
 
 def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    share = Share(name, comm.rank, comm.world_size)
+    share = Share(name)
     pool = PinnedPool(2 * count * 656, share=share).tensor([2 * count, 656], torch.uint8)
     memory = PeerMemory(count * 656, None, device=device)
     generator = torch.Generator().manual_seed(count)

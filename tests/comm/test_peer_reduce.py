@@ -68,7 +68,8 @@ def test_what_another_rank_has_sent_stays() -> None:
     _, other, own = some()
     with pytest.raises(CommTimeoutError):
         other.all_reduce(torch.full((5,), 2.0))
-    assert own.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+    own.all_reduce(x := torch.ones(5))
+    assert x.tolist() == [3.0] * 5
     with pytest.raises(CommTimeoutError) as raised:
         own.all_reduce(torch.ones(5))
     assert raised.value.missing == (0,) and raised.value.number == 2
@@ -107,7 +108,8 @@ def test_late_by_a_hair() -> None:
     before = signal.signal(signal.SIGALRM, come)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.05)
-        assert own.all_reduce(torch.ones(5)).tolist() == [3.0] * 5
+        own.all_reduce(x := torch.ones(5))
+        assert x.tolist() == [3.0] * 5
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -128,7 +130,7 @@ def test_a_barrier() -> None:
 def test_no_items_and_tracers() -> None:
     """No rank is waited for."""
     _, _, own = some()
-    assert own.all_reduce(torch.ones(0)).numel() == 0
+    own.all_reduce(torch.ones(0))
     own.reduce_scatter(torch.ones(0), torch.ones(0))
     x = torch.ones(5)
     with FakeTensorMode(), pytest.raises(RuntimeError, match="all_reduce: cannot run inside"):
@@ -152,10 +154,12 @@ MISTAKES = {
     "all_reduce(ones(3), output=ones(3).half())": "TypeError: all_reduce: output: dtype float16,",
     "all_reduce(ones(3), output=ones(4))": "ValueError: all_reduce: output: 4 items, expected 3,",
     "all_reduce(x[:4], output=x[1:5])": "ValueError: all_reduce: output: memory of x, expected",
+    "all_reduce(ones(3), 'max')": "ValueError: all_reduce: op: 'max', expected one of sum",
     "all_reduce(ones(3), algorithm='ring')": "ValueError: all_reduce: algorithm: 'ring', expected",
     "all_reduce(ones(3).requires_grad_())": "RuntimeError: all_reduce: x",
     "all_reduce(unaligned)": "ValueError: all_reduce: x: memory that is not aligned",
     "reduce_scatter(ones(3), ones(5))": "ValueError: reduce_scatter: x: 5 items, expected 6,",
+    "reduce_scatter(x[:3], x, 'avg')": "ValueError: reduce_scatter: op: 'avg', expected one of sum",
     "reduce_scatter(x[:3], x)": "ValueError: reduce_scatter: output: memory of x, expected",
 }
 

@@ -30,7 +30,7 @@ def test_it_runs_warms_and_is_replayed(device: torch.device, tmp_path: Path) -> 
     assert lines[5].startswith("for 8.0: ") and lines[6].startswith("for 9.0: ")
     assert lines[7].startswith("rows of 6 values: ") and "whole vectors of 4 values" in lines[7]
 
-    found = jitkern.warm(replay=[record], check=True)
+    found = jitkern.warm(replays=[record], check=True)
     ours = [(outcome.arch, outcome.source) for outcome in found if outcome.name == "dequantise"]
     archs = {"8.0", "9.0", ""} if device.type == "cpu" else {"8.0", "9.0"}
     assert archs <= {arch for arch, _ in ours}

@@ -83,7 +83,7 @@ def check_copies_that_hide_and_that_do_not() -> None:
         ("load", (5.0, 2.0, 0.0), 3.0),
         ("update", (5.0, 2.0, 4.0), 3.0),
     ):
-        monitor, (load_ms, compute_ms, _) = OverlapMonitor(window=19), times
+        monitor, (load_ms, compute_ms, _) = OverlapMonitor(num_timed_iterations=19), times
         took = go(pipeline_of(4, monitor=monitor), kind, [times] * 20)
         snapshot, copies = monitor.snapshot(), 2 if kind == "update" else 1
         assert (snapshot.compute_ms, snapshot.transfer_ms) == (compute_ms, load_ms), snapshot
@@ -95,7 +95,7 @@ def check_copies_that_hide_and_that_do_not() -> None:
 
 
 def check_a_late_host_is_no_stall() -> None:
-    monitor = OverlapMonitor(window=9)
+    monitor = OverlapMonitor(num_timed_iterations=9)
     pipeline = pipeline_of(2, monitor=monitor)
     machine.current = CALLERS[0]
     for _ in pipeline.load(range(10), copy=lambda *_: work(1.0)):

@@ -52,7 +52,7 @@ class FakePipeline:
 
 
 def test_counts_of_every_kind_of_run(device: torch.device) -> None:
-    monitor = OverlapMonitor(window=10, name="weights")
+    monitor = OverlapMonitor(num_timed_iterations=10, name="weights")
     pipeline = pipeline_of(device, 3, monitor=monitor)
     nothing = monitor.snapshot()
     assert (nothing.num_iterations, nothing.depth, nothing.num_alarms) == (0, 3, 0)
@@ -77,7 +77,7 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
 
 
 def test_means_of_a_window() -> None:
-    monitor = OverlapMonitor(window=4)
+    monitor = OverlapMonitor(num_timed_iterations=4)
     fake = FakePipeline(monitor)
     fake.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
     fake.add([(4.0, 4.0, 2.0)])
@@ -92,7 +92,7 @@ def test_means_of_a_window() -> None:
 
 def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     alarms: list[OverlapSnapshot] = []
-    monitor = OverlapMonitor(window=4, min_ratio=1.5, on_alarm=alarms.append)
+    monitor = OverlapMonitor(num_timed_iterations=4, min_ratio=1.5, on_alarm=alarms.append)
     fake = FakePipeline(monitor)
     with caplog.at_level(logging.WARNING, "jitkern.offload"):
         fake.add([(1.0, 2.0, 1.0)] * 3)
@@ -169,9 +169,9 @@ def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:
 test_mistakes = refusals(
     OverlapMonitor,
     {},
-    ({"window": 0}, ValueError, "window: 0, expected 1 to 2147483647"),
+    ({"num_timed_iterations": 0}, ValueError, "num_timed_iterations: 0, expected 1 to 2147483647"),
     ({"on_alarm": 3}, TypeError, "on_alarm: int, expected a callable or None"),
-    ({"window": 2.5}, TypeError, "window: float, expected an int"),
+    ({"num_timed_iterations": 2.5}, TypeError, "num_timed_iterations: float, "),
     ({"min_ratio": -1}, ValueError, "min_ratio: -1, expected 0 or more"),
     ({"min_ratio": math.nan}, ValueError, "min_ratio: nan, expected 0 or more"),
     ({"min_ratio": "2"}, TypeError, "min_ratio: str, expected a number"),

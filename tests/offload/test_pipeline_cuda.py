@@ -82,7 +82,7 @@ def test_results_outlive_the_pipeline() -> None:
 
 @pytest.mark.parametrize("monitored", [False, True])
 def test_nothing_is_synchronised(monitored: bool) -> None:
-    monitor = OverlapMonitor(window=8) if monitored else None
+    monitor = OverlapMonitor(num_timed_iterations=8) if monitored else None
     p, blocks = pipeline(3, monitor=monitor), pinned(40)
     with no_synchronisation():
         for _ in p.load(blocks, copy=bring):

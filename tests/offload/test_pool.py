@@ -74,7 +74,10 @@ def test_says_what_it_is() -> None:
 
 
 def shared(name: Any, rank: Any, size: int, timeout_s: float = 1.0) -> dict[str, Any]:
-    return {"num_bytes": 8, "share": Share(name, rank, size, timeout_s, HashStore())}
+    return {
+        "num_bytes": 8,
+        "share": Share(name, HashStore(), rank=rank, world_size=size, timeout_s=timeout_s),
+    }
 
 
 test_mistakes = refusals(
@@ -118,7 +121,7 @@ def test_bytes_as_text() -> None:
 def test_a_share_without_a_group() -> None:
     text = "^PinnedPool: share 'a': group: torch.distributed is not initialised; call"
     with pytest.raises(ShareError, match=text):
-        PinnedPool(8, share=Share("a", 0, 1))
+        PinnedPool(8, share=Share("a"))
 
 
 def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +182,7 @@ NAME = f"test-{os.getpid()}"
 def tell_make(pool: Pool, ranks: list[Rank]) -> None:
     path = pool.path()
     for number, rank in enumerate(ranks):
-        where = f"{number}, {NUM_RANKS}, 60, dist.FileStore({path!r}, -1)"
+        where = f"dist.FileStore({path!r}, -1), rank={number}, world_size={NUM_RANKS}, timeout_s=60"
         share = f"Share({NAME!r}, {where})"
         rank.tell(f"held = PinnedPool({NUM_BYTES}, share={share}); table = words(held)")
 
@@ -202,7 +205,7 @@ def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    share = Share("test-after", 0, 1, group=HashStore())
+    share = Share("test-after", HashStore(), rank=0, world_size=1)
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(memory.PinnedMemory, "register", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -250,7 +253,7 @@ def test_two_launches_take_one_name() -> None:
     stores, order = [HashStore(), HashStore()], [(0, 0), (1, 1), (0, 1), (1, 0)]
 
     def make(launch: int, rank: int) -> torch.Tensor:
-        share = Share("kv-host-pool", rank, 2, 20, stores[launch])
+        share = Share("kv-host-pool", stores[launch], rank=rank, world_size=2, timeout_s=20)
         return PinnedPool(4096, share=share).tensor()
 
     with ThreadPoolExecutor(4) as threads:
@@ -273,7 +276,7 @@ def test_two_pools_at_once_do_not_count_the_same_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory.PinnedMemory, "_touch_part", touch)
 
     def make(number: int) -> None:
-        share = None if number < 2 else Share("kv", 0, 1, group=HashStore())
+        share = None if number < 2 else Share("kv", HashStore(), rank=0, world_size=1)
         PinnedPool(4 * MIB, share=share)
 
     with ThreadPoolExecutor(3) as threads:

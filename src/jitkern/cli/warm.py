@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from jitkern.fs import size_text
 from jitkern.ops._ops import OPS, SIZES, op_names
 
 if TYPE_CHECKING:
-    from jitkern.jit.device import DeviceModule
     from jitkern.warming import Outcome
 
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
@@ -37,7 +35,6 @@ jitkern warm --replay run.jsonl --check
 COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
 TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
-_LAUNCH = ("threads", "max_occupancy", "use_pdl")
 LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads was given
 
 
@@ -84,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         outcomes = warm(
             args.op,
             archs=args.arch,
-            replay=args.replay or (),
+            replays=args.replay or (),
             check=args.check,
-            out=args.out,
+            out_dir=args.out,
             progress=_show_progress,
             **sizes,
         )
@@ -113,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         ui.say(ui.table(COLUMNS, map(_cells, shown)))
     sources = [job.source for job in outcomes]
     counts = [f"{sources.count(source)} {source}" for source in SOURCES if source in sources]
-    size = size_text(sum(job.bytes or 0 for job in outcomes))
+    size = size_text(sum(job.num_bytes or 0 for job in outcomes))
     took_s = time.perf_counter() - start
     ui.say(f"{', '.join(counts)}, {size} in {took_s:.1f} s, in {user_cache().root}")
     if args.out is not None:
@@ -129,8 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _option(argument: str) -> str:
     """Return the option that is this argument of ``warm``: a list has the plural of its name."""
-    sizes = {size.name: size.option for size in SIZES}
-    return sizes.get(argument) or f"--{argument.removesuffix('s')}"
+    options = {size.name: size.option for size in SIZES} | {"out_dir": "--out"}
+    return options.get(argument) or f"--{argument.removesuffix('s')}"
 
 
 def _show_progress(job: Outcome, done: int, jobs: int) -> None:
@@ -141,28 +138,7 @@ def _show_progress(job: Outcome, done: int, jobs: int) -> None:
 
 
 def _cells(job: Outcome) -> tuple[str, ...]:
-    ms = "-" if job.ms is None else f"{job.ms:,.1f}" if job.ms < 100 else f"{job.ms:,.0f}"
-    size = "-" if job.bytes is None else f"{job.bytes:,}"
-    parameters = labels(job.kernel) if job.kernel else ""
-    return (job.name, parameters or job.parameters, job.arch or "-", job.source, ms, size)
-
-
-def labels(kernel: DeviceModule) -> str:
-    """Return the template arguments, each with the name that the kernel's source gives to it.
-
-    Without the launch configuration, which is the same for all kernels of an op.
-    """
-    named: dict[str, str] = {}
-    source = "\n".join((kernel.closure.source, *kernel.closure.headers.values()))
-    for _, kernel_class in kernel.wrappers:
-        name, _, args = kernel_class.partition("<")
-        name = re.escape(name.rpartition("::")[2])
-        template = re.search(rf"template <([^<>]*)>\s*(?:struct|class|using) {name}\b", source)
-        if template is None or "<" in args:
-            return ""
-        parameters = re.findall(r"(\w+)\s*(?:=[^,]*)?(?:,|$)", template[1])
-        values = [value.rpartition("::")[2] for value in args.rstrip("> ").split(", ")]
-        for parameter, value in zip(parameters, values, strict=False):  # others have defaults
-            label = re.sub("(?<=[a-z])(?=[A-Z])", "_", parameter).lower().removeprefix("k_")
-            named[label] = value
-    return " ".join(f"{label}={named[label]}" for label in named if label not in _LAUNCH)
+    ms = job.elapsed_ms
+    text = "-" if ms is None else f"{ms:,.1f}" if ms < 100 else f"{ms:,.0f}"
+    size = "-" if job.num_bytes is None else f"{job.num_bytes:,}"
+    return (job.name, job.parameters, job.arch or "-", job.source, text, size)

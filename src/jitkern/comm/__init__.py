@@ -14,16 +14,7 @@ from jitkern.comm.peer_rows import peer_scatter as peer_scatter
 from jitkern.comm.protocol import Communicator as Communicator
 from jitkern.comm.protocol import ReduceOp as ReduceOp
 from jitkern.comm.torch_comm import TorchCommunicator as TorchCommunicator
-from jitkern.names import NAMES as _NAMES
-from jitkern.names import no_attribute as _no_attribute
-
-__all__ = [*_NAMES[__name__]]  # pyright: ignore[reportUnsupportedDunderAll]
+from jitkern.names import attach as _attach
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
-
-    def __getattr__(name: str) -> object:
-        raise _no_attribute(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __all__, __getattr__, __dir__ = _attach(__name__)

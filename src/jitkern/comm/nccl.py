@@ -75,11 +75,12 @@ def init_pynccl(
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
     num_bytes = min(int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
-    return PyNCCLCommunicator(tp_cpu_group, tp_rank, tp_size, num_bytes, timeout_s, device)
+    ranks = tp_cpu_group, tp_rank, tp_size
+    return PyNCCLCommunicator()._init(*ranks, num_bytes, device, timeout_s)
 
 
 class PyNCCLCommunicator(Closing):
-    """A ``Communicator`` over NCCL; ``init_pynccl`` makes it.
+    """A ``Communicator`` over NCCL, returned by ``init_pynccl``.
 
     Each call queues one NCCL operation on the current stream, without a copy or a synchronisation.
     CUDA graphs can capture it. Calls on several streams run in the order of the calls. Only one
@@ -97,15 +98,9 @@ class PyNCCLCommunicator(Closing):
 
     _calls: Any = None  # the functions of csrc/comm/collectives.cc
 
-    def __init__(
-        self,
-        group: Any,
-        rank: int,
-        world_size: int,
-        num_bytes: int,
-        timeout_s: float,
-        device: torch.device | str | int | None = None,
-    ) -> None:
+    def _init(
+        self, group: Any, rank: int, world_size: int, num_bytes: int, device: Any, timeout_s: float
+    ) -> PyNCCLCommunicator:
         self.device: torch.device = device_arg("init_pynccl", "device", device)
         if self.device.type != "cuda":
             came = "none was given, and PyTorch sees no GPU" if device is None else device
@@ -141,6 +136,7 @@ class PyNCCLCommunicator(Closing):
             self._fail("init_pynccl", error)
             self._end("has not made it")
             raise
+        return self
 
     def _connect(self, unique_id: bytes) -> None:
         make = host.Function("make_nccl_communicator")

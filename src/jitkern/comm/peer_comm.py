@@ -10,8 +10,8 @@ from torch import Tensor
 
 from jitkern.args import choice_arg, device_arg, int_arg, seconds_arg
 from jitkern.comm.args import communicator_arg
-from jitkern.comm.peer_memory import PeerMemory
-from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, Algorithm, PeerReducer
+from jitkern.comm.peer_memory import PeerMemoryOf
+from jitkern.comm.peer_reduce import ALGORITHMS, MAX_RANKS, AllReduceAlgorithm, PeerReducer
 from jitkern.comm.protocol import Closing, Communicator, ReduceOp
 
 
@@ -28,7 +28,7 @@ class PeerCommunicator(Closing):
     ----------
     comm : Communicator
         At most 8 ranks, on one host.
-    group : torch.distributed.ProcessGroup or torch.distributed.Store
+    group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
         As for ``PeerMemory``, with the same ranks as `comm`.
     max_bytes : int, optional
         The largest tensor that is summed over peer memory, the same on all ranks. Default: 4 MiB
@@ -46,10 +46,10 @@ class PeerCommunicator(Closing):
     def __init__(
         self,
         comm: Communicator,
-        group: Any,
+        group: Any = None,
         *,
         max_bytes: int | None = None,
-        algorithm: Algorithm = "auto",
+        algorithm: AllReduceAlgorithm = "auto",
         device: torch.device | str | int | None = None,
         device_timeout_s: float = 10.0,
         timeout_s: float = 600.0,
@@ -84,9 +84,7 @@ class PeerCommunicator(Closing):
         ranks: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "device": where}
         # If one rank took one shot and another one two, sums would be wrong.
         same = {"max_bytes": self.max_bytes, "algorithm": algorithm}
-        self._peers = PeerMemory(
-            num_bytes, group, **ranks, timeout_s=timeout_s, _user=call, _same=same
-        )
+        self._peers = PeerMemoryOf(call, same, num_bytes, group=group, **ranks, timeout_s=timeout_s)
         self.reducer = PeerReducer(
             self._peers.addresses,
             **ranks,

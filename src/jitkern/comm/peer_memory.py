@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ class PeerMemory(Closing):
     ----------
     num_bytes : int
         Bytes per rank, the same on all ranks.
-    group : torch.distributed.ProcessGroup or torch.distributed.Store
-        A gloo group of exactly these ranks, None for the default group, or a store that nothing
-        else uses.
+    group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
+        A gloo group of exactly these ranks, or a store that nothing else uses. Default: torch's
+        default group.
     rank, world_size : int, optional
         This rank and the number of ranks. Default: those of the group. Required with a store.
     device : torch.device, str or int, optional
@@ -71,17 +72,18 @@ class PeerMemory(Closing):
         A GPU has too little free memory; there is no CUDA driver, or it reports an error.
     """
 
+    _user = "PeerMemory"  # whose errors those of the ranks are
+    _same: Mapping[str, Any] = MappingProxyType({})  # further settings that all ranks share
+
     def __init__(
         self,
         num_bytes: int,
-        group: Any,
+        group: Any = None,
         *,
         rank: int | None = None,
         world_size: int | None = None,
         device: torch.device | str | int | None = None,
         timeout_s: float = 600.0,
-        _user: str = "PeerMemory",
-        _same: Mapping[str, Any] | None = None,
     ) -> None:
         self.num_bytes: int = int_arg("PeerMemory", "num_bytes", num_bytes, 1, _MAX_BYTES)
         self.device: torch.device = device_arg("PeerMemory", "device", device)
@@ -90,14 +92,14 @@ class PeerMemory(Closing):
         facts = {
             "num_bytes": self.num_bytes,
             "device": self.device.type,
-            **(_same or {}),  # further settings that all ranks must share
+            **self._same,
             "_place": str(self.device),
             "_host": _host(),
             "_can_share": ordinal < 0 or bool(host.module()["gpu_shares_memory"](ordinal)),
         }
         ranks = (rank, world_size)
         self._rendezvous = Rendezvous(
-            _user, group, *ranks, timeout_s=timeout_s, position=self._position, facts=facts
+            self._user, group, *ranks, timeout_s=timeout_s, position=self._position, facts=facts
         )
         self.rank: int = self._rendezvous.rank
         self.world_size: int = self._rendezvous.world_size
@@ -198,6 +200,14 @@ class PeerMemory(Closing):
 
     def _position(self) -> tuple[int, str]:
         return self._num_barriers, "barrier"
+
+
+class PeerMemoryOf(PeerMemory):
+    """The memory of another class, which errors name, and whose settings all ranks share."""
+
+    def __init__(self, user: str, same: Mapping[str, Any], num_bytes: int, **options: Any) -> None:
+        self._user, self._same = user, same
+        super().__init__(num_bytes, **options)
 
 
 def as_torch(view: Any) -> Tensor:

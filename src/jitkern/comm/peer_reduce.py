@@ -19,7 +19,7 @@ from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops.common import RowShape, load_entries
 
-Algorithm = Literal["auto", "one_shot", "two_shot"]
+AllReduceAlgorithm = Literal["auto", "one_shot", "two_shot"]
 ALGORITHMS = {"auto": -1, "one_shot": 0, "two_shot": 1}
 
 MAX_RANKS = 8
@@ -132,9 +132,14 @@ class PeerReducer:
         return int(host.module()["peer_workspace_bytes"](world_size, max_bytes, one_shot_bytes))
 
     def all_reduce(
-        self, x: Tensor, *, output: Tensor | None = None, algorithm: Algorithm = "auto"
-    ) -> Tensor:
-        """Sum ``x`` over all ranks, in place unless ``output`` is given. Return the sum.
+        self,
+        x: Tensor,
+        op: Literal["sum"] = "sum",
+        *,
+        output: Tensor | None = None,
+        algorithm: AllReduceAlgorithm = "auto",
+    ) -> None:
+        """Sum ``x`` over all ranks, in place unless ``output`` is given.
 
         Parameters
         ----------
@@ -160,21 +165,24 @@ class PeerReducer:
             An earlier op on this GPU found an index out of range. The sum has been queued
             nevertheless.
         """
+        if op != "sum":
+            choice_arg("all_reduce", "op", op, ["sum"])
         way = ALGORITHMS.get(algorithm)
         if way is None:
             choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
         if output is None or output is x:  # each tensor argument of C++ takes 0.2 us
             call_cpp("all_reduce", self._all_reduce, (x, None, way), "x", (x,))
-            return x
-        args = x, output, way
-        call_cpp("all_reduce", self._all_reduce, args, "output x", (output,), (x,))
-        return output
+        else:
+            args = x, output, way
+            call_cpp("all_reduce", self._all_reduce, args, "output x", (output,), (x,))
 
-    def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, x: Tensor, op: Literal["sum"] = "sum") -> None:
         """Sum ``x`` and write part ``rank`` of ``world_size`` to ``output``.
 
         ``output`` may be in ``x``.
         """
+        if op != "sum":
+            choice_arg("reduce_scatter", "op", op, ["sum"])
         args = output, x
         call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from jitkern.args import device_arg
 from jitkern.host import library as host
-
-if TYPE_CHECKING:
-    import torch
+from jitkern.lazy import torch
 
 
 def check(device: torch.device | str | int | None = None) -> None:

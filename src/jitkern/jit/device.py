@@ -62,13 +62,12 @@ class DeviceModule:
     Returned by ``load_jit`` with ``device_files``. Several threads may use it at the same time.
     """
 
-    def __init__(
+    def _init(
         self,
         used: Specialisation,
-        *,
         params: ParamsOf = MappingProxyType({}),
         cpu: CpuForm = CpuForm(),  # noqa: B008 - a NamedTuple
-    ) -> None:
+    ) -> DeviceModule:
         options = used.options
         self._used = used
         self.op: str = used.args[0]
@@ -88,6 +87,7 @@ class DeviceModule:
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._params, self._cpu = params, cpu
         self._launchers: dict[str, Callable[..., Any]] = {}
+        return self
 
     def __repr__(self) -> str:
         return f"DeviceModule({self._used} with {', '.join(self.exports)})"
@@ -259,7 +259,7 @@ def load_own(
     """Load a kernel of jitkern's own, as ``load_jit`` does."""
     files = [str(CSRC / file) for file in device_files]
     options = {"device_files": files, "device_wrappers": list(map(list, device_wrappers))}
-    return DeviceModule(Specialisation("load_jit", (name, *args), options, ""))
+    return DeviceModule()._init(Specialisation("load_jit", (name, *args), options, ""))
 
 
 def render(includes: Sequence[str], wrappers: Sequence[Wrapper], params: ParamsOf) -> str:

@@ -190,7 +190,7 @@ def load_device(used: Specialisation) -> DeviceModule:
     on_gpu = {name: value for name, value in options.items() if name not in _OF_CPP}
     on_cpu = {name: options[name] for name in (*_OF_CPP, *FOLDERS) if name in options}
     load_cpu = cache(lambda: load_library(used._replace(options=on_cpu)).loaded)
-    return DeviceModule(
+    return DeviceModule()._init(
         used._replace(options=on_gpu),
         params={
             name: parse_params(name, *declared) if declared else read_params(kernel, texts)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jitkern.args import int_arg
-
-if TYPE_CHECKING:
-    import torch
+from jitkern.lazy import torch
 
 # CUDA's names of torch's dtypes.
 _DTYPES = {

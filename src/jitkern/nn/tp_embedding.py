@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jitkern.args import choice_arg, dtype_arg, int_arg, seconds_arg, type_text
 from jitkern.comm.args import communicator_arg
-from jitkern.comm.peer_memory import PAGE_BYTES, PeerMemory
+from jitkern.comm.peer_memory import PAGE_BYTES, PeerMemory, PeerMemoryOf
 from jitkern.comm.protocol import Communicator
 from jitkern.errors import EarlierFault, UnsupportedError
 from jitkern.ops import dispatch
@@ -20,7 +20,7 @@ from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"
 
-Method = Literal["auto", "peer", "all_reduce"]
+EmbeddingMethod = Literal["auto", "peer", "all_reduce"]
 _SMALL_BYTES = 16 << 20  # whole pages may take this, or twice the bytes of a rank's rows
 
 
@@ -86,7 +86,7 @@ class TPEmbedding(torch.nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         num_added: int = 0,
-        method: Method = "auto",
+        method: EmbeddingMethod = "auto",
         group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -98,7 +98,7 @@ class TPEmbedding(torch.nn.Module):
         self.num_embeddings: int = self.vocab_size + self.num_added
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
-        choice_arg(OP, "method", method, get_args(Method))
+        choice_arg(OP, "method", method, get_args(EmbeddingMethod))
         if comm.world_size > 1 and group is None and method == "peer":
             expected = "expected the ranks' gloo group or store for method='peer'"
             raise ValueError(f"{OP}: group: None, {expected}")
@@ -116,7 +116,7 @@ class TPEmbedding(torch.nn.Module):
         if self._is_split and group is not None and method != "all_reduce":
             peers = _peer_memory(like, self.num_embeddings, comm, method, group, timeout_s)
         self._peers = peers
-        self.method: Method = "peer" if peers else "all_reduce"
+        self.method: EmbeddingMethod = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
         self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.world_size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
@@ -371,7 +371,7 @@ def rows_in_pages(num_rows: int, world_size: int, row_bytes: int) -> int:
 
 
 def _peer_memory(
-    like: Tensor, num_rows: int, comm: Communicator, method: Method, group: Any, timeout_s: float
+    like: Tensor, num_rows: int, comm: Communicator, method: str, group: Any, timeout_s: float
 ) -> PeerMemory | None:
     """Return memory for rows as `like`, or None on all ranks if "auto" finds none: collective."""
     row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.world_size)
@@ -381,9 +381,8 @@ def _peer_memory(
         return None
     ranks: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size}
     try:
-        return PeerMemory(
-            num_bytes, group, **ranks, device=like.device, timeout_s=timeout_s, _user=OP
-        )
+        options = {"device": like.device, "timeout_s": timeout_s}
+        return PeerMemoryOf(OP, {}, num_bytes, group=group, **ranks, **options)
     except UnsupportedError:  # on all ranks
         if method == "peer":
             raise

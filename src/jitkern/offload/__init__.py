@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.names import NAMES as _NAMES
-from jitkern.names import no_attribute as _no_attribute
+from jitkern.names import attach as _attach
 from jitkern.offload.engine import OffloadEngine as OffloadEngine
 from jitkern.offload.monitor import OverlapMonitor as OverlapMonitor
 from jitkern.offload.monitor import OverlapSnapshot as OverlapSnapshot
@@ -22,13 +21,5 @@ from jitkern.ops.block_buffers import LayerSignals as LayerSignals
 from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
 from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
 
-__all__ = [*_NAMES[__name__]]  # pyright: ignore[reportUnsupportedDunderAll]
-
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
-
-    def __getattr__(name: str) -> object:
-        raise _no_attribute(__name__, name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __all__, __getattr__, __dir__ = _attach(__name__)

@@ -27,7 +27,7 @@ _CALL = "OverlapMonitor"
 
 @dataclass(frozen=True)
 class OverlapSnapshot:
-    """Results of an ``OverlapMonitor``. Means are over the last `window` timed iterations.
+    """Results of an ``OverlapMonitor``. Means are over the monitor's last timed iterations.
 
     Ratios and times are NaN if no iteration has been timed.
     """
@@ -55,10 +55,10 @@ class OverlapMonitor:
 
     Parameters
     ----------
-    window : int, optional
-        The number of timed iterations that means and alarms are based on.
+    num_timed_iterations : int, optional
+        Means and alarms are over the last timed iterations, this many.
     min_ratio : float, optional
-        If compute time divided by transfer time in a full window is below this, the monitor logs a
+        If compute time divided by transfer time over that many is below this, the monitor logs a
         warning to ``jitkern.offload`` and calls `on_alarm`. Before the next alarm the ratio must
         rise 10 % above `min_ratio`.
     on_alarm : callable, optional
@@ -70,12 +70,12 @@ class OverlapMonitor:
     def __init__(
         self,
         *,
-        window: int = 64,
+        num_timed_iterations: int = 64,
         min_ratio: float = 1.5,
         on_alarm: Callable[[OverlapSnapshot], object] | None = None,
         name: str = "pipeline",
     ) -> None:
-        self._window = int_arg(_CALL, "window", window, 1, 2**31 - 1)
+        self._window = int_arg(_CALL, "num_timed_iterations", num_timed_iterations, 1, 2**31 - 1)
         self._min_ratio = number_arg(_CALL, "min_ratio", min_ratio)
         if on_alarm is not None and not callable(on_alarm):
             text = f"{type_text(on_alarm)}, expected a callable or None"

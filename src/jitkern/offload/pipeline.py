@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -119,14 +118,14 @@ class Slot:
 class Run(AbstractContextManager["Run"], Iterator[Slot]):
     """The iterator of one run over its slots, in the order of the blocks.
 
+    Returned by ``SlotPipeline.load``, ``store`` and ``update``.
     The run starts at the first ``next`` and belongs to the thread that calls it. It ends after the
     last slot, when nothing references it any more (as after a ``break``), or at the end of a
     ``with run:`` body.
     """
 
-    def __init__(self, iterate: Callable[[weakref.ref[Run]], Generator[Slot, None, None]]) -> None:
-        self._thread = 0  # not started
-        self._steps: Any = iterate(weakref.ref(self))
+    _thread = 0  # not started
+    _steps: Any  # the generator of the slots
 
     def __next__(self) -> Slot:
         if self._thread not in (0, threading.get_ident()):
@@ -315,7 +314,9 @@ class SlotPipeline:
             if not callable(copy):
                 text = f"{type_text(copy)}, expected a callable of a tensor and a block"
                 raise TypeError(f"{_CALL}.{name}: {argument}: {text}")
-        return Run(partial(self._iterate, blocks, load, store))
+        run = Run()
+        run._steps = self._iterate(blocks, load, store, weakref.ref(run))
+        return run
 
     def _iterate(
         self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,20 +33,21 @@ class Share:
     ----------
     name
         The pool's name, the same on all ranks: letters, digits and ``._+-``. Errors quote it.
-    rank, world_size
-        This process's rank, from 0 on, and the number of ranks.
-    timeout_s
-        Seconds that a rank waits for the others in each step.
     group
         How the ranks find each other: a gloo group of exactly these ranks, or a ``Store`` of
-        torch.distributed. Default: torch's default group.
+        torch.distributed that nothing else uses. Default: torch's default group.
+    rank, world_size
+        This rank and the number of ranks. Default: those of the group. Required with a store.
+    timeout_s
+        Seconds that a rank waits for the others in each step.
     """
 
     name: str
-    rank: int
-    world_size: int
-    timeout_s: float = 300.0
     group: Any = None
+    _: KW_ONLY
+    rank: int | None = None
+    world_size: int | None = None
+    timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _make_shared(num_bytes: int, share: Share) -> PinnedMemory:
     with _meeting(share, num_bytes) as met, Descriptors() as fds, ExitStack() as lock:
 
         def make() -> None:
-            if share.rank == 0:
+            if met.rank == 0:
                 lock.enter_context(memory.taking(num_bytes))
                 name = f"jitkern-pool-{share.name}"
                 fds[0] = fs.make_memory("PinnedPool: share", name, num_bytes)

@@ -194,7 +194,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             raise ValueError(f"{_SERVE}: {self!r}, expected a ring of a GPU{none}")
         _require_writable(_SERVE, dst, src)
         idle_ns = int(1e9 * number_arg(_SERVE, "idle_timeout_s", idle_timeout_s, 1e9))
-        return RingServer(self, partial(self._serve, src, dst, idle_ns), dst)
+        return RingServer()._init(self, partial(self._serve, src, dst, idle_ns), dst)
 
     def close(self) -> None:
         """End the server, wait for the GPUs and free the memory; a second call does nothing."""
@@ -300,7 +300,7 @@ class RingServer:
     ``idle_timeout_s`` without a push.
     """
 
-    def __init__(self, ring: DescriptorRing, launch: Callable[..., None], dst: Tensor) -> None:
+    def _init(self, ring: DescriptorRing, launch: Callable[..., None], dst: Tensor) -> RingServer:
         self._ring: DescriptorRing | None = ring
         self._launch, self._dst, self._device = launch, dst, ring.device
         self._stop = _pinned_zero()
@@ -309,6 +309,7 @@ class RingServer:
         self._request_stop: Callable[[], object] = partial(_request_stop, self._stop, os.getpid())
         # Not at exit: _stop_all must run before the pools close.
         weakref.finalize(self, self._request_stop).atexit = False
+        return self
 
     @property
     def is_running(self) -> bool:

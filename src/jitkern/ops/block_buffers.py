@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.args import device_arg, int_arg, refuse_lazy, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+from jitkern.lazy import torch
 
 
 class BlockBuffers:
@@ -59,9 +56,7 @@ class BlockBuffers:
     requires_grad: bool = False
     _version = 0
 
-    def __init__(self, *tensors: Sequence[Tensor], num_block_dims: int = 1) -> None:
-        import torch
-
+    def __init__(self, *tensors: Sequence[torch.Tensor], num_block_dims: int = 1) -> None:
         name = "BlockBuffers"
         lists = [_list_arg(sequence) for sequence in tensors]
         if len({len(tensor_list) for tensor_list in lists}) > 1:
@@ -85,7 +80,7 @@ class BlockBuffers:
     @classmethod
     def from_trusted_addresses(
         cls,
-        addresses: Sequence[int] | Tensor,
+        addresses: Sequence[int] | torch.Tensor,
         block_bytes: int | Sequence[int],
         num_blocks: int,
         device: torch.device | str | int | None = None,
@@ -196,8 +191,6 @@ class LayerSignals:
     """
 
     def __init__(self, num_layers: int, device: torch.device | str | int | None = None) -> None:
-        import torch
-
         self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1)
         self.device: torch.device = device_arg("LayerSignals", "device", device)
         on_gpu = self.device.type == "cuda"
@@ -223,8 +216,6 @@ class LayerSignals:
         RuntimeError
             No copy was queued with these signals, or a graph is being captured.
         """
-        import torch
-
         layer = self._layer_arg("LayerSignals.wait", layer)
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             text = f"{type_text(stream)}, expected a torch.cuda.Stream or None"

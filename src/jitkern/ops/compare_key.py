@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 from jitkern.args import type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
 _compare = host.Function("compare_key")
 
 
 @dispatch.untraced
-def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1) -> int:
+def fast_compare_key(
+    x: torch.Tensor, y: torch.Tensor, *, start: int = 0, page_size: int = 1
+) -> int:
     """Return how many leading items of ``x[start:]`` and ``y`` are equal, in whole pages.
 
     One step down a radix tree of cached prefixes: ``x`` holds the tokens of the request, of which
@@ -40,7 +41,7 @@ def fast_compare_key(x: Tensor, y: Tensor, *, start: int = 0, page_size: int = 1
     TypeError, ValueError
         ``x`` or ``y`` has a wrong dtype, device, shape or stride; an int is out of range.
     """
-    call: Callable[[Tensor, Tensor, int, int], int] = _compare.call
+    call: Callable[[torch.Tensor, torch.Tensor, int, int], int] = _compare.call
     try:
         return call(x, y, start, page_size)
     except TypeError:

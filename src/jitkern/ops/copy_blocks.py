@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.block_buffers import BlockBuffers, LayerSignals
 from jitkern.ops.common import INDEX_BYTES, RowShape, load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import AUTO, inference_mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # A few full blocks; each lane has this many vectors in flight.
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=False)
@@ -54,9 +52,9 @@ _copy = host.Function("copy_blocks")
 
 
 def _through_torch(
-    src: Tensor | BlockBuffers,
-    dst: Tensor | BlockBuffers,
-    pairs: Tensor | tuple[Tensor, Tensor],
+    src: torch.Tensor | BlockBuffers,
+    dst: torch.Tensor | BlockBuffers,
+    pairs: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     signals: LayerSignals | None = None,
     **options: Any,
@@ -71,14 +69,14 @@ def _through_torch(
 
 @dispatch.traced_as(_through_torch)
 def copy_blocks(
-    src: Tensor | BlockBuffers,
-    dst: Tensor | BlockBuffers,
-    pairs: Tensor | tuple[Tensor, Tensor],
+    src: torch.Tensor | BlockBuffers,
+    dst: torch.Tensor | BlockBuffers,
+    pairs: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     *,
     src_block_dim: int = 1,
     dst_block_dim: int = 1,
     method: Literal["auto", "sm", "engine"] = "auto",
-    count: Tensor | None = None,
+    count: torch.Tensor | None = None,
     num_sms: int | None = None,
     signals: LayerSignals | None = None,
 ) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.dispatch import AUTO, inference_mode
 from jitkern.ops.pairs import list_kernels, pair_kernels, specialisations
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGE_IN_FLIGHT = 4  # vectors per thread; PCIe writes are posted, so few need to be in flight
 kernel = cache(partial(pair_kernels, "d2h_scatter", "D2HScatter", LARGE_IN_FLIGHT))
@@ -29,15 +27,17 @@ def kernels(row_bytes: int) -> list[DeviceModule]:
 _scatter = host.Function("d2h_scatter")
 
 
-def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+def _through_torch(
+    src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **options: Any
+) -> None:
     dispatch.through_torch("d2h_scatter", src=src, dst=dst, pairs=pairs, **options)
 
 
 @dispatch.traced_as(_through_torch)
 def d2h_scatter(
-    src: Tensor,
-    dst: Tensor,
-    pairs: Tensor,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    pairs: torch.Tensor,
     *,
     num_sms: int | None = None,
     order: Literal["auto", "given", "host"] = "auto",

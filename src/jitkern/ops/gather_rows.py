@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
+from jitkern.lazy import torch
 from jitkern.ops import dispatch, formats
 from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
 from jitkern.ops.store_rows import as_tuple, by_name, one_or_two
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 host.builds("gather_rows", partial(formats.kernel, "gather_rows"))
 
@@ -28,13 +26,13 @@ _gather_rows = host.Function("gather_rows")
 
 
 def _through_torch(
-    cache: Tensor | Sequence[Tensor],
-    indices: Tensor,
-    outputs: Tensor | Sequence[Tensor],
+    cache: torch.Tensor | Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    outputs: torch.Tensor | Sequence[torch.Tensor],
     *,
     format: str,  # noqa: A002 - see gather_rows
-    scales: Tensor | Sequence[Tensor] | None = None,
-    count: Tensor | None = None,
+    scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    count: torch.Tensor | None = None,
 ) -> None:
     dispatch.refuse_transformed("gather_rows", cache=cache, outputs=outputs, scales=scales)
     output, second = one_or_two("gather_rows", "outputs", outputs)
@@ -52,13 +50,13 @@ def _through_torch(
 
 @dispatch.traced_as(_through_torch)
 def gather_rows(
-    cache: Tensor | Sequence[Tensor],
-    indices: Tensor,
-    outputs: Tensor | Sequence[Tensor],
+    cache: torch.Tensor | Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    outputs: torch.Tensor | Sequence[torch.Tensor],
     *,
     format: FormatName,  # noqa: A002 - the engines' word
-    scales: Tensor | Sequence[Tensor] | None = None,
-    count: Tensor | None = None,
+    scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    count: torch.Tensor | None = None,
 ) -> None:
     """Write the values of row ``indices[i]`` of a cache to row ``i`` of `outputs`.
 
@@ -118,24 +116,24 @@ _now = host.Function("gather_rows_now")
 
 
 def _run(
-    cache: list[Tensor],
-    indices: Tensor,
-    output: Tensor,
-    second: Tensor | None,
+    cache: list[torch.Tensor],
+    indices: torch.Tensor,
+    output: torch.Tensor,
+    second: torch.Tensor | None,
     format: str,  # noqa: A002
-    scales: list[Tensor],
-    count: Tensor | None,
+    scales: list[torch.Tensor],
+    count: torch.Tensor | None,
 ) -> None:
     outputs = (output,) if second is None else (output, second)
     _now(tuple(cache), indices, outputs, (format, tuple(scales) or None, count))
 
 
 def _one_by_one(
-    cache: list[Tensor],
-    indices: Tensor,
-    output: Tensor,
-    second: Tensor,
-    scales: list[Tensor],
+    cache: list[torch.Tensor],
+    indices: torch.Tensor,
+    output: torch.Tensor,
+    second: torch.Tensor,
+    scales: list[torch.Tensor],
     **rest: Any,
 ) -> None:
     """Gather into `output`, and into `second` by way of a copy."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.dispatch import AUTO, inference_mode
 from jitkern.ops.pairs import list_kernels, pair_kernels, specialisations
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGE_IN_FLIGHT = 8  # vectors per thread: 8 * 16 B * 2,048 threads are 5 us of the link
 kernel = cache(partial(pair_kernels, "h2d_gather", "H2DGather", LARGE_IN_FLIGHT))
@@ -29,17 +27,19 @@ def kernels(row_bytes: int) -> list[DeviceModule]:
 _gather = host.Function("h2d_gather")
 
 
-def _through_torch(src: Tensor, dst: Tensor, pairs: Tensor, **options: Any) -> None:
+def _through_torch(
+    src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **options: Any
+) -> None:
     dispatch.through_torch("h2d_gather", src=src, dst=dst, pairs=pairs, **options)
 
 
 @dispatch.traced_as(_through_torch)
 def h2d_gather(
-    src: Tensor,
-    dst: Tensor,
-    pairs: Tensor,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    pairs: torch.Tensor,
     *,
-    slot_map: Tensor | None = None,
+    slot_map: torch.Tensor | None = None,
     dedup: bool = True,
     num_sms: int | None = None,
     order: Literal["auto", "given", "host"] = "auto",

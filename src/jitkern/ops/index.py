@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from jitkern.args import not_a_tensor
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
-from jitkern.ops.common import (
-    INDEX_BYTES,
-    RowShape,
-    entry_name,
-    load_entries,
-    widest_vec_bytes,
-)
+from jitkern.ops.common import INDEX_BYTES, RowShape, entry_name, load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import inference_mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # On an H200 1 to 2 % faster than 256 threads, and than 4 vectors of a row per lane.
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=True)
@@ -63,32 +55,32 @@ _index, _index_now = host.Function("indexing"), host.Function("indexing_now")
 
 
 def _through_torch(
-    weights: Tensor,
-    indices: Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
     *,
-    output: Tensor | None = None,
+    output: torch.Tensor | None = None,
     vocab_range: Any = None,
     added_range: Any = None,
     vocab_size: int | None = None,
-) -> Tensor:
+) -> torch.Tensor:
     ranges = {"vocab_range": vocab_range, "added_range": added_range, "vocab_size": vocab_size}
     table: dict[str, Any] = {"weights": weights, "indices": indices}
     if output is None:
-        return cast("Tensor", dispatch.through_torch("indexing", **table, **ranges))
+        return cast("torch.Tensor", dispatch.through_torch("indexing", **table, **ranges))
     dispatch.through_torch("indexing", "out", **table, output=output, **ranges)
     return output
 
 
 @dispatch.traced_as(_through_torch)
 def indexing(
-    weights: Tensor,
-    indices: Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
     *,
-    output: Tensor | None = None,
+    output: torch.Tensor | None = None,
     vocab_range: tuple[int, int] | None = None,
     added_range: tuple[int, int] | None = None,
     vocab_size: int | None = None,
-) -> Tensor:
+) -> torch.Tensor:
     """Return ``weights[indices]``; with ``vocab_range``, zeros for rows that other ranks hold.
 
     Asynchronous on the current stream. Bytes are copied, so the result is bit-exact for every
@@ -158,7 +150,7 @@ def indexing(
     )
 
 
-def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
+def _new_output(weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     # C++ would be 1.5 us faster, but its tensor would come through DLPack: record_stream() does
     # nothing on it, and resize_() is refused.
     try:
@@ -175,16 +167,16 @@ def _new_output(weights: Tensor, indices: Tensor) -> Tensor:
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
-def _run(weights: Tensor, indices: Tensor, *ranges: Any) -> Tensor:
+def _run(weights: torch.Tensor, indices: torch.Tensor, *ranges: Any) -> torch.Tensor:
     output = _new_output(weights, indices)
     _run_out(weights, indices, output, *ranges)
     return output
 
 
 def _run_out(
-    weights: Tensor,
-    indices: Tensor,
-    output: Tensor,
+    weights: torch.Tensor,
+    indices: torch.Tensor,
+    output: torch.Tensor,
     vocab_range: list[int] | None,
     added_range: list[int] | None,
     vocab_size: int | None,
@@ -192,7 +184,7 @@ def _run_out(
     _index_now(weights, indices.contiguous(), output, vocab_range, (added_range, vocab_size))
 
 
-def _fake(weights: Tensor, indices: Tensor, *ranges: Any) -> Tensor:
+def _fake(weights: torch.Tensor, indices: torch.Tensor, *ranges: Any) -> torch.Tensor:
     return _new_output(weights, indices)
 
 

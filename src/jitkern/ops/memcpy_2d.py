@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jitkern.args import refuse_lazy, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops.dispatch import inference_mode
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _STORAGE_IS_NEEDED = 2  # Outcome of csrc/ops/memcpy_2d.cc
 
@@ -22,8 +19,8 @@ _memcpy = host.Function("memcpy_2d")
 # No PyTorch operator: it may write outside of the view `dst`, which no schema can express.
 @dispatch.untraced
 def memcpy_2d_async(
-    dst: Tensor,
-    src: Tensor,
+    dst: torch.Tensor,
+    src: torch.Tensor,
     dpitch: int,
     spitch: int,
     width: int,

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from jitkern.args import not_a_tensor, type_text
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.common import load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import inference_mode
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Base = Literal["e", "2"]
+LseBase = Literal["e", "2"]
 LseLayout = Literal["tokens_heads", "heads_tokens"]
-Results = tuple["Tensor", "Tensor | None"]
+Results = tuple["torch.Tensor", "torch.Tensor | None"]
 
 _NAMES = {
     "merge_state": ("out_a", "lse_a", "out_b", "lse_b"),
@@ -128,50 +126,50 @@ _FUNCTIONS = {name: host.Function(name) for name in _NAMES}
 
 @overload
 def merge_state(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
     *,
-    output: Tensor | None = None,
+    output: torch.Tensor | None = None,
     lse: Literal[False],
-    base: Base = "e",
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
+    scale: torch.Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
-) -> tuple[Tensor, None]: ...
+) -> tuple[torch.Tensor, None]: ...
 
 
 @overload
 def merge_state(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
     *,
-    output: Tensor | None = None,
-    lse: Tensor | None = None,
-    base: Base = "e",
+    output: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
+    scale: torch.Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
 def merge_state(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
+    out_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    out_b: torch.Tensor,
+    lse_b: torch.Tensor,
     *,
-    output: Tensor | None = None,
-    lse: Tensor | Literal[False] | None = None,
-    base: Base = "e",
+    output: torch.Tensor | None = None,
+    lse: torch.Tensor | Literal[False] | None = None,
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
+    scale: torch.Tensor | None = None,
     prefill_tokens_with_context: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Merge two partial results of attention: one over some of the keys, one over the others.
 
     The same as ``merge_states`` of two. See there for dtypes, memory, stream, results, empty
@@ -195,43 +193,43 @@ def merge_state(
 
 @overload
 def merge_states(
-    partials: Sequence[Tensor] | Tensor,
-    lses: Sequence[Tensor] | Tensor,
+    partials: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
     *,
-    output: Tensor | None = None,
+    output: torch.Tensor | None = None,
     lse: Literal[False],
-    base: Base = "e",
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
-) -> tuple[Tensor, None]: ...
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]: ...
 
 
 @overload
 def merge_states(
-    partials: Sequence[Tensor] | Tensor,
-    lses: Sequence[Tensor] | Tensor,
+    partials: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
     *,
-    output: Tensor | None = None,
-    lse: Tensor | None = None,
-    base: Base = "e",
+    output: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]: ...
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dispatch.traced_as(
     lambda partials, lses, **rest: _through_torch("merge_states", (partials, lses), **rest)
 )
 def merge_states(
-    partials: Sequence[Tensor] | Tensor,
-    lses: Sequence[Tensor] | Tensor,
+    partials: Sequence[torch.Tensor] | torch.Tensor,
+    lses: Sequence[torch.Tensor] | torch.Tensor,
     *,
-    output: Tensor | None = None,
-    lse: Tensor | Literal[False] | None = None,
-    base: Base = "e",
+    output: torch.Tensor | None = None,
+    lse: torch.Tensor | Literal[False] | None = None,
+    base: LseBase = "e",
     lse_layout: LseLayout = "tokens_heads",
-    scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Merge results of attention over parts of the keys into the result over all keys.
 
     For each token and head, with ``w_i = exp(lse_i - max)``, the result is ``sum(w_i * out_i) /
@@ -283,11 +281,11 @@ def merge_states(
     return _merge("merge_states", states, read, output, lse, base, lse_layout, scale, None)
 
 
-def _as_list(name: str, stack: Any) -> Sequence[Tensor]:
+def _as_list(name: str, stack: Any) -> Sequence[torch.Tensor]:
     if isinstance(stack, (list, tuple)):
         return stack
     if getattr(stack, "ndim", 0) > 0 and hasattr(stack, "unbind"):
-        tensors: Sequence[Tensor] = stack.unbind(0)
+        tensors: Sequence[torch.Tensor] = stack.unbind(0)
         return tensors
     expected = "a list of tensors, or one stacked tensor"
     raise TypeError(f"merge_states: {name}: {type_text(stack)}, expected {expected}")
@@ -347,13 +345,11 @@ def _first(tensors: Any) -> Any:
 
 
 # Not in C++: see _new_output of jitkern.ops.index.
-def _new_out(like: Tensor) -> Tensor:
+def _new_out(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(*like.shape or ((),))
 
 
-def _new_lse(like: Tensor) -> Tensor:
-    import torch
-
+def _new_lse(like: torch.Tensor) -> torch.Tensor:
     if like.dtype is torch.float32:
         return like.new_empty(*like.shape or ((),))
     return like.new_empty(*like.shape or ((),), dtype=torch.float32)
@@ -374,9 +370,9 @@ def _through_torch(
     function: str,
     states: tuple[Any, ...],
     *,
-    output: Tensor | None = None,
-    lse: Tensor | bool | None = None,
-    scale: Tensor | None = None,
+    output: torch.Tensor | None = None,
+    lse: torch.Tensor | bool | None = None,
+    scale: torch.Tensor | None = None,
     **options: Any,
 ) -> Results:
     if function == "merge_states":
@@ -403,13 +399,13 @@ _merge_states_now = host.Function("merge_states_now")
 
 
 def _run_out(
-    partials: list[Tensor],
-    lses: list[Tensor],
-    output: Tensor,
-    lse: Tensor | None,
+    partials: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
     base: str,
     lse_layout: str,
-    scale: Tensor | None,
+    scale: torch.Tensor | None,
     prefill: int | None,
 ) -> None:
     options = _packed(base, lse_layout, scale, prefill)
@@ -420,18 +416,20 @@ def _run_out(
 
 
 def _run(
-    partials: list[Tensor],
-    lses: list[Tensor],
+    partials: list[torch.Tensor],
+    lses: list[torch.Tensor],
     base: str,
     lse_layout: str,
     prefill: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     output, lse = _fake(partials, lses)
     _run_out(partials, lses, output, lse, base, lse_layout, None, prefill)
     return output, lse
 
 
-def _fake(partials: list[Tensor], lses: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
+def _fake(
+    partials: list[torch.Tensor], lses: list[torch.Tensor], *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return _new_out(partials[0]), _new_lse(lses[0])
 
 

@@ -8,13 +8,7 @@ from functools import cache
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import CppArgs, KernelConfig, make_cpp_args
-from jitkern.ops.common import (
-    INDEX_BYTES,
-    RowShape,
-    entry_name,
-    load_entries,
-    widest_vec_bytes,
-)
+from jitkern.ops.common import INDEX_BYTES, RowShape, entry_name, load_entries, widest_vec_bytes
 
 # A large call runs on a few full blocks, each lane with several vectors in flight. A small call is
 # spread over the GPU, one vector per thread.

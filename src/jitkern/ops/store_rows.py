@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import jitkern.ops.store  # noqa: F401 - registers the builder of kernels without a format
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
+from jitkern.lazy import torch
 from jitkern.ops import dispatch, formats
 from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ScaleRule = Literal["pow2", "fp32"]
 WRITES_SCALES = ("fp8_per_token_head", "int8_per_token_head")
@@ -31,12 +29,12 @@ _store_rows = host.Function("store_rows")
 
 
 def _through_torch(
-    cache: Tensor | Sequence[Tensor],
-    indices: Tensor,
-    parts: Tensor | Sequence[Tensor],
+    cache: torch.Tensor | Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    parts: torch.Tensor | Sequence[torch.Tensor],
     *,
     format: str | None = None,  # noqa: A002 - see store_rows
-    scales: Tensor | Sequence[Tensor] | None = None,
+    scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     scale_rule: str | None = None,
     skip: int | None = None,
 ) -> None:
@@ -60,12 +58,12 @@ def _through_torch(
 
 @dispatch.traced_as(_through_torch)
 def store_rows(
-    cache: Tensor | Sequence[Tensor],
-    indices: Tensor,
-    parts: Tensor | Sequence[Tensor],
+    cache: torch.Tensor | Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    parts: torch.Tensor | Sequence[torch.Tensor],
     *,
     format: FormatName | None = None,  # noqa: A002 - the engines' word
-    scales: Tensor | Sequence[Tensor] | None = None,
+    scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     scale_rule: ScaleRule | None = None,
     skip: int | None = None,
 ) -> None:
@@ -182,13 +180,13 @@ _now = host.Function("store_rows_now")
 
 
 def _run(
-    cache: Tensor,
-    v_cache: Tensor | None,
-    indices: Tensor,
-    parts: list[Tensor],
+    cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    indices: torch.Tensor,
+    parts: list[torch.Tensor],
     format: str | None,  # noqa: A002
-    scale: Tensor | None,
-    v_scale: Tensor | None,
+    scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     scale_rule: str | None,
     skip: int | None,
 ) -> None:
@@ -198,17 +196,17 @@ def _run(
 
 
 def _one_by_one(
-    cache: Tensor,
-    v_cache: Tensor | None,
-    indices: Tensor,
-    parts: list[Tensor],
-    scale: Tensor | None,
-    v_scale: Tensor | None,
+    cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    indices: torch.Tensor,
+    parts: list[torch.Tensor],
+    scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     **rest: Any,
 ) -> None:
     """Store K, then V; the scales of one cache by way of a copy."""
     if v_cache is None:
-        written = cast("Tensor", scale)  # the cache shares its allocation with it
+        written = cast("torch.Tensor", scale)  # the cache shares its allocation with it
         copy = written.clone()
         _through_torch(cache, indices, parts, scales=copy, **rest)
         written.copy_(copy)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.common import RowShape, load_entries
 from jitkern.ops.dispatch import inference_mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CONFIG = KernelConfig(num_threads=256, max_occupancy=3, use_pdl=True)
 PIECE_IN_FLIGHT = 2
@@ -86,7 +84,7 @@ _unpack = host.Function("unpack")
 class Ring(Protocol):
     """The part of ``offload.DescriptorRing`` that ``unpack`` calls; ops do not import offload."""
 
-    def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None: ...
+    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None: ...
 
 
 _ring_type: type | None = None  # DescriptorRing, once it is imported
@@ -99,11 +97,11 @@ def set_ring_type(ring_type: type) -> None:
 
 
 def _through_torch(
-    src: Tensor,
-    dst: Tensor,
-    descriptors: Tensor | Ring,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    descriptors: torch.Tensor | Ring,
     *,
-    count: Tensor | None = None,
+    count: torch.Tensor | None = None,
     num_slots: int = 1,
 ) -> None:
     if type(descriptors) is _ring_type:
@@ -123,11 +121,11 @@ def _check_no_slots(num_slots: Any) -> None:
 
 @dispatch.traced_as(_through_torch)
 def unpack(
-    src: Tensor,
-    dst: Tensor,
-    descriptors: Tensor | Ring,
+    src: torch.Tensor,
+    dst: torch.Tensor,
+    descriptors: torch.Tensor | Ring,
     *,
-    count: Tensor | None = None,
+    count: torch.Tensor | None = None,
     num_slots: int = 1,
 ) -> None:
     """Copy pieces of ``src`` to the places in ``dst`` that descriptors name.

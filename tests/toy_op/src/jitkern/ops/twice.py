@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.lazy import torch
 from jitkern.ops import dispatch
 from jitkern.ops._ops import TorchOverload, no_result
 from jitkern.ops.common import RowShape, load_entries, widest_vec_bytes
 from jitkern.ops.dispatch import inference_mode
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CONFIG = KernelConfig(num_threads=128, max_occupancy=8, use_pdl=False)
 IN_FLIGHT = 2
@@ -40,12 +37,12 @@ def kernels(row_bytes: int) -> list[DeviceModule]:
 _twice = host.Function("write_twice")
 
 
-def _through_torch(rows: Tensor, output: Tensor) -> None:
+def _through_torch(rows: torch.Tensor, output: torch.Tensor) -> None:
     dispatch.through_torch("write_twice", rows=rows, output=output)
 
 
 @dispatch.traced_as(_through_torch)
-def write_twice(rows: Tensor, output: Tensor) -> None:
+def write_twice(rows: torch.Tensor, output: torch.Tensor) -> None:
     """Copy row ``i`` of ``rows`` to rows ``2 * i`` and ``2 * i + 1`` of ``output``."""
     call = _twice.call
     if inference_mode.is_enabled() or dispatch.is_plain((output,), (rows,)):
