@@ -16,7 +16,6 @@ else:
         def __getattr__(self, name: str) -> object:
             import torch
 
-            value = vars(self)[name] = getattr(torch, name)  # the next access is a plain look-up
-            return value
+            return vars(self).setdefault(name, getattr(torch, name))  # the next access finds it
 
     torch = _Lazy()

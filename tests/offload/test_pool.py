@@ -74,10 +74,8 @@ def test_says_what_it_is() -> None:
 
 
 def shared(name: Any, rank: Any, size: int, timeout_s: float = 1.0) -> dict[str, Any]:
-    return {
-        "num_bytes": 8,
-        "share": Share(name, HashStore(), rank=rank, world_size=size, timeout_s=timeout_s),
-    }
+    ranks: Any = {"rank": rank, "world_size": size, "timeout_s": timeout_s}
+    return {"num_bytes": 8, "share": Share(name, HashStore(), **ranks)}
 
 
 test_mistakes = refusals(

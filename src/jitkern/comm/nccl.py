@@ -75,8 +75,7 @@ def init_pynccl(
     call = "init_pynccl"
     timeout_s = seconds_arg(call, timeout_s, most=math.inf)
     num_bytes = min(int_arg(call, "max_size_bytes", max_size_bytes, 0), 1 << 30)
-    ranks = tp_cpu_group, tp_rank, tp_size
-    return PyNCCLCommunicator()._init(*ranks, num_bytes, device, timeout_s)
+    return PyNCCLCommunicator()._init(tp_cpu_group, tp_rank, tp_size, num_bytes, device, timeout_s)
 
 
 class PyNCCLCommunicator(Closing):

@@ -72,7 +72,7 @@ class PeerMemory(Closing):
         A GPU has too little free memory; there is no CUDA driver, or it reports an error.
     """
 
-    _user = "PeerMemory"  # whose errors those of the ranks are
+    _user = "PeerMemory"  # what errors name
     _same: Mapping[str, Any] = MappingProxyType({})  # further settings that all ranks share
 
     def __init__(

@@ -109,19 +109,15 @@ class PeerReducer:
         ordinal = -1 if self.device.type == "cpu" else self.device.index
         one_shot_bytes = ONE_SHOT_BYTES[self.world_size]
         deadline_ns = 0 if math.isinf(timeout_s) else max(1, round(timeout_s * 1e9))
-        functions = namespace(
+        self._cpp = namespace(
             host.Function("make_peer_reducer")(
                 ordinal, list(addresses), self.rank, workspace_bytes, deadline_ns, one_shot_bytes
             )
         )
-        self._all_reduce = functions.all_reduce
-        self._reduce_scatter = functions.reduce_scatter
-        self._device_barrier = functions.device_barrier
-        self._reset = functions.reset
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
         # C++ guards its own kernels with the barrier, and with the address of the word that says
         # whether an earlier barrier has timed out.
-        self.barrier_in_cpp: tuple[Any, int] = self._device_barrier, int(functions.intact())
+        self.barrier_in_cpp: tuple[Any, int] = self._cpp.device_barrier, int(self._cpp.intact())
 
     @staticmethod
     def workspace_bytes_for(world_size: int, max_bytes: int = 2 << 20) -> int:
@@ -171,10 +167,10 @@ class PeerReducer:
         if way is None:
             choice_arg("all_reduce", "algorithm", algorithm, [*ALGORITHMS])
         if output is None or output is x:  # each tensor argument of C++ takes 0.2 us
-            call_cpp("all_reduce", self._all_reduce, (x, None, way), "x", (x,))
+            call_cpp("all_reduce", self._cpp.all_reduce, (x, None, way), "x", (x,))
         else:
             args = x, output, way
-            call_cpp("all_reduce", self._all_reduce, args, "output x", (output,), (x,))
+            call_cpp("all_reduce", self._cpp.all_reduce, args, "output x", (output,), (x,))
 
     def reduce_scatter(self, output: Tensor, x: Tensor, op: Literal["sum"] = "sum") -> None:
         """Sum ``x`` and write part ``rank`` of ``world_size`` to ``output``.
@@ -184,7 +180,7 @@ class PeerReducer:
         if op != "sum":
             choice_arg("reduce_scatter", "op", op, ["sum"])
         args = output, x
-        call_cpp("reduce_scatter", self._reduce_scatter, args, "output x", (output,), (x,))
+        call_cpp("reduce_scatter", self._cpp.reduce_scatter, args, "output x", (output,), (x,))
 
     def device_barrier(self) -> None:
         """Make the current stream wait for those of all ranks. On GPUs, the host does not wait.
@@ -192,14 +188,14 @@ class PeerReducer:
         After it, all ranks see what the GPU of any rank wrote before it. One launch, with the
         timeout of the other calls; CUDA graphs can capture it. Raises as ``all_reduce``.
         """
-        self._device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
+        self._cpp.device_barrier(self._word)  # a tensor: the FFI then tells C++ the current stream
 
     def reset(self) -> None:
         """Prepare this rank's workspace again after a timeout. Waits for the GPU.
 
         No rank may be in a call: call ``synchronize`` and a barrier before, and a barrier after.
         """
-        self._reset()
+        self._cpp.reset()
 
     def synchronize(self) -> None:
         """Wait for this rank's GPU."""

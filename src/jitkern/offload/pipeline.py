@@ -118,10 +118,9 @@ class Slot:
 class Run(AbstractContextManager["Run"], Iterator[Slot]):
     """The iterator of one run over its slots, in the order of the blocks.
 
-    Returned by ``SlotPipeline.load``, ``store`` and ``update``.
-    The run starts at the first ``next`` and belongs to the thread that calls it. It ends after the
-    last slot, when nothing references it any more (as after a ``break``), or at the end of a
-    ``with run:`` body.
+    Returned by ``SlotPipeline.load``, ``store`` and ``update``. It starts at the first ``next`` and
+    belongs to the thread that calls it. It ends after the last slot, when nothing references it any
+    more (as after a ``break``), or at the end of a ``with run:`` body.
     """
 
     _thread = 0  # not started

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from jitkern.args import type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 from jitkern.lazy import torch
 from jitkern.ops import dispatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _compare = host.Function("compare_key")
 
@@ -41,7 +39,7 @@ def fast_compare_key(
     TypeError, ValueError
         ``x`` or ``y`` has a wrong dtype, device, shape or stride; an int is out of range.
     """
-    call: Callable[[torch.Tensor, torch.Tensor, int, int], int] = _compare.call
+    call: Callable[[Any, Any, int, int], int] = _compare.call
     try:
         return call(x, y, start, page_size)
     except TypeError:

@@ -27,9 +27,7 @@ def kernels(row_bytes: int) -> list[DeviceModule]:
 _gather = host.Function("h2d_gather")
 
 
-def _through_torch(
-    src: torch.Tensor, dst: torch.Tensor, pairs: torch.Tensor, **options: Any
-) -> None:
+def _through_torch(src: Any, dst: Any, pairs: Any, **options: Any) -> None:
     dispatch.through_torch("h2d_gather", src=src, dst=dst, pairs=pairs, **options)
 
 

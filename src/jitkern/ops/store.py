@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
@@ -136,14 +137,7 @@ def store_cache(
 # -- for PyTorch -----------------------------------------------------------------------------------
 
 
-def _one_by_one(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    indices: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    skip: int | None,
-) -> None:
+def _one_by_one(k_cache: Any, v_cache: Any, indices: Any, k: Any, v: Any, skip: Any) -> None:
     _through_torch(k_cache, None, indices, k, skip=skip)
     dispatch.through_torch("store_cache", "v", v_cache=v_cache, indices=indices, v=v, skip=skip)
 
