@@ -5,64 +5,74 @@ In a page a table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+_NUMBER = re.compile(r"\d[\d,.]*")
 _MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # Three lines per table. First: its name, the file of results, the benchmark, the case with {} for
 # the part that varies, the figure, the text of the corner. Second: the cases, by the text of {}.
-# Third: the implementations.
+# Third: the implementations, and after || those that are not compared, such as a limit. The best
+# figure of a case is bold.
 # "NAME ~ TEXT" is shown as TEXT; names with " / " between them share a cell. An implementation is
 # a row and a case a column; "rows:" in front of the cases turns that round.
 TABLES_TEXT = """
 store | nvidia-h200 | store | 131072 rows of {} B | gb_s | 131,072 rows of
 rows: 256 ~ 256 B | 656 ~ 656 B | 1024 ~ 1 KB | 2048 ~ 2 KB
-jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice | copy kernel, same bytes ~ copy
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice || copy kernel, same bytes ~ copy
 
 index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
 rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
-jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding | copy kernel ~ copy
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding || copy kernel ~ copy
 
 h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
-loads before stores, all SMs ~ batched loads (nvcc) | line-aligned, 2 SMs ~ aligned loads (nvcc), 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern | cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
+loads before stores, all SMs ~ batched loads (nvcc) | line-aligned, 2 SMs ~ aligned loads (nvcc), 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern || cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory
 
 pools-gather | nvidia-h200 | pools | gather of 262144 rows of 656 B, pool of {} GiB | gb_s | `h2d_gather`
 0.2 ~ 0.2 GiB | 1 | 4 | 8 | 16 | 32 | 64
-jitkern ~ jitkern (`order="auto"`) | jitkern, as they come ~ jitkern, unsorted (`order="given"`) | line-aligned, 4 SMs ~ aligned loads (nvcc), unsorted | loads before stores, all SMs ~ batched loads (nvcc), unsorted | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then aligned loads (nvcc) | cudaMemcpyAsync, contiguous ~ copy engine, in one piece
+jitkern ~ jitkern (`order="auto"`) | jitkern, as they come ~ jitkern, unsorted (`order="given"`) | line-aligned, 4 SMs ~ aligned loads (nvcc), unsorted | loads before stores, all SMs ~ batched loads (nvcc), unsorted | torch.argsort, then line-aligned, 4 SMs ~ `torch.argsort`, then aligned loads (nvcc) || cudaMemcpyAsync, contiguous ~ copy engine, in one piece
 
 lists-h2d | lists | lists | h2d, {} | gb_s | to the GPU
 1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors
-jitkern ~ lists, one launch | jitkern, with signals ~ with signals | jitkern, a call per buffer ~ a call per tensor | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel | cudaMemcpyAsync, contiguous ~ one contiguous copy
+jitkern ~ lists, one launch | jitkern, with signals ~ with signals | jitkern, a call per buffer ~ a call per tensor | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel || cudaMemcpyAsync, contiguous ~ one contiguous copy
 
 lists-d2h | lists | lists | d2h, {} | gb_s | to the host
 1024 blocks x 8 buffers x 8 KiB of 0.5 GiB ~ 8 KiB, 8,192 pieces | 256 blocks x 8 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 2,048 | 256 blocks x 8 buffers x 64 KiB of 0.5 GiB ~ 64 KiB, 2,048 | 64 blocks x 80 buffers x 16 KiB of 0.5 GiB ~ 16 KiB, 80 tensors | 4096 blocks x 64 buffers x 2 KiB of 1 GiB ~ 2 KiB, 64 tensors
-jitkern ~ lists, one launch | jitkern, with signals ~ with signals | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel | cudaMemcpyAsync, contiguous ~ one contiguous copy
+jitkern ~ lists, one launch | jitkern, with signals ~ with signals | Triton over addresses, as vLLM ~ Triton over addresses, as vLLM's | sglang's transfer kernel || cudaMemcpyAsync, contiguous ~ one contiguous copy
 
-first-call | nvidia-h200 | first_call | {} | ms | ms
+first-call | nvidia-h200 | first_call | {} | ms
 first kernel of a process | store | index ~ indexing | h2d_gather | h2d_gather, large call
 jitkern: NVRTC, cold ~ cold, NVRTC | load_inline with nvcc, cold ~ cold, nvcc through `load_inline` | jitkern: warm, new process ~ another process | load_module of it, new process ~ the same, `tvm_ffi.load_module` of what nvcc made
 
 store-rows | formats | store_rows | {} rows, fp8_ds_mla | us | rows of `fp8_ds_mla`
 rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
-jitkern | vLLM | sglang, two launches | torch ops and cache[idx] = x ~ PyTorch | copy kernel, same bytes in and out ~ copy
+jitkern | vLLM | sglang, two launches | torch ops and cache[idx] = x ~ PyTorch || copy kernel, same bytes in and out ~ copy
 
 store-rows-kv | formats | store_rows | {} rows, fp8, K and V of 8 x 128 | us | rows of `fp8`, K and V, 8 heads of 128
 rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
-jitkern | vLLM | torch ops and cache[idx] = x ~ PyTorch | copy kernel, same bytes in and out ~ copy
+jitkern | vLLM | torch ops and cache[idx] = x ~ PyTorch || copy kernel, same bytes in and out ~ copy
 
 gather-rows | formats | gather_rows | {} rows, fp8_ds_mla | us | rows of `fp8_ds_mla`
 rows: 1 | 16 | 256 | 4096 ~ 4,096 | 16384 ~ 16,384 | 131072 ~ 131,072
-jitkern | jitkern, indexing, then convert ~ two launches | torch cache[idx] and ops ~ PyTorch | copy kernel, same bytes in and out ~ copy
+jitkern | jitkern, indexing, then convert ~ two launches | torch cache[idx] and ops ~ PyTorch || copy kernel, same bytes in and out ~ copy
 
 peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 8 KB | 128 KB | 1 MB | 2 MB | 4 MB
-jitkern ~ `PeerCommunicator` | jitkern, one behind the other ~ the same, nothing between two calls | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two
+jitkern ~ `PeerCommunicator` | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two || jitkern, one behind the other ~ `PeerCommunicator`, nothing between two calls
 """  # noqa: E501
+
+# The unit, the key of a result and its divisor, and which number is the best. The first calls of
+# other processes have no best: their rows are cold or warm.
+FIGURES: dict[str, tuple[str, str, float, Callable[[Iterable[float]], float] | None]] = {
+    "gb_s": ("GB/s", "gb_s", 1, max),
+    "us": ("us", "median_us", 1, min),
+    "ms": ("ms", "median_us", 1e3, None),
+}
 
 BESIDE = {
     "engine, contiguous, h2d": "copy engine, to the GPU",
@@ -85,9 +95,19 @@ BESIDE = {
 def _table(paragraph: str) -> list[str]:
     head, case_line, impl_line = paragraph.splitlines()
     _, file, op, case_name, figure, corner = (*head.split(" | "), "")[:6]
-    cases, impls = _shown(case_line.removeprefix("rows: ")), _shown(impl_line)
-    rows = {case: _rows(file, op, case_name.format(case)) for case in cases}
-    cells = {(c, i): _text(rows[c], i, figure) for c in cases for i in impls}
+    unit, key, divisor, best = FIGURES[figure]
+    corner = f"{unit}, {corner}" if corner else unit
+    cases = _shown(case_line.removeprefix("rows: "))
+    compared, *others = map(_shown, impl_line.split(" || "))
+    impls = compared | (others[0] if others else {})
+    cells = {}
+    for case in cases:
+        rows = _rows(file, op, case_name.format(case))
+        for impl in impls:
+            cells[case, impl] = _text(rows, impl, key, divisor)
+        if best:
+            texts = _bold([cells[case, impl] for impl in compared], best)
+            cells |= {(case, impl): text for impl, text in zip(compared, texts, strict=True)}
     if case_line.startswith("rows: "):
         body = [[shown, *(cells[c, i] for i in impls)] for c, shown in cases.items()]
         return _markdown([corner, *impls.values()], body)
@@ -100,16 +120,25 @@ def _shown(line: str) -> dict[str, str]:
     return {name: shown or name for name, _, shown in pairs}
 
 
-def _text(rows: dict[str, Any], impl: str, figure: str) -> str:
+def _text(rows: dict[str, Any], impl: str, key: str, divisor: float) -> str:
     cells = [rows[name] for name in impl.split(" / ") if name in rows]
     if any(row["median_us"] is None for row in cells):
         return "does not compile"
-    key, unit = {"gb_s": ("gb_s", 1), "us": ("median_us", 1), "ms": ("median_us", 1e3)}[figure]
-    return " / ".join(three_digits(row[key] / unit) for row in cells)
+    return " / ".join(three_digits(row[key] / divisor) for row in cells)
+
+
+def _bold(texts: list[str], best: Callable[[Iterable[float]], float]) -> list[str]:
+    """Return the texts with the best of their numbers in bold, as often as it is there."""
+    numbers = {text: float(text.replace(",", "")) for text in _NUMBER.findall(" ".join(texts))}
+    top = best(numbers.values())
+    return [
+        _NUMBER.sub(lambda m: f"**{m[0]}**" if numbers[m[0]] == top else m[0], text)
+        for text in texts
+    ]
 
 
 def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
-    rows = [head, ["---"] * len(head), *body]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
     return ["|".join(["", *(f" {cell} " if cell else " " for cell in row), ""]) for row in rows]
 
 

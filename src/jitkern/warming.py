@@ -141,7 +141,7 @@ def warm(
         of any compiler counts as present, as it does in a call.
     out_dir
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
-    progress
+    progress : callable, optional
         ``progress(outcome, done, total)``, called after each build.
 
     Raises

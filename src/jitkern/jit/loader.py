@@ -91,13 +91,13 @@ def load_jit(
     ----------
     *args
         The module's name, then its template arguments (see ``make_cpp_args``).
-    cpp_files, cuda_files, device_files
+    cpp_files, cuda_files, device_files : sequence of str or PathLike, optional
         Paths of sources. Relative paths start at the current directory. ``jitkern:ops/store.cu`` is
         a source of jitkern.
-    cpp_wrappers, cuda_wrappers
+    cpp_wrappers, cuda_wrappers : sequence of (str, str), optional
         (name, expression): the C++ expression is exported as function `name` of the module. With
         ``device_files``, `name` is that of a kernel, and the function takes the kernel's arguments.
-    device_wrappers
+    device_wrappers : sequence of tuples of str, optional
         (name, class) or (name, class, params) for each kernel. The class has a POD type ``Params``
         and ``static __device__ void run(const Params&)``. Its constants ``kNumThreads`` (threads
         per block) and ``kMinBlocks`` are the launch bounds. A launch checks its arguments against
@@ -106,12 +106,12 @@ def load_jit(
         int64 count"``. A type is a torch dtype or a C number type; ``void*`` accepts a tensor of
         any dtype, ``strided float*`` one of any strides. The compiler checks both against the
         struct (C++17 or newer).
-    extra_cflags, extra_cuda_cflags, extra_ldflags
+    extra_cflags, extra_cuda_cflags, extra_ldflags : sequence of str, optional
         Additional flags for the C++ compiler, for nvcc or NVRTC, and for the linker. Relative paths
         in them start at the current directory.
-    extra_include_paths
+    extra_include_paths : sequence of str or PathLike, optional
         Directories to search for headers, before jitkern's own.
-    build_directory
+    build_directory : str or PathLike, optional
         Build in this directory and keep the files. Not with ``device_files``.
 
     Returns

@@ -113,7 +113,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         descriptors : Tensor or array
             int64 on the CPU, ``[n, 3]`` of (src_off, dst_off, len), or ``[n, 6]`` of (src_off,
             dst_off, len, count, src_stride, dst_stride): `count` rows of `len` bytes.
-        timeout_s : float, optional
+        timeout_s : float, default: 10
             Seconds to wait until the next slot is free.
 
         Raises
@@ -185,7 +185,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         ----------
         src, dst : Tensor
             See ``unpack``.
-        idle_timeout_s : float, optional
+        idle_timeout_s : float, default: 10
             The kernel ends if there is no push for so many seconds.
         """
         self._require_open()
