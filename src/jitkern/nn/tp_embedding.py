@@ -48,7 +48,7 @@ class TPEmbedding(torch.nn.Module):
         Rows of the whole table without added tokens, and elements per row.
     comm : Communicator
         The module uses its rank, world size and ``all_reduce`` (int32 or uint8, "sum", in place).
-    dtype, device : optional
+    dtype, device : torch.dtype and torch.device, optional
         A floating dtype, and the communicator's device; by default PyTorch's default dtype and
         device, as for the modules of ``torch.nn``.
     num_added : int
