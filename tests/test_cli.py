@@ -19,8 +19,8 @@ from tiny import Use
 
 from jitkern.cache.store import Cache
 from jitkern.cli import _COMMANDS, cache, main, ui
-from jitkern.cli.warm import _cells, labels
-from jitkern.ops import copy_blocks, pairs, store
+from jitkern.cli.warm import _cells
+from jitkern.ops import store
 from jitkern.ops._ops import SIZES
 from jitkern.version import __version__
 from jitkern.warming import Outcome
@@ -153,17 +153,6 @@ def test_a_large_head_dim_gets_a_note(capsys: Capture) -> None:
     note = "jitkern: note: --head-dim 8192: elements of one head, not of all heads; "
     assert run(capsys, *warm, "4096,8192")[2].startswith(note)
     assert "note" not in run(capsys, *warm, "4096")[2]
-
-
-def test_labels_are_the_names_in_the_source() -> None:
-    texts = {
-        kernel.op: labels(kernel)
-        for kernel in (*pairs.list_kernels(1), copy_blocks.kernel(16, 4, 1))
-    }
-    assert texts == {
-        "copy_blocks": "vec_bytes=16 index_bytes=4 in_flight=8 lines_of=kHostTarget",
-        "pair_lists": "index_bytes=8 host_side=kHostTarget",
-    }
 
 
 def test_help_shows_sizes_that_each_option_takes(capsys: Capture) -> None:
