@@ -12,6 +12,7 @@ from jitkern.lazy import torch
 from jitkern.ops import dispatch, formats
 from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
+from jitkern.ops.formats import NUMBERS
 from jitkern.ops.store_rows import as_tuple, by_name, one_or_two
 
 host.builds("gather_rows", partial(formats.kernel, "gather_rows"))
@@ -43,7 +44,7 @@ def _through_torch(
         output=output,
         second=second,
         format=format,
-        scales=[] if scales is None else list(as_tuple(scales)),
+        scales=list(as_tuple(scales)),
         count=count,
     )
 
@@ -97,12 +98,17 @@ def gather_rows(
         is zeros, and the next jitkern call on the device or ``check`` raises.
     """
     call = _gather_rows.call
-    caches, rows = as_tuple(cache), as_tuple(outputs)
-    factors = () if scales is None else as_tuple(scales)
-    if inference_mode.is_enabled() or dispatch.is_plain(rows, caches + factors):
+    try:
+        number = NUMBERS[format]
+    except (KeyError, TypeError):
+        number = formats.refuse("gather_rows", format)
+    written = as_tuple(outputs)
+    if inference_mode.is_enabled() or dispatch.is_plain(
+        written, as_tuple(cache) + as_tuple(scales)
+    ):
         try:
-            if not call(caches, indices, rows, (format, factors or None, count)):
-                dispatch.bump_versions(rows)
+            if not call(cache, indices, outputs, number, scales, count):
+                dispatch.bump_versions(written)
                 return
         except dispatch.UNREADABLE as error:
             named = by_name(cache=cache, indices=indices, outputs=outputs, scales=scales)
@@ -125,7 +131,8 @@ def _run(
     count: torch.Tensor | None,
 ) -> None:
     outputs = (output,) if second is None else (output, second)
-    _now(tuple(cache), indices, outputs, (format, tuple(scales) or None, count))
+    number = NUMBERS[format] if format in NUMBERS else formats.refuse("gather_rows", format)
+    _now(cache, indices, outputs, number, scales, count)
 
 
 def _one_by_one(

@@ -13,9 +13,10 @@ from jitkern.lazy import torch
 from jitkern.ops import dispatch, formats
 from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
+from jitkern.ops.formats import NUMBERS
 
 ScaleRule = Literal["pow2", "fp32"]
-WRITES_SCALES = ("fp8_per_token_head", "int8_per_token_head")
+WRITES_SCALES = {"fp8_per_token_head", "int8_per_token_head"}
 
 host.builds("store_rows", partial(formats.kernel, "store_rows"))
 
@@ -124,15 +125,18 @@ def store_rows(
         An index of ``num_slots`` or more: as in ``store_cache``.
     """
     call = _store_rows.call
-    caches, rows = as_tuple(cache), as_tuple(parts)
-    factors = () if scales is None else as_tuple(scales)
-    written = caches + factors if format in WRITES_SCALES else caches
-    if inference_mode.is_enabled() or dispatch.is_plain(written, rows + factors):
-        options = None
-        if format is not None or factors or scale_rule is not None or skip is not None:
-            options = (format, factors or None, scale_rule, skip)
+    try:
+        number = NUMBERS[format]
+    except (KeyError, TypeError):
+        number = formats.refuse("store_rows", format)
+    written = as_tuple(cache)
+    if scales is not None and format in WRITES_SCALES:
+        written += as_tuple(scales)
+    if inference_mode.is_enabled() or dispatch.is_plain(
+        written, as_tuple(parts) + as_tuple(scales)
+    ):
         try:
-            if not call(caches, indices, rows, options):
+            if not call(cache, indices, parts, number, scales, scale_rule, skip):
                 dispatch.bump_versions(written)
                 return
         except dispatch.UNREADABLE as error:
@@ -150,8 +154,14 @@ def store_rows(
 
 
 def as_tuple(tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors of a list, or a tensor alone."""
-    return tuple(tensors) if isinstance(tensors, (tuple, list)) else (tensors,)
+    """Return the tensors of a list, a tensor alone, or nothing for None."""
+    match tensors:  # tells a list by a flag of its type: isinstance takes 0.1 us
+        case None:
+            return ()
+        case [*_]:
+            return tuple(tensors)
+        case _:
+            return (tensors,)
 
 
 def one_or_two(op: str, name: str, tensors: Any) -> tuple[Any, Any]:
@@ -192,7 +202,8 @@ def _run(
 ) -> None:
     caches = (cache,) if v_cache is None else (cache, v_cache)
     scales = tuple(tensor for tensor in (scale, v_scale) if tensor is not None)
-    _now(caches, indices, tuple(parts), (format, scales or None, scale_rule, skip))
+    number = NUMBERS[format] if format in NUMBERS else formats.refuse("store_rows", format)
+    _now(caches, indices, parts, number, scales, scale_rule, skip)
 
 
 def _one_by_one(

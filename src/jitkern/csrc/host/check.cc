@@ -4,6 +4,8 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/object.h>
 
+#include <algorithm>
+
 namespace jitkern {
 
 namespace {
@@ -71,11 +73,8 @@ bool rows_overlap(const Rows& a, const Rows& b) {
 }  // namespace
 
 bool may_be_lazy(AnyView value) {
-  if (value.type_index() == tvm::ffi::TypeIndex::kTVMFFIArray) {
-    for (const tvm::ffi::Any& item : value.cast<tvm::ffi::Array<tvm::ffi::Any>>()) {
-      if (may_be_lazy(item)) return true;
-    }
-    return false;
+  if (const auto* list = value.as<tvm::ffi::ArrayObj>()) {
+    return std::any_of(list->begin(), list->end(), may_be_lazy);
   }
   const auto tensor = value.try_cast<DLTensor*>();
   if (!tensor.has_value()) return false;

@@ -6,9 +6,6 @@
 
 namespace jitkern {
 
-using tvm::ffi::Any;
-using tvm::ffi::Array;
-
 namespace {
 
 constexpr int kCut = 128;
@@ -82,18 +79,22 @@ void require_one_byte(const Tensor& cache) {
   if (cache.item_bytes() != 1) cache.dtype_error("uint8, or another dtype of one byte");
 }
 
-// One or two tensors of an argument. A tensor alone has the argument's name.
-std::vector<Tensor> tensors_of(const char* op, const ListArg& arg, AnyView value) {
-  const auto list = value.as<Array<Any>>();
-  if (!list || list->empty() || list->size() > 2) {
-    const std::string actual = list ? str("a list of ", list->size()) : "no list";
-    raise_value_error(op, arg.name, actual, "a tensor, or a list of one or two");
+// One or two tensors of an argument, or none of an optional one. A tensor alone has the argument's
+// name.
+Tensors tensors_of(const char* op, const ListArg& arg, AnyView value, bool is_optional = false) {
+  Tensors tensors;
+  if (is_optional && is_none(value)) return tensors;
+  const auto* list = value.as<tvm::ffi::ArrayObj>();
+  if (list == nullptr) {
+    tensors.emplace_back(op, arg.name, value);
+    return tensors;
   }
-  std::vector<Tensor> tensors;
-  tensors.reserve(2);
-  const bool is_alone = list->size() == 1;
-  for (size_t i = 0; i < list->size(); ++i) {
-    tensors.emplace_back(op, is_alone ? arg.name : arg.items[i], (*list)[static_cast<int64_t>(i)]);
+  const int size = static_cast<int>(list->size());
+  if (size > 2 || (size == 0 && !is_optional)) {
+    raise_value_error(op, arg.name, str("a list of ", size), "a tensor, or a list of one or two");
+  }
+  for (int i = 0; i < size; ++i) {
+    tensors.emplace_back(op, size == 1 ? arg.name : arg.items[i], list->at(i));
   }
   return tensors;
 }
@@ -101,50 +102,50 @@ std::vector<Tensor> tensors_of(const char* op, const ListArg& arg, AnyView value
 constexpr ListArg kCaches{"cache", {"cache[0]", "cache[1]"}};
 constexpr ListArg kScales{"scales", {"scales[0]", "scales[1]"}};
 
-}  // namespace
-
-std::optional<int> format_arg(const char* op, AnyView value) {
-  if (is_none(value)) return std::nullopt;
-  return choice_arg(op, "format", value,
-                    {"fp8_ds_mla", "fp8_index_k", "fp8_ds_v41", "fp8_ds_v41_paged", "fp8",
-                     "fp8_per_token_head", "int8_per_token_head"});
+// Raises TypeError or ValueError for what names no format.
+void refuse_format(const std::string& op, AnyView value) {
+  choice_arg(op.c_str(), "format", value,
+             {"fp8_ds_mla", "fp8_index_k", "fp8_ds_v41", "fp8_ds_v41_paged", "fp8",
+              "fp8_per_token_head", "int8_per_token_head"});
 }
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse_format, refuse_format);
+
+}  // namespace
+
 RowsArgs::RowsArgs(const char* op, const ListArg& rows_arg, AnyView caches_arg, AnyView rows_value,
-                   AnyView scales_arg, std::optional<int> format)
-    : caches(tensors_of(op, kCaches, caches_arg)), rows(tensors_of(op, rows_arg, rows_value)) {
-  if (!is_none(scales_arg)) scales = tensors_of(op, kScales, scales_arg);
+                   AnyView scales_arg, int format)
+    : caches(tensors_of(op, kCaches, caches_arg)),
+      rows(tensors_of(op, rows_arg, rows_value)),
+      scales(tensors_of(op, kScales, scales_arg, true)) {
   if (caches.size() == 2 && rows.size() != 2) {
     raise_value_error(op, rows_arg.name, "one tensor", "two, one for each cache");
   }
-  if (!format && !scales.empty()) {
+  if (format == kNoFormat && scales.size() > 0) {
     scales[0].value_error("given without a format", "None");
   }
 }
 
-std::vector<FormatSide> RowsArgs::sides(const RowFormat& format) const {
-  const char* op = caches[0].op;
-  const bool has_scales =
-      format.place == ScalePlace::kGiven || format.place == ScalePlace::kInTensor;
-  const size_t expected = has_scales ? caches.size() : 0;
+void RowsArgs::add_to(FormatCall& call) const {
+  const ScalePlace place = call.row.place;
+  const bool has_scales = place == ScalePlace::kGiven || place == ScalePlace::kInTensor;
+  const int expected = has_scales ? caches.size() : 0;
   if (scales.size() != expected) {
     const char* const counts[] = {"None", "one tensor", "two tensors"};
     raise_value_error(
-        op, "scales", counts[scales.size()],
+        call.op, "scales", counts[scales.size()],
         expected == 0 ? "None: the scales of this format lie in the cache" : "one for each cache");
   }
-  std::vector<FormatSide> sides;
-  sides.reserve(2);
-  for (size_t t = 0; t < caches.size(); ++t) {
-    sides.push_back({caches[t], rows[t], std::nullopt, std::nullopt});
-    if (has_scales) sides.back().scales = scales[t];
+  std::optional<Rows> rest;
+  if (rows.size() > caches.size()) {
+    if (!call.row.has_rest) {
+      rows[1].value_error("given", "one tensor: this format has no bytes beside the values");
+    }
+    rest.emplace(rows[1]);
   }
-  if (caches.size() == 2 || rows.size() == 1) return sides;
-  if (!format.has_rest) {
-    rows[1].value_error("given", "one tensor: this format has no bytes beside the values");
+  for (int t = 0; t < caches.size(); ++t) {
+    call.add({caches[t], rows[t], rest, has_scales ? &scales[t] : nullptr});
   }
-  sides[0].rest.emplace(rows[1]);
-  return sides;
 }
 
 FormatCall::FormatCall(const char* op, int format, const Indices& indices, bool writes_cache)
@@ -158,13 +159,7 @@ FormatCall::FormatCall(const char* op, int format, const Indices& indices, bool 
   params.num_rows = indices.count;
   params.skip = -1;
   params.rule = row.rule;
-  shapes.reserve(2);
-  caches_.reserve(2);
-  bits_.reserve(2);
-  scales_.reserve(2);
-  written_.reserve(4);
-  read_.reserve(8);
-  reads(indices);
+  uses(indices, false);
 }
 
 void FormatCall::add(const FormatSide& side) {
@@ -181,7 +176,7 @@ void FormatCall::add(const FormatSide& side) {
     side.values.shape_error(str("heads of ", kMostOfHead, " values or fewer"));
   }
 
-  FormatTable& table = params.tables[num_tables()];
+  FormatTable& table = params.tables[num_tables];
   table.values = values.data;
   table.values_row_stride = values.outer_stride;
   table.values_group_stride = values.inner_stride;
@@ -193,14 +188,24 @@ void FormatCall::add(const FormatSide& side) {
     table.rest_row_stride = side.rest->stride_bytes;
   }
   require_one_byte(side.cache);
-  set_cache(side, shape, table);
-  set_scales(side, shape, table);
-  check_overlap(side, values);
-  shapes.push_back(shape);
+  const CacheRows cache = set_cache(side, shape, table);
+  std::optional<CacheRows> scales;
+  if (side.scales != nullptr) scales = set_scales(side, shape, cache, table);
+  if (row.scale_bytes == 4 && (address(table.scales) | bits_of(table.scale_strides)) % 4 != 0) {
+    (side.scales != nullptr ? *side.scales : side.cache)
+        .value_error("scales that are not aligned to 4 bytes",
+                     "an address and strides that are multiples of 4 bytes");
+  }
+  uses(cache, writes_cache);
+  uses(rows_of(values), !writes_cache);
+  if (side.rest) uses(*side.rest, !writes_cache);
+  if (scales) uses(*scales, writes_cache && !row.is_given());
+  shapes[num_tables++] = shape;
 }
 
 // The cache's rows, and where values and scales lie in it.
-void FormatCall::set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table) {
+CacheRows FormatCall::set_cache(const FormatSide& side, const FormatShape& shape,
+                                FormatTable& table) {
   const Tensor& cache = side.cache;
   const i64 payload = shape.groups * shape.group, scales = shape.groups * row.scale_bytes;
   const i64 expected =
@@ -243,101 +248,71 @@ void FormatCall::set_cache(const FormatSide& side, const FormatShape& shape, For
     table.scales = table.payload + page * payload;
     table.scale_strides = {block, scales, row.scale_bytes, divisor};
   }
-  if (caches_.empty()) {
-    params.num_slots = rows.num_rows;
+  if (first_cache_) {
+    cache.same_device(*first_cache_);
+    rows.same_num_rows(*first_cache_);
   } else {
-    cache.same_device(caches_[0]);
-    rows.same_num_rows(caches_[0]);
+    params.num_slots = rows.num_rows;
+    first_cache_ = rows;
   }
   u64 bits = address(table.payload) | bits_of(table.strides) | static_cast<u64>(shape.group);
   if (shape.rest_bytes > 0) {
     bits |= address(table.rest) |
             static_cast<u64>(table.rest_row_stride | table.rest_offset | shape.rest_bytes);
   }
-  bits_.push_back(bits);
-  caches_.push_back(rows);
+  bits_[num_tables] = bits;
+  return rows;
 }
 
-// Scales in tensors of their own, and the alignment of any scales.
-void FormatCall::set_scales(const FormatSide& side, const FormatShape& shape, FormatTable& table) {
-  if (side.scales) {
-    const Tensor& scales = *side.scales;
-    if (!scales.has_dtype(kDLFloat, 32)) scales.dtype_error("float32");
-    if (row.is_given()) {
-      scales.same_device(side.values);
-      const i64 count = scales.numel();
-      const i64 heads = side.values.dl->ndim == 3 ? shape.groups : 1;
-      if (count != 1 && (count != heads || scales.dl->ndim != 1)) {
-        scales.shape_error(str("1 element, or one for each of ", heads, " heads"));
-      }
-      if (count > 1 && scales.stride(0) < 0) scales.refuse_stride(0);
-      table.scales = scales.data();
-      table.scale_strides.head_stride = count == 1 ? 0 : scales.stride(0) * 4;
-      scales_.push_back(Rows(scales, count, 4, table.scale_strides.head_stride));
-    } else {
-      scales.same_device(side.cache);
-      const CacheRows rows = CacheRows::of(scales, shape.groups * 4, 1);
-      if (rows.row_bytes != shape.groups * 4) {
-        scales.shape_error(
-            str("[num_slots, ", shape.groups, "] or [num_blocks, page, ", shape.groups, "]"));
-      }
-      if (rows.num_heads > 1 && rows.num_heads != shape.groups) {
-        scales.value_error(str("heads at several strides (shape ", scales.shape_text(), ")"),
-                           "one stride");
-      }
-      rows.same_num_rows(caches_.back());
-      table.scales = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);
-      table.scale_strides = as_pages(rows, 4);
-      scales_.push_back(rows);
+// The rows of scales in a tensor of their own, and where they lie.
+CacheRows FormatCall::set_scales(const FormatSide& side, const FormatShape& shape,
+                                 const CacheRows& cache, FormatTable& table) const {
+  const Tensor& scales = *side.scales;
+  if (!scales.has_dtype(kDLFloat, 32)) scales.dtype_error("float32");
+  if (row.is_given()) {
+    scales.same_device(side.values);
+    const i64 count = scales.numel();
+    const i64 heads = side.values.dl->ndim == 3 ? shape.groups : 1;
+    if (count != 1 && (count != heads || scales.dl->ndim != 1)) {
+      scales.shape_error(str("1 element, or one for each of ", heads, " heads"));
     }
+    if (count > 1 && scales.stride(0) < 0) scales.refuse_stride(0);
+    table.scales = scales.data();
+    table.scale_strides.head_stride = count == 1 ? 0 : scales.stride(0) * 4;
+    return Rows(scales, count, 4, table.scale_strides.head_stride);
   }
-  if (row.scale_bytes != 4) return;
-  if ((address(table.scales) | bits_of(table.scale_strides)) % 4 == 0) return;
-  (side.scales ? *side.scales : side.cache)
-      .value_error("scales that are not aligned to 4 bytes",
-                   "an address and strides that are multiples of 4 bytes");
+  scales.same_device(side.cache);
+  const CacheRows rows = CacheRows::of(scales, shape.groups * 4, 1);
+  if (rows.row_bytes != shape.groups * 4) {
+    scales.shape_error(
+        str("[num_slots, ", shape.groups, "] or [num_blocks, page, ", shape.groups, "]"));
+  }
+  if (rows.num_heads > 1 && rows.num_heads != shape.groups) {
+    scales.value_error(str("heads at several strides (shape ", scales.shape_text(), ")"),
+                       "one stride");
+  }
+  rows.same_num_rows(cache);
+  table.scales = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);
+  table.scale_strides = as_pages(rows, 4);
+  return rows;
 }
 
-void FormatCall::check_overlap(const FormatSide& side, const Grid& values) {
-  const CacheRows& cache = caches_.back();
-  if (writes_cache) {
-    writes(cache);
-    reads(rows_of(values));
-  } else {
-    reads(cache);
-    writes(rows_of(values));
-  }
-  if (side.rest) writes_cache ? reads(*side.rest) : writes(*side.rest);
-  if (side.scales) {
-    const bool is_written = writes_cache && !row.is_given();
-    is_written ? writes(scales_.back()) : reads(scales_.back());
-  }
-}
-
-void FormatCall::reads(const CacheRows& rows) {
-  for (const CacheRows& written : written_) rows.apart_from(written);
-  read_.push_back(rows);
-}
-
-void FormatCall::writes(const CacheRows& rows) {
-  rows.distinct_rows();
-  for (const CacheRows& written : written_) rows.apart_from(written);
-  for (const CacheRows& read : read_) read.apart_from(rows);
-  written_.push_back(rows);
+void FormatCall::uses(const CacheRows& rows, bool is_written) {
+  if (is_written) rows.distinct_rows();
+  for (int i = 0; i < written_.size(); ++i) rows.apart_from(written_[i]);
+  for (int i = 0; is_written && i < read_.size(); ++i) read_[i].apart_from(rows);
+  (is_written ? written_ : read_).emplace_back(rows);
 }
 
 // The most values of a vector by which table `t` can be read and written.
 int FormatCall::most_elems(int t) const {
   const FormatTable& table = params.tables[t];
-  const i64 item = item_bytes_of(shapes[t].type);
+  const int item = static_cast<int>(item_bytes_of(shapes[t].type));
   const u64 values =
       address(table.values) | static_cast<u64>(table.values_row_stride | table.values_group_stride);
-  int elems = kMostElems;
-  while (elems > 1 && (bits_[t] % static_cast<u64>(elems) != 0 ||
-                       values % static_cast<u64>(std::min<i64>(16, elems * item)) != 0)) {
-    elems /= 2;
-  }
-  return elems;
+  const int vec_bytes = widest_vec(values);
+  const int elems = vec_bytes < 16 ? std::max(vec_bytes / item, 1) : kMostElems;
+  return std::min(elems, widest_vec(bits_[t]));
 }
 
 // Compiles the kernel of table `t`. ValueError if it would need too many threads.
@@ -359,11 +334,11 @@ FormatCall::Launch FormatCall::prepare(KernelTable& table, const Device& device,
 void FormatCall::launch(KernelTable& table, const LaunchScope& scope) {
   if (params.num_rows == 0) return;
   params.fault = scope.device.fault_device;
-  const bool is_pair = num_tables() == 2;
+  const bool is_pair = num_tables == 2;
   if (!is_pair || shapes[0] == shapes[1]) {
     const int elems = is_pair ? std::min(most_elems(0), most_elems(1)) : most_elems(0);
     const Launch both = prepare(table, scope.device, 0, elems);
-    return scope.launch(*both.kernel, both.num_blocks, params, num_tables());
+    return scope.launch(*both.kernel, both.num_blocks, params, num_tables);
   }
   // Both are compiled before the first one writes.
   const Launch first = prepare(table, scope.device, 0, most_elems(0));

@@ -6,15 +6,18 @@
 
 #include "common.h"
 #include "formats.h"
+#include "store_host.h"
 
 namespace jitkern {
 
+constexpr int kNoFormat = -1;  // in the place of a Format
+
 // One cache, the rows of values that are stored in it or read from it, and what lies beside them.
 struct FormatSide {
-  Tensor cache;
-  Tensor values;
+  const Tensor& cache;
+  const Tensor& values;
   std::optional<Rows> rest;
-  std::optional<Tensor> scales;
+  const Tensor* scales;  // in a tensor of their own, or null
 };
 
 // What a kernel is compiled for, beside the types of indices and the width of vectors.
@@ -35,8 +38,9 @@ struct FormatCall {
   int format;
   RowFormat row;
   Indices indices;
-  bool writes_cache;                // a store; else a gather, which writes the values
-  std::vector<FormatShape> shapes;  // one for each table
+  bool writes_cache;  // a store; else a gather, which writes the values
+  int num_tables = 0;
+  FormatShape shapes[2];  // of each table
   FormatParams params{};
 
   // `format` is a number of Format. The sides have one device, and so have the indices unless the
@@ -46,10 +50,9 @@ struct FormatCall {
   // Checks and adds a cache, one or two. The values are [rows, dim] or [rows, heads, dim].
   void add(const FormatSide& side);
 
-  // ValueError if the tensor overlaps one that is written.
-  void reads(const CacheRows& rows);
+  // ValueError if the tensor, or one used before, is written and they overlap.
+  void uses(const CacheRows& rows, bool is_written);
 
-  int num_tables() const { return static_cast<int>(shapes.size()); }
   // Launches a kernel for both tables, or one after the other if they differ in shape.
   void launch(KernelTable& table, const LaunchScope& scope);
 
@@ -61,16 +64,14 @@ struct FormatCall {
 
   int most_elems(int t) const;
   Launch prepare(KernelTable& table, const Device& device, int t, int elems) const;
-  void set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table);
-  void set_scales(const FormatSide& side, const FormatShape& shape, FormatTable& table);
-  void check_overlap(const FormatSide& side, const Grid& values);
-  void writes(const CacheRows& rows);
+  CacheRows set_cache(const FormatSide& side, const FormatShape& shape, FormatTable& table);
+  CacheRows set_scales(const FormatSide& side, const FormatShape& shape, const CacheRows& cache,
+                       FormatTable& table) const;
 
-  std::vector<CacheRows> caches_;
-  std::vector<CacheRows> scales_;   // in tensors of their own
-  std::vector<CacheRows> written_;  // checked so far: they overlap no other tensor
-  std::vector<CacheRows> read_;
-  std::vector<u64> bits_;  // addresses and strides of each table that bound the width of vectors
+  std::optional<CacheRows> first_cache_;
+  Few<CacheRows, 6> written_;  // they overlap no other tensor
+  Few<CacheRows, 6> read_;
+  u64 bits_[2];  // addresses and strides of each table that bound the width of vectors
 };
 
 // Calls `use` with a constant of the FloatType `type`.
@@ -81,9 +82,6 @@ void with_float_type(int type, const Use& use) {
                      : use(std::integral_constant<int, kBFloat16>());
 }
 
-// The number of a format by its name; none for None.
-std::optional<int> format_arg(const char* op, AnyView value);
-
 // An argument that is a tensor or a list of two, with the names of its items in messages.
 struct ListArg {
   const char* name;
@@ -91,16 +89,16 @@ struct ListArg {
 };
 
 // The caches, 1 or 2, and the rows that belong to them: with one cache values and, in some formats,
-// the rest of a row. `format` none: one or two parts of a row.
+// the rest of a row. kNoFormat: one or two parts of a row.
 struct RowsArgs {
-  std::vector<Tensor> caches;
-  std::vector<Tensor> rows;
-  std::vector<Tensor> scales;
+  Tensors caches;
+  Tensors rows;
+  Tensors scales;
 
   RowsArgs(const char* op, const ListArg& rows_arg, AnyView caches, AnyView rows, AnyView scales,
-           std::optional<int> format);
-  // The sides of a call in a format. ValueError if a tensor is missing or too much.
-  std::vector<FormatSide> sides(const RowFormat& format) const;
+           int format);
+  // Adds the sides of a call in a format. ValueError if a tensor is missing or too much.
+  void add_to(FormatCall& call) const;
 };
 
 // What the builders in ops/formats.py take.

@@ -1,15 +1,11 @@
 // gather_rows on the host: rows of a cache in a format, as values of a floating-point type.
 #include <jitkern/launch.h>
-#include <tvm/ffi/container/array.h>
 
 #include <cstring>
 
 #include "formats_host.h"
 
 namespace jitkern {
-
-using tvm::ffi::Any;
-using tvm::ffi::Array;
 
 namespace {
 
@@ -58,7 +54,7 @@ void gather_by_cpu(const FormatCall& call, i64 count) {
     for (i64 row = 0; row < count; ++row) {
       const i64 index = index_at(row);
       const i64 slot = is_below(index, p.num_slots) ? index : -1;
-      for (int t = 0; t < call.num_tables(); ++t) {
+      for (int t = 0; t < call.num_tables; ++t) {
         with_float_type(call.shapes[t].type, [&](const auto type) {
           gather_table<decltype(type)::value>(call, p.tables[t], call.shapes[t], row, slot);
         });
@@ -67,18 +63,17 @@ void gather_by_cpu(const FormatCall& call, i64 count) {
   });
 }
 
-// `options` is (format, scales, count).
-void gather_rows(AnyView caches, AnyView indices_arg, AnyView outputs, AnyView options) {
-  const auto values = options.cast<Array<Any>>();
-  const std::optional<int> format = format_arg(kOp, values[0]);
-  if (!format) raise_type_error(kOp, "format", values[0], "the name of a format");
-  const RowsArgs args(kOp, kRows, caches, outputs, values[1], format);
+void gather_rows(AnyView caches, AnyView indices_arg, AnyView outputs, AnyView format_number,
+                 AnyView scales, AnyView count_arg) {
+  const int format = format_number.cast<int>();
+  if (format == kNoFormat) raise_type_error(kOp, "format", nullptr, "the name of a format");
+  const RowsArgs args(kOp, kRows, caches, outputs, scales, format);
   const Indices indices(kOp, "indices", indices_arg);
-  const CountArg count(kOp, values[2], indices);
-  FormatCall call(kOp, *format, indices, false);
+  const CountArg count(kOp, count_arg, indices);
+  FormatCall call(kOp, format, indices, false);
   call.params.indices_site = kIndicesSite;
-  if (count.indices) call.reads(*count.indices);
-  for (const FormatSide& side : args.sides(call.row)) call.add(side);
+  if (count.indices) call.uses(*count.indices, false);
+  args.add_to(call);
   if (!indices.on_cuda()) return gather_by_cpu(call, count.read(indices.count));
   count.give_to(call.params);
   static KernelTable kernels(kOp, format_spec(), format_shape);

@@ -252,8 +252,8 @@ void check_indices(const Indices& indices, i64 num_slots, i64 skip) {
   });
 }
 
-void store_parts(const std::vector<Tensor>& caches, const Indices& indices,
-                 const std::vector<Tensor>& parts, i64 skip, FaultSite site) {
+void store_parts(const Tensors& caches, const Indices& indices, const Tensors& parts, i64 skip,
+                 FaultSite site) {
   if (caches.size() == 2) {
     const Table k(caches[0], parts[0]);
     return store_tables(k, Table(caches[1], parts[1]), indices, skip, site);

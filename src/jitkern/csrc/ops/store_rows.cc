@@ -1,6 +1,5 @@
 // store_rows on the host: rows of several parts, and rows in the formats of engines.
 #include <jitkern/launch.h>
-#include <tvm/ffi/container/array.h>
 
 #include <cstring>
 
@@ -8,9 +7,6 @@
 #include "store_host.h"
 
 namespace jitkern {
-
-using tvm::ffi::Any;
-using tvm::ffi::Array;
 
 namespace {
 
@@ -60,7 +56,7 @@ void store_by_cpu(const FormatCall& call) {
     for (i64 row = 0; row < p.num_rows; ++row) {
       const i64 slot = index_at(row);
       if (!is_below(slot, p.num_slots) || slot == p.skip) continue;
-      for (int t = 0; t < call.num_tables(); ++t) {
+      for (int t = 0; t < call.num_tables; ++t) {
         with_float_type(call.shapes[t].type, [&](const auto type) {
           store_table<decltype(type)::value>(call, p.tables[t], call.shapes[t], row, slot);
         });
@@ -82,31 +78,23 @@ ScaleRule scale_rule_arg(const RowFormat& format, AnyView value) {
   return rule;
 }
 
-// `options` is None or (format, scales, scale_rule, skip).
-void store_rows(AnyView caches, AnyView indices_arg, AnyView parts, AnyView options) {
-  Any format_name, scales, scale_rule, skip_value;
-  if (!is_none(options)) {
-    const auto values = options.cast<Array<Any>>();
-    format_name = values[0];
-    scales = values[1];
-    scale_rule = values[2];
-    skip_value = values[3];
-  }
-  const std::optional<int> format = format_arg(kOp, format_name);
+void store_rows(AnyView caches, AnyView indices_arg, AnyView parts, AnyView format_number,
+                AnyView scales, AnyView scale_rule, AnyView skip_value) {
+  const int format = format_number.cast<int>();
   const RowsArgs args(kOp, kRows, caches, parts, scales, format);
   const Indices indices(kOp, "indices", indices_arg);
   const i64 skip = skip_arg(kOp, skip_value);
-  if (!format) {
+  if (format == kNoFormat) {
     if (!is_none(scale_rule)) {
       raise_value_error(kOp, "scale_rule", "given without a format", "None");
     }
     return store_parts(args.caches, indices, args.rows, skip, kIndicesSite);
   }
-  FormatCall call(kOp, *format, indices, true);
+  FormatCall call(kOp, format, indices, true);
   call.params.rule = scale_rule_arg(call.row, scale_rule);
   call.params.skip = skip;
   call.params.indices_site = kIndicesSite;
-  for (const FormatSide& side : args.sides(call.row)) call.add(side);
+  args.add_to(call);
   if (!indices.on_cuda()) return store_by_cpu(call);
   static KernelTable kernels(kOp, format_spec(), format_shape);
   call.launch(kernels, LaunchScope(indices));
