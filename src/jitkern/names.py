@@ -14,9 +14,9 @@ NAMES = {
     ),
     "jitkern.nn": ("TPEmbedding",),
     "jitkern.offload": (
-        *("BlockBuffers", "DescriptorRing", "LayerSignals", "OffloadEngine", "OverlapMonitor"),
-        *("OverlapSnapshot", "PinnedPool", "PoolStats", "RingServer", "Run", "Share", "Slot"),
-        *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
+        *("BlockBuffers", "DescriptorRing", "LayerSignals", "MissPlan", "OffloadEngine"),
+        *("OverlapMonitor", "OverlapSnapshot", "PinnedPool", "PoolStats", "ResidencyMap"),
+        *("RingServer", "Run", "Share", "Slot", "SlotPipeline", "copy_blocks", "memcpy_2d_async"),
     ),
     "jitkern.typing": (
         *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper", "EmbeddingMethod"),

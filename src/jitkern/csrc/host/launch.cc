@@ -297,7 +297,8 @@ void LaunchScope::fill_bytes(void* pointer, unsigned char value, i64 bytes) cons
 }
 
 void LaunchScope::launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
-                               unsigned num_threads, int grid_y, unsigned cluster) const {
+                               unsigned num_threads, int grid_y, unsigned cluster,
+                               i64 shared_bytes) const {
   if (kernel.params_bytes != bytes && kernel.params_bytes != -1) {  // a header has changed
     raise_error("RuntimeError", str("jitkern: a kernel's parameters are ", kernel.params_bytes,
                                     " bytes on the device and ", bytes, " on the host"));
@@ -306,9 +307,15 @@ void LaunchScope::launch_bytes(const Kernel& kernel, i64 grid_x, const void* par
   launch.config.grid[0] = static_cast<unsigned>(grid_x);
   launch.config.grid[1] = static_cast<unsigned>(grid_y);
   launch.config.block[0] = num_threads;
+  launch.config.shared_bytes = static_cast<unsigned>(shared_bytes);
   if (kernel.use_pdl && device.knows_pdl) launch.add(kLaunchProgrammaticStreamSerialization, 1);
   if (cluster > 1) launch.add(kLaunchClusterDimension, cluster, 1, 1);
   launch.run(kernel.function, stream_, params);
+}
+
+void LaunchScope::allow_shared_bytes(const Kernel& kernel, i64 shared_bytes) const {
+  JITKERN_CU(cuFuncSetAttribute, kernel.function, kFunctionMaxDynamicSharedBytes,
+             static_cast<int>(shared_bytes));
 }
 
 void Launch::run(CUfunction function, CUstream stream, const void* params) {

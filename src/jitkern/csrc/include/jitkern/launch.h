@@ -199,13 +199,18 @@ class LaunchScope {
 
   template <class Params>
   void launch(const Kernel& kernel, i64 grid_x, const Params& params, int grid_y = 1,
-              unsigned cluster = 1) const {
-    launch_bytes(kernel, grid_x, &params, sizeof(Params), kernel.num_threads, grid_y, cluster);
+              unsigned cluster = 1, i64 shared_bytes = 0) const {
+    launch_bytes(kernel, grid_x, &params, sizeof(Params), kernel.num_threads, grid_y, cluster,
+                 shared_bytes);
   }
 
   // The same with `num_threads` per block; the kernel takes the first `bytes` of `params`.
   void launch_bytes(const Kernel& kernel, i64 grid_x, const void* params, i64 bytes,
-                    unsigned num_threads, int grid_y = 1, unsigned cluster = 1) const;
+                    unsigned num_threads, int grid_y = 1, unsigned cluster = 1,
+                    i64 shared_bytes = 0) const;
+
+  // Lets a kernel have more than 48 KiB of dynamic shared memory.
+  void allow_shared_bytes(const Kernel& kernel, i64 shared_bytes) const;
 
   // Sets device memory on the stream.
   void fill_bytes(void* pointer, unsigned char value, i64 bytes) const;

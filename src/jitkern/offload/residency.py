@@ -1,0 +1,320 @@
+"""``ResidencyMap``: which rows of a table in host memory a cache on the GPU holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jitkern.args import device_arg, int_arg, optional_arg
+from jitkern.errors import UNREADABLE, name_unreadable
+from jitkern.host import library as host
+from jitkern.jit.device import DeviceModule
+from jitkern.jit.template import KernelConfig, make_cpp_args
+from jitkern.ops import dispatch
+from jitkern.ops.block_buffers import BlockBuffers
+from jitkern.ops.common import load_entries
+
+CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=True)
+IN_FLIGHT = 4  # vectors of a lane: a piece of 2 KiB is in flight per warp
+MOST_ROWS, MOST_SLOTS = 2**31 - 2, 2**20
+_AHEAD = 2048  # slots that the threads of a block hold in registers
+
+
+@cache
+def kernel(vec_bytes: int, index_bytes: int) -> DeviceModule:
+    """Return the device module of one width of vectors and index type."""
+    args = make_cpp_args(vec_bytes, index_bytes, *CONFIG, IN_FLIGHT)
+    name = f"jitkern_swap_in_v{vec_bytes}_i{8 * index_bytes}"
+    entry = (name, f"SwapIn<{args}>", CONFIG)
+    return load_entries("residency", "offload/residency.cu", [entry], args, (IN_FLIGHT, 1))
+
+
+host.builds("residency", kernel)
+_swap_in, _resolve = host.Function("swap_in"), host.Function("resolve")
+
+
+class MissPlan(NamedTuple):
+    """The misses of a call, as other layers, ranks or streams fetch them.
+
+    ``h2d_gather(host, cache, plan.pairs)`` and ``peer_gather`` take the pairs as they are: negative
+    ones are skipped.
+    """
+
+    pairs: Tensor
+    """``[num_lists, ..., 2]``: (row, row of the cache) for each miss of a list, in the order of the
+    list, then -1; dtype of the lists."""
+    counts: Tensor
+    """``[num_lists]``, int32: the number of misses of each list."""
+
+    @classmethod
+    def like(cls, rows: Tensor) -> MissPlan:
+        """Return a plan for lists of this shape and dtype."""
+        pairs = torch.full((*rows.shape, 2), -1, dtype=rows.dtype, device=rows.device)
+        return cls(pairs, torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device))
+
+
+class ResidencyMap:
+    """Finds rows of a table in a cache of slots; fetches those that are missing.
+
+    For caches on a GPU of a table in pinned host memory, of which a step needs some rows: sparse
+    attention over a KV cache, experts of a mixture, embeddings. A state is a cache of its own, such
+    as a request's: `num_slots` rows, and the order in which they were used. `swap_in` is one
+    launch. It gives the row's slot for each row of a list, and replaces the least recently used
+    slots by the missing rows: exact LRU, the same on every device.
+
+    After a step a state's slots are in this order: those that the step did not use, in their old
+    order; the missing rows, in the order of the list; the hits, in their old order. The first is
+    replaced next. Slots without a row are replaced in the same order.
+
+    After sglang's and vLLM's HiSparse kernels.
+
+    Parameters
+    ----------
+    num_states : int
+        Number of states. Slot ``s`` of state ``i`` is row ``i * num_slots + s`` of the cache.
+    num_slots : int
+        Slots per state, up to 2**20.
+    num_rows : int
+        Rows of the table, below 2**31.
+    device : torch.device, str or int, optional
+        Where the cache is. Default: the current GPU, or the CPU if there is none.
+    num_pinned : int, optional
+        The last slots of each state are pinned: they are found, and never replaced. See ``pin``.
+
+    Attributes
+    ----------
+    slot_of_row : Tensor
+        ``[num_states, num_rows]``, int32: the slot of each row, -1 for none.
+    row_of_slot : Tensor
+        ``[num_states, num_slots]``, int32: the row in each slot, -1 for none.
+    order : Tensor
+        ``[num_states, num_slots - num_pinned]``, int32: slots, the least recently used first. The
+        three are the whole state: copy them to save it, or to give it to another rank.
+
+    Examples
+    --------
+    >>> import torch, jitkern
+    >>> table = torch.arange(1000.0).view(1000, 1).expand(-1, 8).contiguous()
+    >>> cache = torch.zeros(2 * 64, 8)
+    >>> residency = jitkern.offload.ResidencyMap(2, 64, 1000, device="cpu")
+    >>> rows = torch.tensor([[7, 999, 7], [5, -1, 3]])
+    >>> slots = torch.empty_like(rows)
+    >>> residency.swap_in(table, cache, rows, slots)
+    >>> slots.tolist(), cache[slots[0, 1], 0].item()
+    ([[0, 1, 0], [64, -1, 65]], 999.0)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_slots: int,
+        num_rows: int,
+        *,
+        device: torch.device | str | int | None = None,
+        num_pinned: int = 0,
+    ) -> None:
+        name = "ResidencyMap"
+        self.num_states: int = int_arg(name, "num_states", num_states, 1, 2**31 - 1)
+        self.num_slots: int = int_arg(name, "num_slots", num_slots, 1, MOST_SLOTS)
+        self.num_rows: int = int_arg(name, "num_rows", num_rows, 1, MOST_ROWS)
+        self.num_pinned: int = int_arg(name, "num_pinned", num_pinned, 0, num_slots)
+        self.device: torch.device = device_arg(name, "device", device)
+        on_gpu = self.device.type == "cuda"
+        num_evictable = num_slots - num_pinned
+        with torch.inference_mode(False):
+            self.slot_of_row: Tensor = self._filled(num_states, num_rows)
+            self.row_of_slot: Tensor = self._filled(num_states, num_slots)
+            self.order: Tensor = self._filled(num_states, num_evictable)
+            spare = num_states if on_gpu and num_evictable > _AHEAD else 0
+            next_order = self._filled(spare, num_evictable)
+            counts = torch.zeros(num_states, 3, dtype=torch.int64, device=self.device)
+            self._counts = torch.zeros(num_states, 3, dtype=torch.int64, pin_memory=on_gpu)
+            self.reset()
+        if on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()  # other streams may use the map
+        state = (self.slot_of_row, self.row_of_slot, self.order, next_order, counts, self._counts)
+        self._handle: Any = host.module()["make_residency"](*state)
+
+    def _filled(self, rows: int, columns: int) -> Tensor:
+        return torch.full((rows, columns), -1, dtype=torch.int32, device=self.device)
+
+    def swap_in(
+        self,
+        host: Tensor | BlockBuffers,
+        cache: Tensor | BlockBuffers,
+        rows: Tensor,
+        slots_out: Tensor,
+        *,
+        states: Tensor | None = None,
+        count: Tensor | None = None,
+        plan: MissPlan | None = None,
+    ) -> None:
+        """Find the rows of each list, and fetch the missing ones into its state's slots.
+
+        Asynchronous on the current stream; allocates nothing. One launch, which a CUDA graph can
+        capture. Calls on one state must not overlap: one stream, or events between them.
+
+        Parameters
+        ----------
+        host : Tensor or BlockBuffers
+            ``[num_rows or more, ...]`` in pinned memory. Rows are contiguous, at any distance. A
+            list: K and V, or all layers of a group, which are fetched together. Keep it allocated
+            until the stream has passed the call.
+        cache : Tensor or BlockBuffers
+            ``[num_states * num_slots, ...]``, the rows of ``host`` on the map's device.
+        rows : Tensor
+            ``[num_lists, ...]``, int32 or int64, contiguous: a list for each state, of up to 8,192
+            rows. Several lists of one state, such as those of speculative steps, are further
+            dimensions: ``[num_lists, steps, k]``. -1 is padding. A row that is asked for twice is
+            fetched once.
+        slots_out : Tensor
+            The shape and dtype of ``rows``; written: the row of ``cache`` for each of them, -1 for
+            padding.
+        states : Tensor, optional
+            ``[num_lists]``, int32 or int64: the state of each list, each once; -1: padding, whose
+            slots are all -1. Default: list ``i`` asks for state ``i``.
+        count : Tensor, optional
+            1 element, int32 or int64, on the device of ``rows``: the lists that are used. The
+            others are padding.
+        plan : MissPlan, optional
+            Written: the misses.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong dtype, device, shape or stride; memory that overlaps or is not pinned. Nothing
+            was written.
+        IndexError
+            A row of ``num_rows`` or more; more missing rows than slots that the step does not use;
+            a state of ``num_states`` or more, or one that is asked for twice. On the CPU at once,
+            with nothing written. On CUDA the list gets slots of -1 and its state stays, and the
+            next jitkern call on the device or ``check`` raises.
+        """
+        dispatch.refuse_tracing("swap_in")
+        pairs, counts = _plan_arg("swap_in", plan)
+        try:
+            _swap_in.call(self._handle, host, cache, rows, slots_out, states, count, pairs, counts)
+        except UNREADABLE as error:
+            name_unreadable(
+                error, "swap_in", host=host, cache=cache, rows=rows, slots_out=slots_out,
+                states=states, count=count,
+            )  # fmt: skip
+        dispatch.bump_versions((cache, slots_out) if isinstance(cache, Tensor) else (slots_out,))
+
+    def resolve(
+        self,
+        rows: Tensor,
+        slots_out: Tensor,
+        *,
+        states: Tensor | None = None,
+        count: Tensor | None = None,
+        plan: MissPlan | None = None,
+    ) -> None:
+        """Do the same without a fetch: others fetch the rows of ``plan``.
+
+        Arguments and errors are those of ``swap_in``.
+        """
+        dispatch.refuse_tracing("resolve")
+        pairs, counts = _plan_arg("resolve", plan)
+        try:
+            _resolve.call(self._handle, rows, slots_out, states, count, pairs, counts)
+        except UNREADABLE as error:
+            tensors = {"rows": rows, "slots_out": slots_out, "states": states, "count": count}
+            name_unreadable(error, "resolve", **tensors)
+        dispatch.bump_versions((slots_out,))
+
+    def pin(self, states: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Give pinned slots to rows that the caller has written there, such as the newest token.
+
+        Asynchronous, by a few launches, as ``invalidate`` and ``reset``; a graph can capture them.
+
+        Parameters
+        ----------
+        states, rows, slots : Tensor
+            ``[n]``, int32 or int64, on the map's device: slot ``slots[i]`` of state ``states[i]``
+            holds ``rows[i]``. Slots are ``num_slots - num_pinned`` to ``num_slots - 1``.
+        """
+        states, rows, slots = states.long(), rows.long(), slots.long()
+        self.invalidate(states, rows)
+        _clear(self.slot_of_row, states, self.row_of_slot[states, slots].long())
+        self.slot_of_row[states, rows] = slots.int()
+        self.row_of_slot[states, slots] = rows.int()
+
+    def invalidate(self, states: Tensor, rows: Tensor) -> None:
+        """Forget rows, such as those whose memory in the table is written again.
+
+        Parameters
+        ----------
+        states, rows : Tensor
+            ``[n]``, int32 or int64, on the map's device: row ``rows[i]`` of state ``states[i]``.
+        """
+        states, rows = states.long(), rows.long()
+        _clear(self.row_of_slot, states, self.slot_of_row[states, rows].long())
+        self.slot_of_row[states, rows] = -1
+
+    def reset(self, states: Tensor | None = None) -> None:
+        """Forget all rows of some states, such as those of requests that have ended.
+
+        Parameters
+        ----------
+        states : Tensor, optional
+            ``[n]`` on the map's device. Default: all.
+        """
+        slots = torch.arange(self.order.shape[1], dtype=torch.int32, device=self.device)
+        if states is None:
+            self.slot_of_row.fill_(-1)
+            self.row_of_slot.fill_(-1)
+            self.order.copy_(slots.expand_as(self.order))
+        else:
+            self.slot_of_row[states.long()] = -1
+            self.row_of_slot[states.long()] = -1
+            self.order[states.long()] = slots
+
+    def check(self, state: int) -> None:
+        """Prove that a state is sound; RuntimeError says what is wrong. Synchronises.
+
+        The order is a permutation of the slots that are not pinned, and ``slot_of_row`` is the
+        inverse of ``row_of_slot``.
+        """
+        state = int_arg("check", "state", state, 0, self.num_states - 1, error=IndexError)
+        order, rows = self.order[state].cpu(), self.row_of_slot[state].cpu()
+        slots = self.slot_of_row[state].cpu()
+        wrong = ""
+        if not torch.equal(order.sort().values, torch.arange(len(order), dtype=torch.int32)):
+            wrong = "order is no permutation of the slots"
+        held = torch.nonzero(rows != -1).flatten()
+        if not torch.equal(torch.nonzero(slots != -1).flatten(), rows[held].long().sort().values):
+            wrong = "slot_of_row and row_of_slot hold different rows"
+        elif not torch.equal(slots[rows[held].long()].long(), held):
+            wrong = "slot_of_row is not the inverse of row_of_slot"
+        if wrong:
+            raise RuntimeError(f"ResidencyMap: state {state}: {wrong}")
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return the numbers of hits, misses and fetched bytes so far.
+
+        They are read without a synchronisation: a call counts when its kernel has ended. A row that
+        is asked for twice in a call is a miss and a hit.
+        """
+        hits, misses, num_bytes = self._counts.sum(0).tolist()
+        return hits, misses, num_bytes
+
+    def __repr__(self) -> str:
+        size = f"{self.num_states} states of {self.num_slots} slots"
+        return f"ResidencyMap({size}, {self.num_rows} rows, on {self.device})"
+
+
+def _clear(table: Tensor, states: Tensor, places: Tensor) -> None:
+    """Set ``table[states, places]`` to -1, except at places of -1."""
+    at = states * table.shape[1] + places.clamp(min=0)
+    flat = table.view(-1)
+    # A place may be named twice, once in the stead of -1: the smaller value stays.
+    flat.scatter_reduce_(0, at, torch.where(places < 0, flat[at], -1), "amin")
+
+
+def _plan_arg(call: str, plan: MissPlan | None) -> tuple[Any, Any]:
+    optional_arg(call, "plan", plan, MissPlan)
+    return (None, None) if plan is None else (plan.pairs, plan.counts)
