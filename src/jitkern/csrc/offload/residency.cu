@@ -277,15 +277,12 @@ struct SwapIn {
       const Int row = rows.ahead[step];
       slots[step] = row >= 0 && row < s.num_rows ? slot_of_row[row] : -1;
     }
-    bool is_wrong = is_asked_twice(p, list, state);
-    i32 num_asked = 0, step = 0;
+    const bool is_twice = is_asked_twice(p, list, state);
+    i32 wrong_at = -1, num_asked = 0, step = 0;
     rows.for_each([&](i32 at, Int row, bool inside) {
       i32 found = kPadding;
       if (inside && row >= s.num_rows) {
-        is_wrong = true;
-        if (blockIdx.x == 0) {
-          report_fault(p.fault, p.rows_site, i64(list) * p.length + at, row, s.num_rows);
-        }
+        wrong_at = at;
       } else if (inside && row >= 0) {
         ++num_asked;
         found = step < kRowsAhead ? slots[step] : slot_of_row[row];
@@ -300,7 +297,14 @@ struct SwapIn {
       ++step;
       if (inside) shared.found[at] = found;
     });
-    if (__syncthreads_or(is_wrong)) return fill(p, list);
+    if (__syncthreads_or(is_twice || wrong_at >= 0)) {
+      if (wrong_at >= 0 && blockIdx.x == 0) {
+        const i64 place = i64(list) * p.length + wrong_at;
+        report_fault(p.fault, p.rows_site, place, static_cast<const Int*>(p.rows)[place],
+                     s.num_rows);
+      }
+      return fill(p, list);
+    }
 
     // The misses in the order of the list, and how many slots this step does not use: in the
     // block's share of the order, and among its first kThreads slots.
