@@ -375,11 +375,12 @@ void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
   }
   const LoadedKernels& loaded = kernels.find(device, Spec(vec_bytes, call.rows.index_bytes));
   const Kernel& kernel = loaded.entries[0];
-  p.segments = 1;
+  p.segments = Divisor::of(1);
   if (fetch != nullptr) {
     const i64 max_lead = kHostLineBytes - vec_bytes;
-    p.segments = static_cast<u32>(segments_of(fetch->max_row_bytes, max_lead, vec_bytes));
-    if (call.length * p.num_layers * p.segments >= i64(1) << 31) {
+    const i64 segments = segments_of(fetch->max_row_bytes, max_lead, vec_bytes);
+    p.segments = Divisor::of(static_cast<u32>(segments));
+    if (call.length * p.num_layers * segments >= i64(1) << 31) {
       call.rows.value_error(str("lists of ", call.length, " rows of ", p.num_layers, " buffers of ",
                                 fetch->max_row_bytes, " bytes"),
                             "less in one call");

@@ -120,7 +120,6 @@ class SwapIn {
         shared.missed[miss] = static_cast<i32>(row);
         shared.firsts[kInCell - shared.found[at]] = kFirstMiss + miss;
       });
-      take_victims(num_missed, before.front, front, front_slot);
       if (totals.front < num_missed) search_victims(num_missed, totals.front);
     }
     cluster.arrive();  // this block has read the state
@@ -128,6 +127,7 @@ class SwapIn {
     if (num_missed > 0) {
       __syncthreads();
       fetch.load();
+      take_victims(num_missed, before.front, front, front_slot);
     }
     cluster.wait();
     const i32 of_block =

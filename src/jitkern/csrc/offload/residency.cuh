@@ -122,7 +122,7 @@ class Fetch {
       : p_(p),
         shared_(shared),
         num_missed_(static_cast<u32>(num_missed)),
-        num_segments_(num_missed_ * p.num_layers * p.segments),
+        num_segments_(num_missed_ * p.num_layers * p.segments.value),
         step_(cluster.size * (blockDim.x / kWarpLanes) * kInFlight),
         // The last warps begin: the first ones write the state, and would wait for these loads.
         first_(((blockDim.x - 1 - threadIdx.x) / kWarpLanes * cluster.size + cluster.rank) *
@@ -165,13 +165,13 @@ class Fetch {
   __device__ Segment segment_of_lane() const {
     const u32 lane = threadIdx.x % kWarpLanes, number = first_ + lane;
     if (lane >= kInFlight || number >= num_segments_) return {};
-    const u32 row = number / p_.segments;
+    const u32 row = p_.segments.quotient(number);
     const u32 layer = layer_of(row);
     const BufferEntry& entry = entry_of(p_.host, layer);
     const char* const source =
         address_of(p_.host, entry, shared_.missed[row - layer * num_missed_]);
     const i32 lead = static_cast<i32>(reinterpret_cast<u64>(source) % kHostLineBytes);
-    const i32 at = static_cast<i32>(number - row * p_.segments) * kSegmentBytes - lead;
+    const i32 at = static_cast<i32>(number - row * p_.segments.value) * kSegmentBytes - lead;
     const i32 left = static_cast<i32>(entry.piece_bytes) - at;
     if (left <= 0) return {};
     return {source + at,

@@ -1,6 +1,7 @@
 // Parameters of the kernel of ResidencyMap.
 #pragma once
 
+#include "ops/cache_strides.h"
 #include "ops/copy_blocks.h"
 
 namespace jitkern {
@@ -25,7 +26,7 @@ struct ResidencyParams {
   BlockSide cache;     // slot s of state i is row i * num_slots + s
   i64 row_bytes;       // of all buffers of a row
   u32 num_layers;      // buffers of each side; 0: nothing is fetched
-  u32 segments;        // of a row of a buffer: see segments_of()
+  Divisor segments;    // of a row of a buffer: see segments_of()
   const void* rows;    // [num_lists, length]
   void* slots_out;     // the same shape
   void* plan_pairs;    // [num_lists, length, 2]: (row, row of the cache), or -1; may be null
