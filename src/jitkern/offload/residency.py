@@ -150,6 +150,7 @@ class ResidencyMap:
         *,
         states: Tensor | None = None,
         count: Tensor | None = None,
+        pages: Tensor | None = None,
         plan: MissPlan | None = None,
     ) -> None:
         """Find the rows of each list, and fetch the missing ones into its state's slots.
@@ -160,9 +161,9 @@ class ResidencyMap:
         Parameters
         ----------
         host : Tensor or BlockBuffers
-            ``[num_rows or more, ...]`` in pinned memory. Rows are contiguous, at any distance. A
-            list: K and V, or all layers of a group, which are fetched together. Keep it allocated
-            until the stream has passed the call.
+            ``[num_rows or more, ...]``, any number with ``pages``, in pinned memory. Rows are
+            contiguous, at any distance. A list: K and V, or all layers of a group, which are
+            fetched together. Keep it allocated until the stream has passed the call.
         cache : Tensor or BlockBuffers
             ``[num_states * num_slots, ...]``, the rows of ``host`` on the map's device.
         rows : Tensor
@@ -179,6 +180,11 @@ class ResidencyMap:
         count : Tensor, optional
             1 element, int32 or int64, on the device of ``rows``: the lists that are used. The
             others are padding.
+        pages : Tensor, optional
+            ``[num_states, num_pages]``, int32 or int64, on the device of ``rows``: a block table.
+            Page ``p`` of a state is page ``pages[state, p]`` of ``host``; a page has ``num_rows /
+            num_pages`` rows. So rows are positions of a request whose pages lie anywhere in a pool.
+            Default: row ``r`` is row ``r`` of ``host``.
         plan : MissPlan, optional
             Written: the misses.
 
@@ -189,18 +195,20 @@ class ResidencyMap:
             was written.
         IndexError
             A row of ``num_rows`` or more; more missing rows than slots that the step does not use;
-            a state of ``num_states`` or more, or one that is asked for twice. On the CPU at once,
-            with nothing written. On CUDA the list gets slots of -1 and its state stays, and the
-            next jitkern call on the device or ``check`` raises.
+            a state of ``num_states`` or more, or one that is asked for twice; a page that ``host``
+            has not. On the CPU at once, with nothing written. On CUDA the list gets slots of -1 and
+            its state stays, and the next jitkern call on the device or ``check`` raises.
         """
         dispatch.refuse_tracing("swap_in")
         pairs, counts = _plan_arg("swap_in", plan)
         try:
-            _swap_in.call(self._handle, host, cache, rows, slots_out, states, count, pairs, counts)
+            _swap_in.call(
+                self._handle, host, cache, rows, slots_out, states, count, pages, pairs, counts
+            )
         except UNREADABLE as error:
             name_unreadable(
                 error, "swap_in", host=host, cache=cache, rows=rows, slots_out=slots_out,
-                states=states, count=count,
+                states=states, count=count, pages=pages,
             )  # fmt: skip
         dispatch.bump_versions((cache, slots_out) if isinstance(cache, Tensor) else (slots_out,))
 
@@ -211,6 +219,7 @@ class ResidencyMap:
         *,
         states: Tensor | None = None,
         count: Tensor | None = None,
+        pages: Tensor | None = None,
         plan: MissPlan | None = None,
     ) -> None:
         """Do the same without a fetch: others fetch the rows of ``plan``.
@@ -220,9 +229,10 @@ class ResidencyMap:
         dispatch.refuse_tracing("resolve")
         pairs, counts = _plan_arg("resolve", plan)
         try:
-            _resolve.call(self._handle, rows, slots_out, states, count, pairs, counts)
+            _resolve.call(self._handle, rows, slots_out, states, count, pages, pairs, counts)
         except UNREADABLE as error:
-            tensors = {"rows": rows, "slots_out": slots_out, "states": states, "count": count}
+            tensors = {"rows": rows, "slots_out": slots_out, "states": states}
+            tensors |= {"count": count, "pages": pages}
             name_unreadable(error, "resolve", **tensors)
         dispatch.bump_versions((slots_out,))
 

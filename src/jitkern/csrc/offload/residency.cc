@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <unordered_map>
 #include <vector>
 
@@ -18,6 +19,7 @@ using tvm::ffi::ObjectRef;
 
 constexpr const char* kSwapIn = "swap_in";
 constexpr const char* kResolve = "resolve";
+constexpr i64 kMostHostRows = std::numeric_limits<i32>::max();  // of a table by pages
 constexpr const char* kOutcome = "the list was not served";
 
 [[noreturn]] void raise_too_long(const char* op, const char* arg, i64 list, i64 missed, i64 bound,
@@ -34,13 +36,14 @@ constexpr const char* kOutcome = "the list was not served";
 }
 
 struct Sites {
-  FaultSite rows, length, states, twice;
+  FaultSite rows, length, states, twice, pages;
 
   explicit Sites(const char* op)
       : rows(fault_site(op, "rows", raise_index_error, kOutcome)),
         length(fault_site(op, "rows", raise_too_long, kOutcome)),
         states(fault_site(op, "states", raise_index_error, kOutcome)),
-        twice(fault_site(op, "states", raise_twice, kOutcome)) {}
+        twice(fault_site(op, "states", raise_twice, kOutcome)),
+        pages(fault_site(op, "pages", raise_index_error, kOutcome)) {}
 };
 const Sites kSwapInSites(kSwapIn), kResolveSites(kResolve);
 
@@ -116,7 +119,7 @@ struct Fetch {
   i64 row_bytes = 0;      // of all buffers
   i64 max_row_bytes = 0;  // of one
 
-  Fetch(const Residency& map, AnyView host_arg, AnyView cache_arg)
+  Fetch(const Residency& map, AnyView host_arg, AnyView cache_arg, bool has_pages)
       : host(kSwapIn, "host", host_arg), cache(kSwapIn, "cache", cache_arg) {
     const int ordinal = map.on_cuda() ? map.device.device_id : -1;
     if (cache.ordinal() != ordinal) {
@@ -128,7 +131,7 @@ struct Fetch {
       cache.value_error(str(cache.num_rows(), " rows"),
                         str(map.num_cache_rows(), ", the slots of all states"));
     }
-    if (host.num_rows() < map.state.num_rows) {
+    if (!has_pages && host.num_rows() < map.state.num_rows) {
       host.value_error(str(host.num_rows(), " rows"),
                        str("at least the ", map.state.num_rows, " of the map"));
     }
@@ -164,14 +167,14 @@ struct ResidencyCall {
   const Sites& sites;
   const Residency& map;
   Indices rows, slots_out;
-  std::optional<Indices> states, plan_pairs, plan_counts;
+  std::optional<Indices> states, pages, plan_pairs, plan_counts;
   CountArg count;
   i64 num_lists;
   i64 length;
 
   ResidencyCall(const char* op, const Sites& sites, const Residency& map, AnyView rows_arg,
-                AnyView slots_arg, AnyView states_arg, AnyView count_arg, AnyView pairs_arg,
-                AnyView counts_arg)
+                AnyView slots_arg, AnyView states_arg, AnyView count_arg, AnyView pages_arg,
+                AnyView pairs_arg, AnyView counts_arg)
       : op(op),
         sites(sites),
         map(map),
@@ -199,6 +202,7 @@ struct ResidencyCall {
     } else if (num_lists > map.state.num_states) {
       rows.shape_error(str("at most ", map.state.num_states, " lists, one for each state"));
     }
+    if (!is_none(pages_arg)) take_pages(pages_arg);
     if (!is_none(pairs_arg)) {
       plan_pairs.emplace(op, "plan.pairs", pairs_arg);
       plan_counts.emplace(op, "plan.counts", counts_arg);
@@ -218,6 +222,32 @@ struct ResidencyCall {
     count.apart_from(written);
   }
 
+  // [num_states, num_pages], of as many rows each.
+  void take_pages(AnyView value) {
+    pages.emplace(op, "pages", value);
+    pages->same_device(rows);
+    const DLTensor& dl = *pages->dl;
+    const i64 num_rows = map.state.num_rows;
+    if (dl.ndim != 2 || dl.shape[0] != map.state.num_states || dl.shape[1] < 1 ||
+        num_rows % dl.shape[1] != 0) {
+      pages->shape_error(str("[", map.state.num_states,
+                             ", num_pages], where num_pages divides the ", num_rows,
+                             " rows of a state"));
+    }
+  }
+  i64 page_rows() const { return pages ? map.state.num_rows / pages->dl->shape[1] : 1; }
+
+  // The row of the host that is a row of a state. IndexError if its page is none. On the CPU.
+  i64 host_row(i64 state, i64 row, i64 num_host_rows) const {
+    if (!pages) return row;
+    const i64 place = state * pages->dl->shape[1] + row / page_rows();
+    i64 page = 0;
+    pages->with_index([&](const auto at) { page = at(place); });
+    const i64 num_pages = std::min(num_host_rows, kMostHostRows) / page_rows();
+    if (!is_below(page, num_pages)) raise_index_error(op, "pages", place, page, num_pages);
+    return page * page_rows() + row % page_rows();
+  }
+
   void same_shape(const Indices& other) const {
     other.same_dtype(rows);
     other.same_device(rows);
@@ -233,14 +263,18 @@ struct ResidencyCall {
 // What a list finds: as in residency.cu.
 struct Found {
   i64 state = -1;
-  std::vector<i64> slots;                   // of each position
-  std::vector<std::pair<i64, i64>> misses;  // row, slot
+  std::vector<i64> slots;  // of each position
+  struct Miss {
+    i64 row, host_row, slot;
+  };
+  std::vector<Miss> misses;
   std::vector<i32> order;
   i64 num_asked = 0;
 };
 
 template <class RowAt>
-Found find_rows(const ResidencyCall& call, const RowAt& row_at, i64 list, i64 state) {
+Found find_rows(const ResidencyCall& call, const RowAt& row_at, i64 list, i64 state,
+                i64 num_host_rows) {
   const ResidencyState& s = call.map.state;
   Found found;
   found.state = state;
@@ -278,7 +312,9 @@ Found find_rows(const ResidencyCall& call, const RowAt& row_at, i64 list, i64 st
     const auto miss = miss_of.find(row_at(list * call.length + at));
     if (miss != miss_of.end()) found.slots[at] = state * s.num_slots + stale[miss->second];
   }
-  for (i64 i = 0; i < num_missed; ++i) found.misses.emplace_back(missed[i], stale[i]);
+  for (i64 i = 0; i < num_missed; ++i) {
+    found.misses.push_back({missed[i], call.host_row(state, missed[i], num_host_rows), stale[i]});
+  }
   found.order.assign(stale.begin() + num_missed, stale.end());
   found.order.insert(found.order.end(), stale.begin(), stale.begin() + num_missed);
   found.order.insert(found.order.end(), hits.begin(), hits.end());
@@ -304,21 +340,20 @@ void commit(const ResidencyCall& call, const Fetch* fetch, i64 list, const Found
   if (call.plan_pairs) {
     for (i64 i = 0; i < call.length; ++i) {
       const i64 place = 2 * (list * call.length + i);
-      set_item(*call.plan_pairs, place, i < num_missed ? found.misses[i].first : -1);
-      set_item(*call.plan_pairs, place + 1,
-               i < num_missed ? first_row + found.misses[i].second : -1);
+      set_item(*call.plan_pairs, place, i < num_missed ? found.misses[i].host_row : -1);
+      set_item(*call.plan_pairs, place + 1, i < num_missed ? first_row + found.misses[i].slot : -1);
     }
     set_item(*call.plan_counts, list, num_missed);
   }
   if (found.state < 0) return;
-  for (const auto& [row, slot] : found.misses) {
+  for (const auto& [row, host_row, slot] : found.misses) {
     i32& row_of_slot = s.row_of_slot[first_row + slot];
     i32* const slot_of_row = s.slot_of_row + found.state * s.num_rows;
     if (is_below(row_of_slot, s.num_rows)) slot_of_row[row_of_slot] = -1;
     slot_of_row[row] = static_cast<i32>(slot);
     row_of_slot = static_cast<i32>(row);
     for (i64 layer = 0; fetch != nullptr && layer < fetch->cache.num_layers(); ++layer) {
-      std::memcpy(fetch->cache.row(layer, first_row + slot), fetch->host.row(layer, row),
+      std::memcpy(fetch->cache.row(layer, first_row + slot), fetch->host.row(layer, host_row),
                   static_cast<size_t>(fetch->cache.entry(layer).piece_bytes));
     }
   }
@@ -345,10 +380,11 @@ void run_by_cpu(const ResidencyCall& call, const Fetch* fetch) {
       raise_twice(call.op, "states", list, states[list], other->second, "; nothing was written");
     }
   }
+  const i64 num_host_rows = fetch != nullptr ? fetch->host.num_rows() : kMostHostRows;
   std::vector<Found> all;
   call.rows.with_index([&](const auto row_at) {
     for (i64 list = 0; list < call.num_lists; ++list) {
-      all.push_back(find_rows(call, row_at, list, states[list]));
+      all.push_back(find_rows(call, row_at, list, states[list], num_host_rows));
     }
   });
   for (i64 list = 0; list < call.num_lists; ++list) commit(call, fetch, list, all[list]);
@@ -397,6 +433,14 @@ void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
     p.states_bytes = call.states->index_bytes;
   }
   call.count.give_to(p);
+  const i64 num_host_rows = fetch != nullptr ? fetch->host.num_rows() : kMostHostRows;
+  p.num_host_pages = std::min(num_host_rows, kMostHostRows) / call.page_rows();
+  p.page = Divisor::of(static_cast<u32>(call.page_rows()));
+  if (call.pages) {
+    p.pages = call.pages->data;
+    p.pages_bytes = call.pages->index_bytes;
+    p.num_pages = static_cast<i32>(call.pages->dl->shape[1]);
+  }
   p.num_lists = static_cast<i32>(call.num_lists);
   p.length = static_cast<i32>(call.length);
   p.table_size = static_cast<u32>(2 * call.length + 2);
@@ -404,9 +448,11 @@ void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
   p.length_site = call.sites.length;
   p.states_site = call.sites.states;
   p.twice_site = call.sites.twice;
+  p.pages_site = call.sites.pages;
   p.fault = device.fault_device;
-  const i64 shared =
-      ResidencyShared(nullptr, p.table_size, call.length, call.map.state.num_slots).bytes;
+  const i64 shared = ResidencyShared(nullptr, p.table_size, call.length, call.map.state.num_slots,
+                                     call.pages.has_value())
+                         .bytes;
   const i64 most = device.max_shared_bytes - kernel.own_shared_bytes;
   if (shared > most) {
     call.rows.value_error(str("lists of ", call.length, " rows and ", call.map.state.num_slots,
@@ -437,18 +483,19 @@ void run(const ResidencyCall& call, const Fetch* fetch) {
 
 // `plan` is (pairs, counts) or None.
 bool swap_in(AnyView map, AnyView host, AnyView cache, AnyView rows, AnyView slots_out,
-             AnyView states, AnyView count, AnyView plan_pairs, AnyView plan_counts) {
+             AnyView states, AnyView count, AnyView pages, AnyView plan_pairs,
+             AnyView plan_counts) {
   const ResidencyCall call(kSwapIn, kSwapInSites, residency_of(map), rows, slots_out, states, count,
-                           plan_pairs, plan_counts);
-  const Fetch fetch(call.map, host, cache);
+                           pages, plan_pairs, plan_counts);
+  const Fetch fetch(call.map, host, cache, call.pages.has_value());
   run(call, &fetch);
   return false;
 }
 
 bool resolve(AnyView map, AnyView rows, AnyView slots_out, AnyView states, AnyView count,
-             AnyView plan_pairs, AnyView plan_counts) {
+             AnyView pages, AnyView plan_pairs, AnyView plan_counts) {
   run(ResidencyCall(kResolve, kResolveSites, residency_of(map), rows, slots_out, states, count,
-                    plan_pairs, plan_counts),
+                    pages, plan_pairs, plan_counts),
       nullptr);
   return false;
 }

@@ -27,7 +27,8 @@ class SwapIn {
 
   static __device__ void run(const Params& p) {
     const Cluster cluster = Cluster::here();
-    const ResidencyShared shared(shared_memory(), p.table_size, p.length, p.state.num_slots);
+    const ResidencyShared shared(shared_memory(), p.table_size, p.length, p.state.num_slots,
+                                 p.pages != nullptr);
     for (u32 i = threadIdx.x; i < p.table_size; i += kThreads) {
       shared.keys[i] = kNoRow;
       shared.firsts[i] = kNoPosition;
@@ -114,18 +115,24 @@ class SwapIn {
     if (threadIdx.x < cluster.size) {
       cluster.peer(shared.stale_of_block, threadIdx.x)[cluster.rank] = totals.stale;
     }
+    bool is_wrong = false;
     if (num_missed > 0) {
       rows.for_ranks(before.missed, is_first_miss, [&](i32 at, Int row, i32 miss, bool is_first) {
         if (!is_first) return;
         shared.missed[miss] = static_cast<i32>(row);
+        if (p.pages != nullptr) {
+          const i32 host_row = host_row_of(static_cast<i32>(row));
+          shared.host_rows[miss] = host_row;
+          is_wrong |= host_row < 0;
+        }
         shared.firsts[kInCell - shared.found[at]] = kFirstMiss + miss;
       });
       if (totals.front < num_missed) search_victims(num_missed, totals.front);
     }
     cluster.arrive();  // this block has read the state
-    Fetch<kVecBytes, kInFlight> fetch(p, shared, num_missed, cluster);
+    Fetch<kVecBytes, kInFlight> fetch(p, shared, state * s.num_slots, num_missed, cluster);
     if (num_missed > 0) {
-      __syncthreads();
+      if (__syncthreads_or(is_wrong)) return fill(p, list);
       fetch.load();
       take_victims(num_missed, before.front, front, front_slot);
     }
@@ -157,7 +164,7 @@ class SwapIn {
     if (cluster.rank == 0) write_counts(totals);
     write_slots();
     if (p.plan_pairs != nullptr) write_plan(num_missed);
-    fetch.store_all(state * s.num_slots);
+    fetch.store_all();
     if (is_long) {
       cluster.sync();
       for (i32 at = place_in_list(); at < s.num_evictable; at += threads_of_list()) {
@@ -250,6 +257,19 @@ class SwapIn {
       if (key == kNoRow || key == row) return cell;
       cell = cell + 1 == p.table_size ? 0 : cell + 1;
     }
+  }
+
+  // The row of the host by the table of pages; -1 if the host has no such page.
+  __device__ i32 host_row_of(i32 row) const {
+    const i32 page = static_cast<i32>(p.page.quotient(static_cast<u32>(row)));
+    const i32 page_rows = static_cast<i32>(p.page.value);
+    const i64 place = state * p.num_pages + page;
+    const i64 host_page = int_at(p.pages, p.pages_bytes, place);
+    if (host_page >= 0 && host_page < p.num_host_pages) {
+      return static_cast<i32>(host_page * page_rows) + row - page * page_rows;
+    }
+    if (blockIdx.x == 0) report_fault(p.fault, p.pages_site, place, host_page, p.num_host_pages);
+    return -1;
   }
 
   // -- victims
@@ -346,7 +366,7 @@ class SwapIn {
   __device__ void write_plan(i32 num_missed) const {
     for (i32 at = place_in_list(); at < p.length; at += threads_of_list()) {
       const bool is_miss = at < num_missed;
-      set_pair(p, i64(list) * p.length + at, is_miss ? shared.missed[at] : -1,
+      set_pair(p, i64(list) * p.length + at, is_miss ? shared.host_rows[at] : -1,
                is_miss ? state * s.num_slots + shared.victims[at] : -1);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) p.plan_counts[list] = num_missed;

@@ -117,10 +117,11 @@ struct WarpShare {
 template <int kVecBytes, int kInFlight>
 class Fetch {
  public:
-  __device__ Fetch(const ResidencyParams& p, const ResidencyShared& shared, i32 num_missed,
-                   const Cluster& cluster)
+  __device__ Fetch(const ResidencyParams& p, const ResidencyShared& shared, i64 first_row,
+                   i32 num_missed, const Cluster& cluster)
       : p_(p),
         shared_(shared),
+        first_row_(first_row),
         num_missed_(static_cast<u32>(num_missed)),
         num_segments_(num_missed_ * p.num_layers * p.segments.value),
         step_(cluster.size * (blockDim.x / kWarpLanes) * kInFlight),
@@ -140,9 +141,9 @@ class Fetch {
   }
 
   // Stores them, then fetches the others.
-  __device__ void store_all(i64 first_row) {
+  __device__ void store_all() {
     while (first_ < num_segments_) {
-      char* const target = own_.range == 0 ? nullptr : target_of(first_row);
+      char* const target = own_.range == 0 ? nullptr : target_of();
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         char* const at = from_lane(target, i);
@@ -168,8 +169,8 @@ class Fetch {
     const u32 row = p_.segments.quotient(number);
     const u32 layer = layer_of(row);
     const BufferEntry& entry = entry_of(p_.host, layer);
-    const char* const source =
-        address_of(p_.host, entry, shared_.missed[row - layer * num_missed_]);
+    const i32 host_row = shared_.host_rows[row - layer * num_missed_];
+    const char* const source = address_of(p_.host, entry, host_row);
     const i32 lead = static_cast<i32>(reinterpret_cast<u64>(source) % kHostLineBytes);
     const i32 at = static_cast<i32>(number - row * p_.segments.value) * kSegmentBytes - lead;
     const i32 left = static_cast<i32>(entry.piece_bytes) - at;
@@ -180,10 +181,10 @@ class Fetch {
             row, at};
   }
 
-  __device__ char* target_of(i64 first_row) const {
+  __device__ char* target_of() const {
     const u32 layer = layer_of(own_.row);
     const i32 slot = shared_.victims[own_.row - layer * num_missed_];
-    return address_of(p_.cache, entry_of(p_.cache, layer), first_row + slot) + own_.at;
+    return address_of(p_.cache, entry_of(p_.cache, layer), first_row_ + slot) + own_.at;
   }
 
   __device__ u32 layer_of(u32 row) const { return p_.num_layers == 1 ? 0 : row / num_missed_; }
@@ -214,6 +215,7 @@ class Fetch {
   static constexpr i32 kSegmentBytes = segment_bytes(kVecBytes);
   const ResidencyParams& p_;
   const ResidencyShared& shared_;
+  const i64 first_row_;  // of the cache, the state's
   const u32 num_missed_;
   const u32 num_segments_;
   const u32 step_;

@@ -32,9 +32,14 @@ struct ResidencyParams {
   void* plan_pairs;    // [num_lists, length, 2]: (row, row of the cache), or -1; may be null
   i32* plan_counts;    // [num_lists]: pairs
   const void* states;  // [num_lists]; null: list i asks for state i
+  const void* pages;   // [num_states, num_pages]: pages of the host's rows; null: row r is row r
   const void* count;   // lists that are used; null: all
   i32 states_bytes;    // 4 or 8
   i32 count_bytes;
+  i32 pages_bytes;
+  i32 num_pages;
+  i64 num_host_pages;  // pages are below it
+  Divisor page;        // rows of a page
   i32 num_lists;
   i32 length;
   u32 table_size;  // entries of the hash table, at least 2 * length
@@ -42,6 +47,7 @@ struct ResidencyParams {
   FaultSite length_site;
   FaultSite states_site;
   FaultSite twice_site;
+  FaultSite pages_site;
   FaultRecord* fault;
 };
 
@@ -58,9 +64,11 @@ struct ResidencyShared {
   i32* stale_of_block;  // [kMostBlocksOfCluster]
   i32* victims;         // [length]
   i32* missed;          // [length]
+  i32* host_rows;       // [length]: the missed rows in the host's table
   i64 bytes;
 
-  JITKERN_HOST_DEVICE ResidencyShared(char* memory, i64 table_size, i64 length, i64 num_slots) {
+  JITKERN_HOST_DEVICE ResidencyShared(char* memory, i64 table_size, i64 length, i64 num_slots,
+                                      bool has_pages) {
     keys = reinterpret_cast<i32*>(memory);
     firsts = keys + table_size;
     found = firsts + table_size;
@@ -69,7 +77,9 @@ struct ResidencyShared {
     stale_of_block = of_warp + 32 * 4;
     victims = keys;
     missed = keys + length;
-    bytes = reinterpret_cast<char*>(stale_of_block + kMostBlocksOfCluster) - memory;
+    i32* const end = stale_of_block + kMostBlocksOfCluster;
+    host_rows = has_pages ? end : missed;
+    bytes = reinterpret_cast<char*>(end + (has_pages ? length : 0)) - memory;
   }
 };
 
