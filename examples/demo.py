@@ -8,9 +8,10 @@ Without NVRTC it uses the CPU and says what to install: an error if there is a G
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,8 @@ LINE = "{:12}{:>17}  {:6}{:>7}{:>8}  {:24}{:>7}{:>8}"
 Case = tuple[str, Callable[[], Any], Tensor, str, Callable[[], Any], Tensor]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     start = time.perf_counter()
     wrong: list[str] | None = None
     missing: ToolchainError | None = None

@@ -14,6 +14,7 @@ Every layer compares what it loads with what a model without a cache computes, b
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -102,8 +103,9 @@ def key_value(layer: int, tokens: Tensor) -> Tensor:
     return torch.stack([(row + column).cos(), (row - column).sin()]).to(DTYPE)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Serve prompts that share their beginnings; return 1 if a byte is wrong."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_blocks, num_prompts = 32, 12
     print(f"{num_prompts} prompts, {LAYERS} layers of {num_blocks} blocks on {device}", flush=True)

@@ -11,8 +11,9 @@ random numbers. `offload_tuning.py` finds the fastest chunk and measures what th
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,8 @@ def default_case() -> Case:
     return Case(torch.device("cpu"), 2, 512, 8, 4, 64, block_size=16, chunk=64, unit_blocks=2)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
     case = default_case()
     print(f"{case.tokens} tokens in {case.layers} layers on {case.device}", flush=True)
     error = rms_error(case, Prefill(case).run())

@@ -1,15 +1,24 @@
-"""Paged decode, top-k rows, a KV connector: the examples, and mistakes that their checks see."""
+"""Paged decode, top-k rows, a KV connector, fp8 rows: the examples, and mistakes that they find."""
 
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_example, with_mistake
+from processes import EXAMPLES, run_example, with_mistake
 
 PAGED, SPARSE, CONNECTOR = "paged_decode.py", "sparse_topk.py", "kv_connector.py"
+FP8 = "fp8_rows.py"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_help_runs_nothing(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        import_module(name).main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: ")
 
 
 def output_of(name: str, device: torch.device, *argv: str) -> str:
@@ -50,15 +59,21 @@ def test_it_loads_what_prompts_share(device: torch.device) -> None:
     assert "40 blocks on the host, 0 wrong values\n" in said  # some were evicted
 
 
+def test_it_stores_rows_in_fp8(device: torch.device) -> None:
+    said = output_of(FP8, device)
+    assert said == f"1000 rows on {device.type}, 656 bytes instead of 1152\n0 wrong rows\n"
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [
-        # The newest token is not seen; a stale map; nothing is loaded.
+        # The newest token is not seen; a stale map; nothing is loaded; another row's slot.
         (PAGED, "self.lengths.unsqueeze(1)", "self.lengths.unsqueeze(1) - 1", "largest diff"),
         (SPARSE, "self.forget(begin, end)\n", "pass\n", "is WRONG|wrong steps: [^0]"),
         (CONNECTOR, "(hashes[:hits], gpu_blocks[:hits])", "([], [])", "[1-9]\\d* wrong values"),
+        (FP8, "gather_rows(cache, slots,", "gather_rows(cache, slots.roll(1),", "1000 wrong rows"),
     ],
-    ids=["length", "forget", "load"],
+    ids=["length", "forget", "load", "roll"],
 )
 def test_a_mistake_is_found(
     device: torch.device, tmp_path: Path, name: str, right: str, wrong: str, says: str

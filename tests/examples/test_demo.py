@@ -28,7 +28,7 @@ def test_it_names_a_result_that_differs(
 ) -> None:
     if broken:
         monkeypatch.setattr(jitkern, broken, lambda *_, **__: None)
-    status = demo.main()
+    status = demo.main([])
     out, err = capsys.readouterr()
     for op in demo.ROW_BYTES:
         bits = "failed" if op == broken else "ok"
@@ -50,7 +50,7 @@ def test_without_nvrtc_it_runs_on_the_cpu_and_fails_beside_a_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setattr(demo, "compile_kernels", missing)
     monkeypatch.setattr(demo, "compare", lambda *a: missing() if a[0] == "cuda" else compare(*a))
-    status = demo.main()
+    status = demo.main([])
     out, err = capsys.readouterr()
     assert "CPU threads" in out
     assert (status, err) == ((1, f"the GPU was not used: {NO_NVRTC}\n") if has_gpu else (0, ""))
