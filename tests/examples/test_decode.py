@@ -16,7 +16,7 @@ FP8 = "fp8_rows.py"
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_help_runs_nothing(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         import_module(name).main(["--help"])
     assert capsys.readouterr().out.startswith("usage: ")
 
