@@ -16,7 +16,7 @@ from needs import has
 
 import jitkern
 from jitkern.compilers.find import find_nvrtc
-from jitkern.names import NAMES
+from jitkern.names import ELSEWHERE, NAMES
 
 Fresh = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -127,6 +127,7 @@ def test_a_package_is_imported_by_its_first_use(name: str, monkeypatch: pytest.M
         ("offload.offload", "; did you mean jitkern.offload?"),
         ("comm.stor_cache", "; did you mean jitkern.store_cache?"),
         ("comm.zzz", ""),
+        ("swap_blocks", "; here it is jitkern.copy_blocks: see docs/migrating.md"),
     ],
 )
 def test_an_unknown_name_is_an_attribute_error(
@@ -140,6 +141,12 @@ def test_an_unknown_name_is_an_attribute_error(
     # Python adds suggestions of its own when it prints an error.
     sys.__excepthook__(AttributeError, caught.value, None)
     assert capsys.readouterr().err.splitlines()[-1] == f"AttributeError: {text}"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_guide_for_migrating_has_a_name_from_elsewhere(name: str) -> None:
+    guide = (ROOT / "docs" / "migrating.md").read_text()
+    assert re.search(rf"^\|[^|]*`{name}\w*\([^|]*\| `{ELSEWHERE[name]}\(", guide, re.MULTILINE)
 
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -111,17 +111,17 @@ NO_ARCHS = (
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [
-        ({"ops": ["frob"]}, ValueError, "warm: ops: 'frob', expected one of store_cache, store, "),
+        ({"ops": ["frob"]}, ValueError, "warm: ops: 'frob', expected one of store_cache, indexi"),
         ({"ops": "store"}, TypeError, "warm: ops: 'store', expected a list, such as ['store']"),
         (
             {"ops": ["merge_state", "store_cache"], "row_bytes": [656]},
             ValueError,
-            "warm: ops: 'merge_state', expected along with head_dims",
+            "warm: head_dims: missing, expected for 'merge_state'",
         ),
         (
             {"ops": ["store"], "row_bytes": [656], "head_dims": [64]},
             ValueError,
-            "warm: head_dims: [64], expected an op of merge_states, merge_state, merge",
+            "warm: head_dims: [64], expected an op of merge_states",
         ),
         ({"row_bytes": 656}, TypeError, "warm: row_bytes: 656, expected a list, such as "),
         (
@@ -143,7 +143,7 @@ NO_ARCHS = (
         (
             {"ops": ["gather_rows"], "row_bytes": [656]},
             ValueError,
-            "warm: ops: 'gather_rows', expected along with formats",
+            "warm: formats: missing, expected for 'gather_rows'",
         ),
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
         ({"replays": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),

@@ -1,7 +1,5 @@
 """GPU architectures by compute capability: the known ones, and those to compile for."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
@@ -28,12 +26,12 @@ class Arch(NamedTuple):
     suffix: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Arch:
+    def parse(cls, text: str) -> "Arch":
         """Read ``9.0``, ``9``, ``90``, ``sm_90``, ``compute_90`` or ``9.0a``, of a known one."""
         return cls._parse("arch", text)
 
     @classmethod
-    def _parse(cls, argument: str, text: str) -> Arch:
+    def _parse(cls, argument: str, text: str) -> "Arch":
         if not isinstance(text, str):
             raise TypeError(f"{argument}: {text!r}, expected a str such as '9.0'")
         spelled = text.strip()
@@ -64,7 +62,7 @@ class Arch(NamedTuple):
         return f"compute_{self.number}{self.suffix}"
 
     @property
-    def lower_minors(self) -> tuple[Arch, ...]:
+    def lower_minors(self) -> tuple["Arch", ...]:
         """The archs whose cubins run here as well: same major, lower minor, the nearest first."""
         if self.suffix or self in _TEGRA:
             return ()

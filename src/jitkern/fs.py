@@ -264,8 +264,8 @@ def _control_groups(controller: str) -> list[Path]:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return ``812 bytes``, ``7.9 KiB`` or ``1.25 GiB``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    """Return ``812 bytes``, ``7.9 KiB`` or ``1.25 TiB``."""
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes} bytes"

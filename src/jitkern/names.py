@@ -25,6 +25,15 @@ NAMES = {
     ),
 }
 
+# What replaces functions of vLLM and sglang, which docs/migrating.md explains.
+ELSEWHERE = {
+    "reshape_and_cache": "store_cache",
+    "concat_and_cache_mla": "store_rows",
+    "set_mla_kv_buffer": "store_rows",
+    "swap_blocks": "copy_blocks",
+    "transfer_kv_per_layer": "copy_blocks",
+}
+
 
 def did_you_mean(name: object, names: Iterable[str], prefix: str = "") -> str:
     """Return the end of an error: the known name that is most like an unknown one, if one is.
@@ -47,6 +56,8 @@ def no_attribute(package: str, name: str) -> AttributeError:
     full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
     similar = get_close_matches(name, full_names, 1)
     hint = f"; did you mean {full_names[similar[0]]}?" if similar else ""
+    if name in ELSEWHERE:
+        hint = f"; here it is jitkern.{ELSEWHERE[name]}: see docs/migrating.md"
     # Python adds a suggestion of its own to an error without `obj`.
     text = f"module {package!r} has no attribute {name!r}{hint}"
     return AttributeError(text, obj=sys.modules[package])

@@ -111,7 +111,7 @@ def compare_memory_kernel_perf(
     baseline: Callable[[], object],
     our_impl: Callable[[], object],
     memory_footprint: int,
-    description: str = " ",
+    description: str = "",
     extra_kwargs: dict[str, Any] | None = None,
     need_latency: bool = True,
 ) -> tuple[float, float]:

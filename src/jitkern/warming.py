@@ -24,7 +24,7 @@ from jitkern.jit.native import NativeLibrary, has_cuda
 from jitkern.jit.record import Specialisation, read_record
 from jitkern.names import did_you_mean
 from jitkern.ops import device_ops
-from jitkern.ops._ops import SIZES, op_names, op_sizes
+from jitkern.ops._ops import KERNEL_OPS, SIZES, op_names, op_sizes
 
 # NVRTC 13.5 took 146 MB for one compile at a time and 12 MB more for each further thread; nvcc
 # takes about 200 MB a compile. Twice that leaves room for kernels larger than jitkern's own.
@@ -225,17 +225,18 @@ def sized_ops(
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            expected = f"one of {', '.join(stems)}{did_you_mean(op, stems)}"
-            raise ArgumentError("ops", f"{op!r}, expected {expected}")
+            expected = ", ".join(known.function for known in KERNEL_OPS)
+            hint = did_you_mean(op, stems)
+            raise ArgumentError("ops", f"{op!r}, expected one of {expected}{hint}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
-            raise ArgumentError("ops", f"{op!r}, expected along with ", size.name)
+            raise ArgumentError(size.name, f"missing, expected for {op!r}")
     for size, values in sizes.items():
         for value in values:
             if not size.accepts(value):
                 raise ArgumentError(size.name, f"{value!r}, expected {size.expected}")
         if values and size not in {size_of[op] for op in names}:
-            expected = ", ".join(op for op in stems if size_of[op] == size)
+            expected = ", ".join(op.function for op in KERNEL_OPS if op.sized_by == size.name)
             raise ArgumentError(size.name, f"{values}, expected an op of {expected}")
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 

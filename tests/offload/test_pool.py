@@ -93,7 +93,7 @@ test_mistakes = refusals(
     (shared("a", 3, 2), ValueError, "share 'a': rank: 3, expected 0 to 1"),
     (shared("a", 0, 0), ValueError, "share 'a': world_size: 0, expected at least"),
     (shared("a", 0, 1, 0), ValueError, "share 'a': timeout_s: 0, expected above"),
-    ({"num_bytes": 1 << 60}, MemoryError, "num_bytes: 1.074e+09 GiB, expected at most the "),
+    ({"num_bytes": 1 << 60}, MemoryError, "num_bytes: 1.049e+06 TiB, expected at most the "),
 )
 
 

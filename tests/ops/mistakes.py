@@ -216,6 +216,8 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
         ({"src": zeros(ROWS, 7)}, ValueError, bytes_text("src", 28, [3, 7], "dst")),
         ({"pairs": torch.tensor(3)}, ValueError, f"pairs: shape [], {wanted}"),
         ({"pairs": torch.arange(3)}, ValueError, f"pairs: shape [3], {wanted}"),
+        ({"pairs": (torch.arange(3), torch.arange(3))}, TypeError,
+         "pairs: list or tuple, expected a tensor, such as torch.stack((src, dst), 1)"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[7].view(2, 2)}, ValueError,

@@ -62,7 +62,7 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
         ({"cache": torch.tensor(1, dtype=torch.uint8)}, ValueError,
          "cache: shape [], expected at least 1 dimension"),
         ({"cache": zeros(5, 10, 2, 5, dtype=torch.uint8)}, ValueError,
-         "cache: rows of 100 bytes (shape [5, 10, 2, 5]), expected 8 bytes for "
+         "cache: rows of 10 bytes (shape [5, 10, 2, 5]), expected 8 bytes for "
          f"{name} (shape [3, 2, 4])"),
         ({"cache": zeros(8, 50, dtype=torch.uint8).t()}, ValueError,
          common.stride_text("cache", 50, 1, [50, 8], 1)),
@@ -77,7 +77,11 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
          "(shape [3, 2, 5])"),
         ({**mla, "cache": zeros(50, 657, dtype=torch.uint8)}, ValueError,
          f"cache: rows of 657 bytes (shape [50, 657]), expected 656 bytes for {name}[0] "
-         f"(shape [3, 512]) and {name}[1] (shape [3, 64])"),
+         f"(shape [3, 512]) and {name}[1] (float16, shape [3, 64])"),
+        ({**mla, "cache": zeros(5, 10, 656, dtype=torch.uint8),
+          name: [zeros(3, 512), zeros(3, 64)]}, ValueError,
+         f"cache: rows of 656 bytes (shape [5, 10, 656]), expected 784 bytes for {name}[0] "
+         f"(shape [3, 512]) and {name}[1] (float32, shape [3, 64])"),
         ({**mla, "cache": zeros(50, 657, dtype=torch.uint8)[:, :656]}, ValueError,
          f"cache: scales that are not aligned to 4 bytes, {aligned}"),
         ({**mla, "cache": zeros(50 * 656 + 1, dtype=torch.uint8)[1:].view(50, 656)}, ValueError,

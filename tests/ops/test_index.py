@@ -341,6 +341,10 @@ def mistakes() -> list[Mistake]:
          common.overlap_text("indices", "output")),
         ({"indices": torch.tensor([0, 50, 51])}, IndexError,
          common.index_text("indices", 50, 1, 50)),
+        ({"weights": zeros(5, 10, 8), "indices": torch.tensor([4, 49]), "output": None}, IndexError,
+         "indices: index 49 at position 1, expected below 5; for slots of pages pass output="),
+        ({"weights": zeros(5, 10, 8), "indices": torch.tensor([4, 50]), "output": None}, IndexError,
+         common.index_text("indices", 50, 1, 5)),
     ]  # fmt: skip
     return table + mistakes_of_ranges()
 

@@ -322,6 +322,9 @@ def mistakes() -> list[Mistake]:
         ({"k_cache": zeros(5, 10, 2, 5)}, ValueError,
          "k: rows of 32 bytes (shape [3, 8]), expected 400 bytes as in k_cache (shape "
          "[5, 10, 2, 5])"),
+        ({"k_cache": zeros(5, 2, 10, 4), "k": zeros(3, 2, 4)}, ValueError,
+         "k: rows of 32 bytes (shape [3, 2, 4]), expected 320 bytes as in k_cache (shape "
+         "[5, 2, 10, 4]); for [blocks, heads, page, dim] pass .transpose(1, 2)"),
         ({"v_cache": zeros(50, 4, 8)}, ValueError,
          "v_cache: 200 rows (shape [50, 4, 8]), expected 50 rows as in k_cache"),
         ({"k_cache": zeros(5, 10, 2, 8)[..., ::2]}, ValueError,

@@ -17,13 +17,13 @@ EXAMPLE = "jitkern cache info"
 ACTIONS = {
     "info": "list the caches in the order in which they are searched, with their sizes",
     "clear": """\
-delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern) and no other files;
-`jitkern cache info` shows how many there are""",
+delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern), a host module that was built
+here too, and no other files; `jitkern cache info` shows how many there are""",
 }
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
+    actions = parser.add_subparsers(metavar="ACTION", dest="action")
     for name, text in ACTIONS.items():
         action = actions.add_parser(
             name,
@@ -37,8 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.action == "clear":
         cache = user_cache()
-        count = cache.clear()
-        ui.say(f"{count} entries removed from {cache.root}")
+        ui.say(f"{ui.entries(cache.clear())} removed from {cache.root}")
         return 0
     for searched in caches():
         ui.say(f"{searched.origin:18} {describe(searched.cache)}")
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 def describe(cache: Cache) -> str:
     """Return the folder, the number of entries, their size, and why nothing is loaded if so."""
     sizes = [entry.size_bytes for entry in cache.entries()]
-    text = f"{cache.root}: {len(sizes):,} entries, {size_text(sum(sizes))}"
+    text = f"{cache.root}: {ui.entries(len(sizes))}, {size_text(sum(sizes))}"
     try:
         cache.check()
     except CacheError as error:

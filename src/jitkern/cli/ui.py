@@ -6,6 +6,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jitkern.env import parse_bytes
@@ -80,6 +81,13 @@ def names(text: str) -> list[str]:
     return parts
 
 
+def file(text: str) -> Path:
+    """Parse the path of a file that is there, as argparse's ``type``."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a file")
+    return Path(text)
+
+
 # -- output ----------------------------------------------------------------------------------------
 
 
@@ -94,6 +102,10 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
         cells = (a(cell, width) for a, cell, width in zip(align, line, widths, strict=True))
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
+
+
+def entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count:,} entries"
 
 
 def say(text: str) -> None:

@@ -14,7 +14,7 @@ from jitkern.cache.get import user_cache
 from jitkern.cli import ui
 from jitkern.errors import JitkernError, WarmError
 from jitkern.fs import size_text
-from jitkern.ops._ops import OPS, SIZES, op_names
+from jitkern.ops._ops import KERNEL_OPS, SIZES
 
 if TYPE_CHECKING:
     from jitkern.warming import Outcome
@@ -24,7 +24,6 @@ DESCRIPTION = """\
 Compile kernels into the cache before a server needs them, on a machine with or without a GPU.
 The host module is built first; without options, nothing else is built. Kernels that the cache
 holds already are not compiled again."""
-_WITH_KERNELS = [op for op in OPS if op.has_kernels]
 EXAMPLE = """
 jitkern warm --row-bytes 656
 jitkern warm --row-bytes 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
@@ -41,7 +40,7 @@ LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads wa
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for size in SIZES:
-        ops = ", ".join(op.function for op in _WITH_KERNELS if op.sized_by == size.name)
+        ops = ", ".join(op.function for op in KERNEL_OPS if op.sized_by == size.name)
         such_as = f"of {size.expected}" if size.choices else f"such as {size.example}"
         text = f"{size.meaning}, for {ops}; a list {such_as}, or repeat the option"
         how: dict[str, Any] = {"type": ui.sizes(size), "action": "extend", "dest": size.name}
@@ -49,7 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
             text += f"; {size.older_option} is an older name of the option"
             add(size.older_option, help=argparse.SUPPRESS, **how)
         add(size.option, metavar=size.unit, help=text, **how)
-    text = f"ops to compile, out of {', '.join(op_names())}; default: all that the sizes fit"
+    ops = ", ".join(op.function for op in KERNEL_OPS)
+    text = f"ops to compile, out of {ops}; default: all that the sizes fit"
     add("--op", type=ui.names, action="extend", metavar="OP[,OP]", help=text)
     text = "GPU architectures to compile for, such as 9.0,10.0; default: JITKERN_ARCH, else the "
     text += "GPUs of this machine; with --replay: the recorded ones"
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "record of a run under JITKERN_RECORD=FILE: build the kernels and libraries that it "
     text += "used; a record names sources and flags to compile, so replay only files that you "
     text += "would run; may be repeated"
-    add("--replay", type=Path, action="append", metavar="FILE", help=text)
+    add("--replay", type=ui.file, action="append", metavar="FILE", help=text)
     text = "compile nothing: list missing kernels, and exit with 1 if there are any"
     add("--check", action="store_true", help=text)
     text = "directory that receives a copy of everything, for use as JITKERN_CACHE_PATH"
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     start = time.perf_counter()
     sizes: dict[str, Any] = {size.name: getattr(args, size.name) or () for size in SIZES}
-    if args.arch and not (args.replay or any(sizes.values())):
+    if args.arch and not (args.op or args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
     failure: WarmError | None = None
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     ui.say(f"{', '.join(counts)}, {size} in {took_s:.1f} s, in {user_cache().root}")
     if args.out is not None:
         count = sum(job.is_to_copy for job in outcomes)
-        ui.say(f"{count} entries in {args.out}; use them with JITKERN_CACHE_PATH={args.out}")
+        ui.say(f"{ui.entries(count)} in {args.out}; use them with JITKERN_CACHE_PATH={args.out}")
     if failure is not None:
         raise failure
     if "missing" in sources:

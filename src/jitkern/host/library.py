@@ -195,7 +195,7 @@ class HostModule(Buildable["Module"]):
                 "install g++ (apt install g++) or a jitkern wheel"
             )
         # A warning, which Python shows without any logging setup: the build takes long.
-        _log.warning("jitkern: building the host module with c++: it %s", why)
+        _log.warning("jitkern: building the host module with c++, once, in 15 to 120 s: it %s", why)
         entry = self.compile(folder=self._checkout_folder())
         if HostModule(self._csrc).key.digest != self.key.digest:
             raise JitkernError(f"{NAME}: a source changed while it was built; call it again")

@@ -107,12 +107,12 @@ OPS = (
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # runs on the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
+KERNEL_OPS = tuple(op for op in OPS if op.has_kernels)
 
 
 def op_names() -> dict[str, str]:
     """Return {name: stem} of the ops that have kernels, by public name and by stem."""
-    with_kernels = [op for op in OPS if op.has_kernels]
-    return {name: op.stem for op in with_kernels for name in (op.function, *op.more, op.stem)}
+    return {name: op.stem for op in KERNEL_OPS for name in (op.function, *op.more, op.stem)}
 
 
 def op_sizes() -> dict[str, Size]:

@@ -243,11 +243,11 @@ bool bool_arg(const char* op, const char* arg, AnyView value) {
   raise_type_error(op, arg, value, "a bool");
 }
 
-void Rows::same_row_bytes(const Rows& other) const {
+void Rows::same_row_bytes(const Rows& other, const char* note) const {
   if (row_bytes == other.row_bytes) return;
   value_error(
       str("rows of ", row_bytes, " bytes (shape ", shape_text(), ")"),
-      str(other.row_bytes, " bytes as in ", other.arg, " (shape ", other.shape_text(), ")"));
+      str(other.row_bytes, " bytes as in ", other.arg, " (shape ", other.shape_text(), ")", note));
 }
 
 void Rows::same_num_rows(const Rows& other) const {
@@ -282,11 +282,12 @@ void Indices::apart_from(const Rows& rows) const {
   Rows(*this, 1, bytes, bytes).apart_from(rows);
 }
 
-void Indices::check_below(i64 bound) const {
+void Indices::check_below(i64 bound, i64 noted, const char* note) const {
   with_index([&](const auto index_at) {
     for (i64 i = 0; i < count; ++i) {
       const i64 index = index_at(i);
-      if (index >= bound) raise_index_error(op, arg, i, index, bound);
+      if (index >= std::max(bound, noted)) raise_index_error(op, arg, i, index, bound);
+      if (index >= bound) raise_index_error(op, arg, i, index, bound, note);
     }
   });
 }

@@ -214,10 +214,13 @@ CacheRows FormatCall::set_cache(const FormatSide& side, const FormatShape& shape
   const bool has_heads = row.group == 0 && side.values.dl->ndim == 3;
   CacheRows rows = CacheRows::of(cache, expected, has_heads ? 2 : 1);
   if (rows.row_bytes != expected) {
+    const bool is_paged = cache.dl->ndim > (has_heads ? 3 : 2);
     cache.value_error(
-        str("rows of ", rows.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
+        str("rows of ", is_paged ? bytes_from(cache, 2) : rows.row_bytes, " bytes (shape ",
+            cache.shape_text(), ")"),
         str(expected, " bytes for ", side.values.arg, " (shape ", side.values.shape_text(), ")",
-            side.rest ? str(" and ", side.rest->arg, " (shape ", side.rest->shape_text(), ")")
+            side.rest ? str(" and ", side.rest->arg, " (", side.rest->dtype_name(), ", shape ",
+                            side.rest->shape_text(), ")")
                       : std::string()));
   }
   if (rows.num_heads > 1 && (rows.num_heads != shape.groups || shape.rest_bytes > 0 ||

@@ -174,7 +174,12 @@ void index_pages_cpu(const IndexArgs& args) {
 void index_cpu(const IndexArgs& args) {
   const IndexParams& p = args.params;
   if (args.weights.row_bytes == 0) return;
-  if (p.last_index < kMaxIndex) args.indices.check_below(p.last_index + 1);
+  const DLTensor& table = *args.weights.dl;
+  const bool may_be_pages = table.ndim >= 3 && args.weights.row_dim == 1;
+  if (p.last_index < kMaxIndex) {
+    args.indices.check_below(p.last_index + 1, may_be_pages ? table.shape[0] * table.shape[1] : 0,
+                             "; for slots of pages pass output=");
+  }
   if (!args.weights.is_flat()) return index_pages_cpu(args);
   args.indices.with_index([&](const auto index_at) {
     copy_rows(p.num_rows, args.weights.row_bytes, [&p, index_at](i64 i) {

@@ -1,4 +1,6 @@
 // Shared by the ops on pairs: checks, the CPU implementation, uploads, launches.
+#include <tvm/ffi/container/array.h>
+
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -15,6 +17,15 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
 }
 
+// `pairs`, unless it is two tensors.
+AnyView not_two(const char* op, AnyView pairs) {
+  const auto* list = pairs.as<tvm::ffi::ArrayObj>();
+  if (list != nullptr && list->size() == 2 && list->at(0).try_cast<DLTensor*>().has_value()) {
+    raise_type_error(op, "pairs", pairs, "a tensor, such as torch.stack((src, dst), 1)");
+  }
+  return pairs;
+}
+
 }  // namespace
 
 PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src_arg,
@@ -22,7 +33,7 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
     : host_side(host_side),
       src(op, "src", src_arg),
       dst(op, "dst", dst_arg),
-      pairs(op, "pairs", pairs_arg),
+      pairs(op, "pairs", not_two(op, pairs_arg)),
       row_bytes(src.row_bytes),
       span_bytes(host_rows().num_rows * host_rows().stride_bytes),
       index_bytes(pairs.index_bytes),

@@ -37,9 +37,17 @@ struct Table {
     return {cache.data, rows.data, cache.strides(), rows.stride_bytes};
   }
 
+  // Whether the cache is [blocks, heads, page, dim] by the shape of the rows.
+  bool is_hnd() const {
+    const DLTensor &pages = *cache.dl, &values = *rows.dl;
+    return pages.ndim == 4 && values.ndim == 3 && pages.shape[1] == values.shape[1] &&
+           pages.shape[3] == values.shape[2];
+  }
+
   void check(const Rows& k_cache, const Indices& indices) const {
     rows.same_device(k_cache);
-    rows.same_row_bytes(cache);
+    rows.same_row_bytes(cache,
+                        is_hnd() ? "; for [blocks, heads, page, dim] pass .transpose(1, 2)" : "");
     rows.one_per_index(indices);
     cache.distinct_rows();
     if (cache.is_flat()) {

@@ -132,8 +132,9 @@ struct Rows : Tensor {
   // ValueError if a row shares a byte with a row of `other`. Rows may interleave.
   void apart_from(const Rows& other, const char* expected = kOwnMemory) const;
 
-  // ValueError unless both have the same row size; the same number of rows; one row per index.
-  void same_row_bytes(const Rows& other) const;
+  // ValueError unless both have the same row size (`note` ends the text); the same number of rows;
+  // one row per index.
+  void same_row_bytes(const Rows& other, const char* note = "") const;
   void same_num_rows(const Rows& other) const;
   void one_per_index(const Indices& indices) const;
 
@@ -167,8 +168,9 @@ struct Indices : Tensor {
                      : use(reader(static_cast<const int64_t*>(data)));
   }
 
-  // IndexError for the first index of `bound` or more. On CPU tensors only.
-  void check_below(i64 bound) const;
+  // IndexError for the first index of `bound` or more, with `note` if it is below `noted`. On CPU
+  // tensors only.
+  void check_below(i64 bound, i64 noted = 0, const char* note = "") const;
 
   // ValueError if an index lies in a row; between rows is allowed.
   void apart_from(const Rows& rows) const;
