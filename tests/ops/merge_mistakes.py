@@ -159,7 +159,7 @@ def mistakes_of_results() -> list[Mistake]:
     ]  # fmt: skip
     for name, known in (("base", ("e", "2")), ("lse_layout", ("tokens_heads", "heads_tokens"))):
         words = ("10", "E", "heads", known[0] + " ")
-        expected = f'"{known[0]}" or "{known[1]}"'
+        expected = f"'{known[0]}' or '{known[1]}'"
         table += common.not_words(name, expected, *words, optional=True)
     return table
 

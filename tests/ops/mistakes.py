@@ -150,7 +150,7 @@ def not_words(name: str, expected: str, *wrong: str, optional: bool = False) -> 
         ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list or tuple", ["e"]),
         ("Tensor", torch.ones(2)), *[("None", None)] * (not optional),
     ]  # fmt: skip
-    words = [({name: word}, ValueError, f'{name}: "{word}", expected {expected}')
+    words = [({name: word}, ValueError, f'{name}: {word!r}, expected {expected}')
              for word in (*wrong, "")]  # fmt: skip
     return words + [
         ({name: value}, TypeError, f"{name}: {came}, expected {expected}") for came, value in values
@@ -226,7 +226,7 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
         *not_num_sms(),
         ({host: on_cuda(good[host])}, ValueError,
          f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
-        *not_words("order", '"auto", "given" or "host"', "source", "Auto", optional=True),
+        *not_words("order", "'auto', 'given' or 'host'", "source", "Auto", optional=True),
         ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
          index_text("pairs[..., 0]", 3, 1, 3)),
         ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,

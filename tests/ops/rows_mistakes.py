@@ -8,8 +8,8 @@ import mistakes as common
 import torch
 from mistakes import Mistake, zeros
 
-NAMES = ('"fp8_ds_mla", "fp8_index_k", "fp8_ds_v41", "fp8_ds_v41_paged", "fp8", '
-         '"fp8_per_token_head" or "int8_per_token_head"')  # fmt: skip
+NAMES = ("'fp8_ds_mla', 'fp8_index_k', 'fp8_ds_v41', 'fp8_ds_v41_paged', 'fp8', "
+         "'fp8_per_token_head' or 'int8_per_token_head'")  # fmt: skip
 LIST = "expected a tensor, or a list of one or two"
 FLOAT_TYPES = "expected float32, float16 or bfloat16"
 ROWS_APART = (
@@ -179,7 +179,7 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
     parts = {**plain, "cache": zeros(50, 8), "parts": [zeros(3, 6), zeros(3, 2)]}
     table += [
         *common.not_words("format", NAMES, "fp9", "FP8", optional=True),
-        *common.not_words("scale_rule", '"pow2" or "fp32"', "fp16", optional=True),
+        *common.not_words("scale_rule", "'pow2' or 'fp32'", "fp16", optional=True),
         *common.not_ints("skip", optional=True),
         *(({"scale_rule": rule}, ValueError,
            "scale_rule: given, expected None: this format has one rule")

@@ -273,7 +273,7 @@ def test_wrong_calls() -> None:
         (cache, rows(2, 9, 8), {"signals": LayerSignals(3, "cpu")}, ValueError,
          "signals: 3 layers, expected a number that divides the 2 of dst"),
         (cache, rows(2, 9, 8), {"signals": LayerSignals(2, "cpu"), "method": "engine"}, ValueError,
-         'signals: with method="engine", expected "auto" or "sm", whose kernel sets them'),
+         """signals: with method="engine", expected 'auto' or 'sm', whose kernel sets them"""),
         (cache, rows(2, 9, 8), {"signals": 3}, TypeError, "signals: int, expected LayerSignals"),
         (cache, 3, {}, TypeError, "dst: int, expected a tensor"),
         (cache, rows(2, 9, 8), {"src_block_dim": 0}, ValueError,

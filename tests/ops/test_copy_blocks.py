@@ -270,7 +270,7 @@ def mistakes() -> list[Mistake]:
     )
     table += common.not_ints("src_block_dim", "dst_block_dim")
     table += common.not_num_sms() + common.not_words(
-        "method", '"auto", "sm" or "engine"', "gpu", optional=True
+        "method", "'auto', 'sm' or 'engine'", "gpu", optional=True
     )
     wanted = "expected shape [..., 2] of (source block, destination block)"
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)

@@ -49,7 +49,7 @@ def good_arguments() -> dict[str, Any]:
 
 
 def mistakes() -> list[Mistake]:
-    words = not_words("method", '"auto" or "sm"', "both", "cpu", optional=True)
+    words = not_words("method", "'auto' or 'sm'", "both", "cpu", optional=True)
     return pair_mistakes(good_arguments(), "dst") + words
 
 

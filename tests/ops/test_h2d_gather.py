@@ -135,7 +135,7 @@ def mistakes() -> list[Mistake]:
     memory = torch.zeros(50, 4, dtype=torch.int64)
     return [
         *common.pair_mistakes(good, "src"),
-        *common.not_words("method", '"auto" or "sm"', "cpu", "both", optional=True),
+        *common.not_words("method", "'auto' or 'sm'", "cpu", "both", optional=True),
         *common.not_tensors(good, "slot_map", optional="slot_map"),
         *common.bad_indices("slot_map", good["slot_map"]),
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),

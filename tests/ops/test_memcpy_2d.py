@@ -229,7 +229,7 @@ def mistakes() -> list[Mistake]:
     numbers = ("dpitch", "spitch", "width", "height")
     table += not_ints(*numbers)
     table += [({name: -1}, ValueError, f"{name}: -1, expected at least 0") for name in numbers]
-    kinds = '"h2d", "d2h", "d2d" or "h2h"'
+    kinds = "'h2d', 'd2h', 'd2d' or 'h2h'"
     memory = torch.zeros(40)
 
     def beyond(name: str, rows: int, width: int, pitch: int, end: int) -> str:
@@ -253,8 +253,8 @@ def mistakes() -> list[Mistake]:
          beyond("dst", 3, 32, 32, 96).replace("most 96", "most 0")),
         ({"dst": memory[:24], "src": memory[16:]}, ValueError,
          overlap_text("dst", "src")),
-        ({"kind": "h2d"}, ValueError, 'kind: "h2d" from cpu to cpu, expected "h2h"'),
-        ({"kind": "d2d"}, ValueError, 'kind: "d2d" from cpu to cpu, expected "h2h"'),
+        ({"kind": "h2d"}, ValueError, "kind: 'h2d' from cpu to cpu, expected 'h2h'"),
+        ({"kind": "d2d"}, ValueError, "kind: 'd2d' from cpu to cpu, expected 'h2h'"),
         *not_words("kind", kinds, "H2H", optional=True),
         *(({"stream": value}, TypeError,
            f"stream: {type(value).__name__}, expected a torch.cuda.Stream or None")

@@ -15,10 +15,10 @@ int choice_arg(const char* op, const char* arg, AnyView value,
   for (const char* choice : choices) {
     if (text && *text == choice) return number;
     const bool is_last = ++number == static_cast<int>(choices.size());
-    expected += str(number == 1 ? "" : is_last ? " or " : ", ", '"', choice, '"');
+    expected += str(number == 1 ? "" : is_last ? " or " : ", ", "'", choice, "'");
   }
   if (!text) raise_type_error(op, arg, value, expected);
-  raise_value_error(op, arg, str('"', *text, '"'), expected);
+  raise_value_error(op, arg, str("'", *text, "'"), expected);
 }
 
 std::optional<i64> num_sms_arg(const char* op, AnyView value) {

@@ -28,8 +28,8 @@ void copy_blocks(AnyView src, AnyView dst, AnyView pairs_value, AnyView src_dim,
   const auto method =
       static_cast<BlockMethod>(choice_arg(kOp, "method", method_value, {"auto", "sm", "engine"}));
   if (method == BlockMethod::kEngine && pairs.on_cuda()) {
-    raise_value_error(kOp, "method", "\"engine\" with pairs on " + pairs.sources->device_name(),
-                      "pairs on the CPU, which queues a copy for each, or \"sm\"");
+    raise_value_error(kOp, "method", "'engine' with pairs on " + pairs.sources->device_name(),
+                      "pairs on the CPU, which queues a copy for each, or 'sm'");
   }
   BlockCall call{src_side, dst_side, pairs, signals, method, num_sms_arg(kOp, num_sms)};
   call.check();

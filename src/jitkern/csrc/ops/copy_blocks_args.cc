@@ -226,7 +226,7 @@ void BlockCall::check_signals() const {
            "signals of " + on_gpu().device_name());
   }
   if (method == BlockMethod::kEngine) {
-    refuse("with method=\"engine\"", "\"auto\" or \"sm\", whose kernel sets them");
+    refuse("with method=\"engine\"", "'auto' or 'sm', whose kernel sets them");
   }
 }
 

@@ -25,8 +25,8 @@ CopyKind kind_arg(AnyView value, const Tensor& dst, const Tensor& src) {
   if (kind != expected || is_none(value)) {
     raise_value_error(
         kOp, "kind",
-        str('"', kKinds[kind], "\" from ", src.device_name(), " to ", dst.device_name()),
-        str('"', kKinds[expected], '"'));
+        str("'", kKinds[kind], "' from ", src.device_name(), " to ", dst.device_name()),
+        str("'", kKinds[expected], "'"));
   }
   return static_cast<CopyKind>(kind);
 }
