@@ -81,7 +81,7 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
         ("warm --op indexing --arch 9.0", "warm: --row-bytes: missing, expected for 'indexing'\n"),
         ("warm --replay no.jsonl", "argument --replay: 'no.jsonl', expected a file (see: "),
         ("warm --arch 9.0", "--arch: expected along with --row-bytes, "),
-        ("warm --check --out x", "warm: --out: 'x', expected none along with --check\n"),
+        ("warm --check --out x", "warm: --out: 'x', expected none: a check writes nothing\n"),
         ("warm --row-bytes 2g", "'2g', expected bytes per row, 1 or more and under 1 GiB"),
         ("warm --head-dim 256m", "'256m', expected elements per head, 1 or more and under 2**28"),
         (f"warm --row-bytes 656,{'9' * 5000}", "expected bytes per row"),
@@ -102,8 +102,8 @@ def test_a_wrong_command_line_is_one_line(capsys: Capture, argv: str, message: s
 
 
 NO_ARCH = (
-    "warm: --arch: none given, JITKERN_ARCH is not set, and there is no GPU to ask; expected for "
-    "instance --arch 9.0\n"
+    "warm: --arch: none given, JITKERN_ARCH is not set, and there is no GPU to ask; expected one, "
+    "such as 9.0\n"
 )
 
 

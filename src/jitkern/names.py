@@ -25,7 +25,7 @@ NAMES = {
     ),
 }
 
-# What replaces functions of vLLM and sglang, which docs/migrating.md explains.
+# Functions of vLLM and sglang, and what replaces them; docs/migrating.md has the differences.
 ELSEWHERE = {
     "reshape_and_cache": "store_cache",
     "concat_and_cache_mla": "store_rows",
@@ -54,10 +54,9 @@ def no_attribute(package: str, name: str) -> AttributeError:
     names = [f"{home}.{public}" for home, publics in NAMES.items() for public in publics]
     names += [*NAMES, *(f"jitkern.{public}" for public in sys.modules["jitkern"].__all__)]
     full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
+    full_names |= {there: f"jitkern.{here}" for there, here in ELSEWHERE.items()}
     similar = get_close_matches(name, full_names, 1)
     hint = f"; did you mean {full_names[similar[0]]}?" if similar else ""
-    if name in ELSEWHERE:
-        hint = f"; here it is jitkern.{ELSEWHERE[name]}: see docs/migrating.md"
     # Python adds a suggestion of its own to an error without `obj`.
     text = f"module {package!r} has no attribute {name!r}{hint}"
     return AttributeError(text, obj=sys.modules[package])

@@ -35,16 +35,11 @@ _FAILURES = (JitkernError, OSError, ValueError, TypeError)
 
 
 class ArgumentError(ValueError):
-    """A wrong argument of ``warm``, in parts: the command line has other names for arguments.
+    """A wrong argument of ``warm``, in parts: the command line has other names for arguments."""
 
-    `text` begins with what came. It ends before the name of the argument `other`, if there is one,
-    and its `example`.
-    """
-
-    def __init__(self, argument: str, text: str, other: str = "", example: str = "") -> None:
-        self.argument, self.text, self.other, self.example = argument, text, other, example
-        value = f"=[{example!r}]" if example else ""
-        super().__init__(f"warm: {argument}: {text}{other}{value}")
+    def __init__(self, argument: str, text: str) -> None:
+        self.argument, self.text = argument, text
+        super().__init__(f"warm: {argument}: {text}")
 
 
 @dataclass
@@ -167,7 +162,7 @@ def warm(
         raise TypeError(f"warm: out_dir: {out_dir!r}, expected the path of a directory")
     if check and out_dir is not None:
         raise ArgumentError(
-            "out_dir", f"{os.fspath(out_dir)!r}, expected none along with ", "check"
+            "out_dir", f"{os.fspath(out_dir)!r}, expected none: a check writes nothing"
         )
     user_cache().check()
     if out_dir is not None:
@@ -181,7 +176,7 @@ def warm(
         for_archs = wanted_archs or list(dict.fromkeys(requested_archs() or gpu_archs()))
         if not for_archs:
             came = "none given, JITKERN_ARCH is not set, and there is no GPU to ask"
-            raise ArgumentError("archs", f"{came}; expected for instance ", "archs", "9.0")
+            raise ArgumentError("archs", f"{came}; expected one, such as 9.0")
         if (oldest := min(for_archs)) < SUPPORTED_ARCHS[0]:
             expected = f"{SUPPORTED_ARCHS[0]} or newer: not all ops compile before"
             raise ArgumentError("archs", f"{oldest}, expected {expected}")

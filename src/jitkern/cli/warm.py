@@ -90,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     except WarmError as error:
         outcomes, failure = error.outcomes, error
     except ArgumentError as error:
-        other = _option(error.other) if error.other else ""
-        text = f"{error.text}{other} {error.example}".rstrip()
-        raise ui.UsageError(f"warm: {_option(error.argument)}: {text}") from error
+        raise ui.UsageError(f"warm: {_option(error.argument)}: {error.text}") from error
     except ValueError as error:  # a wrong variable; jobs keep theirs in their outcomes
         raise ui.UsageError(str(error)) from error
     if tiny := [size for size in args.row_bytes or () if size <= TINY_ROW_BYTES]:
