@@ -79,7 +79,7 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
         ("warm --row-bytes 6 --op stroe", "; did you mean store?\n"),
         ("warm --op merge --row-bytes 6", "warm: --head-dim: missing, expected for 'merge'\n"),
         ("warm --op indexing --arch 9.0", "warm: --row-bytes: missing, expected for 'indexing'\n"),
-        ("warm --replay no.jsonl", "argument --replay: 'no.jsonl', expected a file (see: "),
+        ("warm --replay no.jsonl", "warm: --replay: 'no.jsonl', expected a file\n"),
         ("warm --arch 9.0", "--arch: expected along with --row-bytes, "),
         ("warm --check --out x", "warm: --out: 'x', expected none: a check writes nothing\n"),
         ("warm --row-bytes 2g", "'2g', expected bytes per row, 1 or more and under 1 GiB"),

@@ -6,7 +6,6 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jitkern.env import parse_bytes
@@ -79,13 +78,6 @@ def names(text: str) -> list[str]:
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r}, expected at least one value")
     return parts
-
-
-def file(text: str) -> Path:
-    """Parse the path of a file that is there, as argparse's ``type``."""
-    if not Path(text).exists():
-        raise argparse.ArgumentTypeError(f"{text!r}, expected a file")
-    return Path(text)
 
 
 # -- output ----------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     text = "record of a run under JITKERN_RECORD=FILE: build the kernels and libraries that it "
     text += "used; a record names sources and flags to compile, so replay only files that you "
     text += "would run; may be repeated"
-    add("--replay", type=ui.file, action="append", metavar="FILE", help=text)
+    add("--replay", type=Path, action="append", metavar="FILE", help=text)
     text = "compile nothing: list missing kernels, and exit with 1 if there are any"
     add("--check", action="store_true", help=text)
     text = "directory that receives a copy of everything, for use as JITKERN_CACHE_PATH"
@@ -73,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.arch and not (args.op or args.replay or any(sizes.values())):
         options = ", ".join(size.option for size in SIZES)
         raise ui.UsageError(f"warm: --arch: expected along with {options} or --replay")
+    for file in args.replay or ():
+        if not file.exists():
+            raise ui.UsageError(f"warm: --replay: {str(file)!r}, expected a file")
     failure: WarmError | None = None
     outcomes: Sequence[Outcome]
     try:
