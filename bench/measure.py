@@ -64,7 +64,12 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
     device: Literal["cuda", "cpu"] = "cuda" if on_gpu else "cpu"
-    before = flush_l2() if on_gpu else ctx.sync
+    clear_cache = flush_l2() if on_gpu else ctx.sync
+
+    def before() -> None:
+        case.restore()
+        clear_cache()
+
     for replays, rounds in ((fast, ctx.rounds), (slow, 3)):
         timings = time_replays(replays, device=device, rounds=rounds, before=before)
         for name, timing in timings.items():
@@ -91,6 +96,7 @@ def fill(row: Row, timing: Timing) -> None:
 
 
 def _poison(case: Case, buffers: Any) -> None:
+    case.restore()
     for tensor in case.outputs(buffers):
         tensor.view(torch.uint8).fill_(POISON)
     if case.prepare is not None:

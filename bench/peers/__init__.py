@@ -74,6 +74,8 @@ sglang_transfer = _elsewhere("sglang_transfer")
 vllm_store_mla = _elsewhere("vllm_store_mla")
 vllm_store_fp8 = _elsewhere("vllm_store_fp8")
 sglang_store_mla = _elsewhere("sglang_store_mla")
+sglang_residency = _elsewhere("sglang_residency")
+vllm_residency = _elsewhere("vllm_residency")
 
 
 def empty_launch() -> Callable[[Any], object]:

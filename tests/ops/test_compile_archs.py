@@ -15,7 +15,7 @@ from jitkern import load_jit
 from jitkern.arch import SUPPORTED_ARCHS, Arch
 from jitkern.jit.device import DeviceModule
 from jitkern.ops import device_ops
-from jitkern.ops._ops import op_sizes
+from jitkern.ops._ops import KERNEL_OPS, op_sizes
 
 pytestmark = needs_nvrtc
 
@@ -23,6 +23,7 @@ pytestmark = needs_nvrtc
 # If an op is sized by the elements of a head, as many of those; or all formats.
 ROW_BYTES = [656, 40, 12, 6, 657, 8192]
 FEW = 4
+ALL = [op.stem for op in KERNEL_OPS]
 
 
 def sizes_of(op: str) -> Sequence[Any]:
@@ -58,14 +59,14 @@ def compiles(kernel: DeviceModule, arch: Arch) -> None:
         assert b".text." + export.encode() + b"\0" in image  # found by its plain C name
 
 
-@pytest.mark.parametrize("op", ON_GPU)
+@pytest.mark.parametrize("op", ALL)
 def test_a_kernel_compiles(op: str) -> None:
     compiles(device_ops()[op].kernels(sizes_of(op)[0])[0], Arch(9, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", list(map(str, SUPPORTED_ARCHS)))
-@pytest.mark.parametrize("op", ON_GPU)
+@pytest.mark.parametrize("op", ALL)
 def test_kernels_compile(op: str, arch: str) -> None:
     for kernel in kernels(op, arch):
         compiles(kernel, Arch.parse(arch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,28 +10,14 @@ from torch import Tensor
 from jitkern.args import device_arg, int_arg, optional_arg
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
-from jitkern.jit.device import DeviceModule
-from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops import dispatch
 from jitkern.ops.block_buffers import BlockBuffers
-from jitkern.ops.common import load_entries
+from jitkern.ops.residency import kernel as kernel  # C++ requests kernels of its builder
 
-CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=True)
-IN_FLIGHT = 4  # vectors of a lane: a piece of 2 KiB is in flight per warp
 MOST_ROWS, MOST_SLOTS = 2**31 - 2, 2**20
 _AHEAD = 2048  # slots that the threads of a block hold in registers
 
 
-@cache
-def kernel(vec_bytes: int, index_bytes: int) -> DeviceModule:
-    """Return the device module of one width of vectors and index type."""
-    args = make_cpp_args(vec_bytes, index_bytes, *CONFIG, IN_FLIGHT)
-    name = f"jitkern_swap_in_v{vec_bytes}_i{8 * index_bytes}"
-    entry = (name, f"SwapIn<{args}>", CONFIG)
-    return load_entries("residency", "offload/residency.cu", [entry], args, (IN_FLIGHT, 1))
-
-
-host.builds("residency", kernel)
 _swap_in, _resolve = host.Function("swap_in"), host.Function("resolve")
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-from jitkern.ops._ops import OPS
+from jitkern.ops._ops import KERNEL_OPS
 
 
 def device_ops() -> dict[str, ModuleType]:
-    """Return the modules of all ops that have a CUDA kernel, by the op's short name.
+    """Return the modules of all ops that have a CUDA kernel, by their stems.
 
     Each has ``kernels(size)``: the DeviceModules that ``jitkern warm`` builds for a row size, or
     for the size that the table names.
     """
-    return {op.stem: import_module(f"jitkern.ops.{op.stem}") for op in OPS if op.has_kernels}
+    return {op.stem: import_module(f"jitkern.ops.{op.stem}") for op in KERNEL_OPS}

@@ -107,16 +107,18 @@ OPS = (
     Op("memcpy_2d", "memcpy_2d_async", has_kernels=False),  # runs on the copy engine
     Op("compare_key", "fast_compare_key", has_kernels=False),
 )
-KERNEL_OPS = tuple(op for op in OPS if op.has_kernels)
+# Methods with kernels: ``offload.ResidencyMap`` has them, the package does not export them.
+METHODS = (Op("residency", "swap_in", more=("resolve",)),)
+KERNEL_OPS = tuple(op for op in (*OPS, *METHODS) if op.has_kernels)
 
 
 def op_names() -> dict[str, str]:
-    """Return {name: stem} of the ops that have kernels, by public name and by stem."""
+    """Return {name: stem} of all that has kernels, by public name and by stem."""
     return {name: op.stem for op in KERNEL_OPS for name in (op.function, *op.more, op.stem)}
 
 
 def op_sizes() -> dict[str, Size]:
     """Return {name: the Size that its kernels are compiled for}, by the same names."""
     sizes = {size.name: size for size in SIZES}
-    size_of = {op.stem: sizes[op.sized_by] for op in OPS}
+    size_of = {op.stem: sizes[op.sized_by] for op in KERNEL_OPS}
     return {name: size_of[stem] for name, stem in op_names().items()}
