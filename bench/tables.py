@@ -64,6 +64,10 @@ jitkern | jitkern, indexing, then convert ~ two launches | torch cache[idx] and 
 peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 8 KB | 128 KB | 1 MB | 2 MB | 4 MB
 jitkern ~ `PeerCommunicator` | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two || jitkern, one behind the other ~ `PeerCommunicator`, nothing between two calls
+
+residency | residency | residency | {} missing | us | lists, missing rows
+rows: batch 1, 0 % of 2048 rows of 656 B ~ 1, 0 % | batch 1, 0.1 % of 2048 rows of 656 B ~ 1, 0.1 % | batch 1, 5 % of 2048 rows of 656 B ~ 1, 5 % | batch 1, 20 % of 2048 rows of 656 B ~ 1, 20 % | batch 1, 100 % of 2048 rows of 656 B ~ 1, 100 % | batch 4, 0 % of 2048 rows of 656 B ~ 4, 0 % | batch 4, 0.1 % of 2048 rows of 656 B ~ 4, 0.1 % | batch 4, 5 % of 2048 rows of 656 B ~ 4, 5 % | batch 4, 20 % of 2048 rows of 656 B ~ 4, 20 % | batch 4, 100 % of 2048 rows of 656 B ~ 4, 100 % | batch 16, 0 % of 2048 rows of 656 B ~ 16, 0 % | batch 16, 0.1 % of 2048 rows of 656 B ~ 16, 0.1 % | batch 16, 5 % of 2048 rows of 656 B ~ 16, 5 % | batch 16, 20 % of 2048 rows of 656 B ~ 16, 20 % | batch 64, 0 % of 2048 rows of 656 B ~ 64, 0 % | batch 64, 0.1 % of 2048 rows of 656 B ~ 64, 0.1 % | batch 64, 5 % of 2048 rows of 656 B ~ 64, 5 % | batch 64, 20 % of 2048 rows of 656 B ~ 64, 20 % | batch 1, 20 % of 2048 rows of 512 B ~ 1, 20 %, 512 B | batch 16, 20 % of 2048 rows of 512 B ~ 16, 20 %, 512 B | batch 1, 20 % of 2048 rows of 576 B ~ 1, 20 %, 576 B | batch 16, 20 % of 2048 rows of 576 B ~ 16, 20 %, 576 B | batch 1, 20 % of 2048 rows of 1152 B ~ 1, 20 %, 1,152 B | batch 16, 20 % of 2048 rows of 1152 B ~ 16, 20 %, 1,152 B | batch 1, 25 % of 8 rows of 4194304 B ~ 1, 2 of 8 experts of 4 MiB
+jitkern ~ `swap_in` | sglang | vLLM || jitkern, resolve alone ~ `resolve` | h2d_gather of the misses ~ fetch of the misses | h2d_gather of all rows ~ fetch of all rows
 """  # noqa: E501
 
 # The unit, the key of a result and its divisor, and which number is the best. The first calls of
@@ -95,6 +99,8 @@ BESIDE = {
 def _table(paragraph: str) -> list[str]:
     head, case_line, impl_line = paragraph.splitlines()
     _, file, op, case_name, figure, corner = (*head.split(" | "), "")[:6]
+    if not _path(file).exists():
+        return [f"No figures yet: `python -m bench {op} --json {_path(file).relative_to(ROOT)}`."]
     unit, key, divisor, best = FIGURES[figure]
     corner = f"{unit}, {corner}" if corner else unit
     cases = _shown(case_line.removeprefix("rows: "))
@@ -144,7 +150,11 @@ def _markdown(head: list[str], body: list[list[str]]) -> list[str]:
 
 @cache
 def read(file: str) -> Any:
-    return json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
+    return json.loads(_path(file).read_text())
+
+
+def _path(file: str) -> Path:
+    return ROOT / "bench" / "results" / f"{file}.json"
 
 
 def _rows(file: str, op: str, case: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ SIGNATURES = {f"docs/ops/{stem}.md": [*op.more, op.function] for stem, op in STE
     "docs/offload-pipeline.md": ["offload.SlotPipeline"],
     "docs/peer-memory.md": ["comm.PeerMemory"],
     "docs/pinned-pools.md": ["offload.PinnedPool"],
+    "docs/residency.md": ["offload.ResidencyMap"],
 }
 
 # Pages whose code compiles for ten seconds.

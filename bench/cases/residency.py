@@ -40,7 +40,7 @@ class Job(NamedTuple):
     @property
     def name(self) -> str:
         share = f"{100 * self.misses / self.top_k:.1f}".removesuffix(".0")
-        return f"{self.batch} x {self.top_k} rows of {self.row_bytes} B, {share} % missing"
+        return f"batch {self.batch}, {share} % of {self.top_k} rows of {self.row_bytes} B missing"
 
     @property
     def steps(self) -> int:

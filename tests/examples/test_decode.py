@@ -67,13 +67,13 @@ def test_it_stores_rows_in_fp8(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [
-        # The newest token is not seen; a stale map; nothing is loaded; another row's slot.
+        # The newest token is not seen; nothing is fetched; nothing is loaded; another row's slot.
         (PAGED, "self.lengths.unsqueeze(1)", "self.lengths.unsqueeze(1) - 1", "largest diff"),
-        (SPARSE, "self.forget(begin, end)\n", "pass\n", "is WRONG|wrong steps: [^0]"),
+        (SPARSE, "swap_in(pool, cache, tokens", "resolve(tokens", "wrong steps: [^0]"),
         (CONNECTOR, "(hashes[:hits], gpu_blocks[:hits])", "([], [])", "[1-9]\\d* wrong values"),
         (FP8, "gather_rows(cache, slots,", "gather_rows(cache, slots.roll(1),", "1000 wrong rows"),
     ],
-    ids=["length", "forget", "load", "roll"],
+    ids=["length", "fetch", "load", "roll"],
 )
 def test_a_mistake_is_found(
     device: torch.device, tmp_path: Path, name: str, right: str, wrong: str, says: str

@@ -6,6 +6,7 @@ They are not in its module: ``jitkern warm`` imports this one without PyTorch.
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
@@ -14,6 +15,7 @@ from jitkern.ops.common import INDEX_BYTES, load_entries, widest_vec_bytes
 
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=True)
 IN_FLIGHT = 4  # vectors of a lane: a piece of 2 KiB is in flight per warp
+RESOLVE_VEC_BYTES = 16
 
 
 @cache
@@ -29,5 +31,6 @@ host.builds("residency", kernel)
 
 
 def kernels(row_bytes: int) -> list[DeviceModule]:
-    """Return the kernels for rows of ``row_bytes``."""
-    return [kernel(widest_vec_bytes(row_bytes), index_bytes) for index_bytes in INDEX_BYTES]
+    """Return the kernels for rows of ``row_bytes``, and ``resolve``'s, which copies no rows."""
+    vec_sizes = dict.fromkeys((widest_vec_bytes(row_bytes), RESOLVE_VEC_BYTES))
+    return [kernel(*sizes) for sizes in product(vec_sizes, INDEX_BYTES)]
