@@ -63,10 +63,21 @@ template <class T>
 inline T atomicAdd(T* p, T value) {
   return __atomic_fetch_add(p, value, __ATOMIC_SEQ_CST);
 }
+template <class T>
+inline T atomicOr(T* p, T value) {
+  return __atomic_fetch_or(p, value, __ATOMIC_SEQ_CST);
+}
+template <class T>
+inline T atomicMin(T* p, T value) {
+  const T before = *p;
+  *p = std::min(before, value);
+  return before;
+}
 
 // ---- bits ------------------------------------------------------------------------------------
 
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 // ---- memory that others write (ops/system_memory.cuh) ----------------------------------------
 
@@ -135,8 +146,9 @@ inline unsigned long long nanoseconds() {
 
 namespace emulate {
 
-// In which order the blocks, and the threads of a block, have their turn.
-enum class Order { kForward, kReverse, kShuffled };
+// In which order the blocks, and the threads of a block, have their turn. kUneven: shuffled, and
+// some warps have none for a while after each barrier, so that others come far ahead of them.
+enum class Order { kForward, kReverse, kShuffled, kUneven };
 
 unsigned lane();
 void block_barrier(int* sum, int value);
@@ -155,6 +167,33 @@ void launch_groups(dim3 grid, dim3 block, unsigned group_size, Order order,
 inline void launch_fibers(dim3 grid, dim3 block, Order order, const std::function<void()>& thread) {
   launch_groups(grid, block, 1, order, thread);
 }
+// The dynamic shared memory of the thread's block: so many bytes, which hold anything at first.
+inline size_t num_shared_bytes = 0;
+char* shared_memory();
+
+// The blocks of a group as a cluster: see offload/cluster.cuh.
+struct Cluster {
+  unsigned rank;
+  unsigned size;
+
+  static Cluster here();
+  void arrive() const;
+  void wait() const;
+  void sync() const {
+    arrive();
+    wait();
+  }
+  // Of a block that has started and not ended.
+  template <class T>
+  T* peer(T* own, unsigned block) const {
+    return reinterpret_cast<T*>(memory_of(block) +
+                                (reinterpret_cast<char*>(own) - shared_memory()));
+  }
+
+ private:
+  static char* memory_of(unsigned block);
+};
+
 // For on_fresh_load: all other fibers have a turn, as if a GPU were slow with this thread.
 void let_others_run();
 

@@ -9,7 +9,7 @@
 
 namespace emulate {
 
-constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kShuffled};
+constexpr Order kOrders[] = {Order::kForward, Order::kReverse, Order::kShuffled, Order::kUneven};
 
 #define EXPECT(condition) \
   if (!(condition)) fail("not so: " #condition)

@@ -136,13 +136,13 @@ struct Fetch {
                        str("at least the ", map.state.num_rows, " of the map"));
     }
     if (host.num_layers() != cache.num_layers()) {
-      host.value_error(str(host.num_layers(), " buffers"), str(cache.num_layers(), " as cache"));
+      host.value_error(str(host.num_layers(), " buffers"), str(cache.num_layers(), " as in cache"));
     }
     for (i64 layer = 0; layer < cache.num_layers(); ++layer) {
       const i64 bytes = cache.entry(layer).piece_bytes;
       if (host.entry(layer).piece_bytes != bytes) {
         host.value_error(str("rows of ", host.entry(layer).piece_bytes, " bytes"),
-                         str(bytes, " as cache"));
+                         str(bytes, " as in cache"));
       }
       row_bytes += bytes;
       max_row_bytes = std::max(max_row_bytes, bytes);
@@ -219,6 +219,7 @@ struct ResidencyCall {
     const Rows written = whole(slots_out);
     rows.apart_from(written);
     if (states) states->apart_from(written);
+    if (pages) pages->apart_from(written);
     count.apart_from(written);
   }
 
@@ -477,7 +478,7 @@ void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
 const Residency& residency_of(AnyView map) { return *map.as<Residency>(); }
 
 void run(const ResidencyCall& call, const Fetch* fetch) {
-  if (call.num_lists == 0 || call.length == 0) return;
+  if (call.num_lists == 0) return;  // empty lists have counts
   call.map.on_cuda() ? run_by_gpu(call, fetch) : run_by_cpu(call, fetch);
 }
 

@@ -132,9 +132,13 @@ class SwapIn {
     cluster.arrive();  // this block has read the state
     Fetch<kVecBytes, kInFlight> fetch(p, shared, state * s.num_slots, num_missed, cluster);
     if (num_missed > 0) {
-      if (__syncthreads_or(is_wrong)) return fill(p, list);
+      if (__syncthreads_or(is_wrong)) {
+        cluster.wait();  // until then other blocks write to the memory of this one
+        return fill(p, list);
+      }
       fetch.load();
       take_victims(num_missed, before.front, front, front_slot);
+      __syncthreads();  // the cluster's barrier does not order what follows arrive()
     }
     cluster.wait();
     const i32 of_block =
