@@ -197,13 +197,15 @@ class World:
     def pin(self, states: list[int], rows: list[int], slots: list[int]) -> None:
         self.map.pin(self.ints(states), self.ints(rows, torch.int32), self.ints(slots))
         for state, row, slot in zip(states, rows, slots, strict=True):
-            self.states[state].forget(row)
-            self.states[state].rows[slot] = row
+            if state >= 0 and row >= 0:
+                self.states[state].forget(row)
+                self.states[state].rows[slot] = row
 
     def invalidate(self, states: list[int], rows: list[int]) -> None:
         self.map.invalidate(self.ints(states, torch.int32), self.ints(rows))
         for state, row in zip(states, rows, strict=True):
-            self.states[state].forget(row)
+            if state >= 0 and row >= 0:
+                self.states[state].forget(row)
 
     def reset(self, states: list[int] | None = None) -> None:
         self.map.reset(None if states is None else self.ints(states))
@@ -304,6 +306,7 @@ def test_pins(device: torch.device) -> None:
     world.step([[2, 20, 1]] * STATES)
     world.step([[20, *range(30, 38)]] * STATES)
     world.pin([0, 0, 2], [21, 2, 22], [9, 10, 11])  # over an old row; to another slot
+    world.pin([-1, 0, 1], [5, -1, -1], [9, 9, 0])  # padding
     world.step([[2, 20, 21, 22]] * STATES)
     world = World(device, slots=4, pinned=4)
     world.pin([0], [7], [2])
@@ -315,6 +318,8 @@ def test_rows_that_are_forgotten(device: torch.device) -> None:
     world = World(device)
     world.step([FULL] * STATES)
     world.invalidate([1, 1, 1, 2, 0], [3, 3, 39, 0, 3])  # twice, and one that is not held
+    world.step([[3, 4]] * STATES)
+    world.invalidate([-1, 0, 0], [3, -1, 4])
     world.step([[3, 4]] * STATES)
     for states in ([1], [], None):
         world.reset(states)

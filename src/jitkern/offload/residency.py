@@ -15,7 +15,7 @@ from jitkern.ops.block_buffers import BlockBuffers
 from jitkern.ops.residency import kernel as kernel  # C++ requests kernels of its builder
 
 MOST_ROWS, MOST_SLOTS = 2**31 - 2, 2**20
-_AHEAD = 2048  # slots that the threads of a block hold in registers
+_HELD_SLOTS = 2048  # slots that the threads of a block hold in registers
 
 
 _swap_in, _resolve = host.Function("swap_in"), host.Function("resolve")
@@ -113,7 +113,7 @@ class ResidencyMap:
             self.slot_of_row: Tensor = self._filled(num_states, num_rows)
             self.row_of_slot: Tensor = self._filled(num_states, num_slots)
             self.order: Tensor = self._filled(num_states, num_evictable)
-            spare = num_states if on_gpu and num_evictable > _AHEAD else 0
+            spare = num_states if on_gpu and num_evictable > _HELD_SLOTS else 0
             next_order = self._filled(spare, num_evictable)
             counts = torch.zeros(num_states, 3, dtype=torch.int64, device=self.device)
             self._counts = torch.zeros(num_states, 3, dtype=torch.int64, pin_memory=on_gpu)
@@ -230,13 +230,16 @@ class ResidencyMap:
         ----------
         states, rows, slots : Tensor
             ``[n]``, int32 or int64, on the map's device: slot ``slots[i]`` of state ``states[i]``
-            holds ``rows[i]``. Slots are ``num_slots - num_pinned`` to ``num_slots - 1``.
+            holds ``rows[i]``; -1 is padding. Slots are ``num_slots - num_pinned`` to ``num_slots -
+            1``.
         """
         states, rows, slots = states.long(), rows.long(), slots.long()
+        states = torch.where(rows < 0, -1, states)
         self.invalidate(states, rows)
-        _clear(self.slot_of_row, states, self.row_of_slot[states, slots].long())
-        self.slot_of_row[states, rows] = slots.int()
-        self.row_of_slot[states, slots] = rows.int()
+        _clear(self.slot_of_row, states, _at(self.row_of_slot, states, slots))
+        _clear(self.row_of_slot, states, slots)
+        _put(self.slot_of_row, states, rows, slots)
+        _put(self.row_of_slot, states, slots, rows)
 
     def invalidate(self, states: Tensor, rows: Tensor) -> None:
         """Forget rows, such as those whose memory in the table is written again.
@@ -244,11 +247,12 @@ class ResidencyMap:
         Parameters
         ----------
         states, rows : Tensor
-            ``[n]``, int32 or int64, on the map's device: row ``rows[i]`` of state ``states[i]``.
+            ``[n]``, int32 or int64, on the map's device: row ``rows[i]`` of state ``states[i]``; -1
+            is padding.
         """
         states, rows = states.long(), rows.long()
-        _clear(self.row_of_slot, states, self.slot_of_row[states, rows].long())
-        self.slot_of_row[states, rows] = -1
+        _clear(self.row_of_slot, states, _at(self.slot_of_row, states, rows))
+        _clear(self.slot_of_row, states, rows)
 
     def reset(self, states: Tensor | None = None) -> None:
         """Forget all rows of some states, such as those of requests that have ended.
@@ -256,7 +260,7 @@ class ResidencyMap:
         Parameters
         ----------
         states : Tensor, optional
-            ``[n]`` on the map's device. Default: all.
+            ``[n]`` on the map's device, 0 or more. Default: all.
         """
         slots = torch.arange(self.order.shape[1], dtype=torch.int32, device=self.device)
         if states is None:
@@ -302,12 +306,30 @@ class ResidencyMap:
         return f"ResidencyMap({size}, {self.num_rows} rows, on {self.device})"
 
 
+# Places whose state or number is negative are padding. A place may be named twice, once in the
+# stead of padding: so values are combined, of which -1 is the smallest.
+
+
+def _flat(table: Tensor, states: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the table as a vector, where its places are, and which are no padding."""
+    at = states.clamp(min=0) * table.shape[1] + places.clamp(min=0)
+    return table.view(-1), at, (states >= 0) & (places >= 0)
+
+
+def _at(table: Tensor, states: Tensor, places: Tensor) -> Tensor:
+    flat, at, is_place = _flat(table, states, places)
+    return torch.where(is_place, flat[at], -1).long()
+
+
 def _clear(table: Tensor, states: Tensor, places: Tensor) -> None:
-    """Set ``table[states, places]`` to -1, except at places of -1."""
-    at = states * table.shape[1] + places.clamp(min=0)
-    flat = table.view(-1)
-    # A place may be named twice, once in the stead of -1: the smaller value stays.
-    flat.scatter_reduce_(0, at, torch.where(places < 0, flat[at], -1), "amin")
+    flat, at, is_place = _flat(table, states, places)
+    flat.scatter_reduce_(0, at, torch.where(is_place, -1, flat[at]), "amin")
+
+
+def _put(table: Tensor, states: Tensor, places: Tensor, values: Tensor) -> None:
+    """Write values to places that are -1."""
+    flat, at, is_place = _flat(table, states, places)
+    flat.scatter_reduce_(0, at, torch.where(is_place, values, -1).int(), "amax")
 
 
 def _plan_arg(call: str, plan: MissPlan | None) -> tuple[Any, Any]:

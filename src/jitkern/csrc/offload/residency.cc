@@ -394,10 +394,15 @@ void run_by_cpu(const ResidencyCall& call, const Fetch* fetch) {
 // -- on a GPU ------------------------------------------------------------------------------------
 
 constexpr i64 kDefaultSharedBytes = 48 << 10;
+constexpr i64 kMostRowBytes = 1 << 30;
+constexpr i64 kMostLists = 65535;  // blocks of a grid in its second dimension
 
 void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
   static KernelTable kernels("residency", {"vec_bytes", "index_bytes"},
                              [](const Spec&, int, int) { return GroupShape{1, 1, 1, 1}; });
+  if (call.num_lists > kMostLists) {
+    call.rows.shape_error(str("at most ", kMostLists, " lists"));
+  }
   const LaunchScope scope(call.rows);
   const Device& device = scope.device;
   ResidencyParams p{};
@@ -417,7 +422,8 @@ void run_by_gpu(const ResidencyCall& call, const Fetch* fetch) {
     const i64 max_lead = kHostLineBytes - vec_bytes;
     const i64 segments = segments_of(fetch->max_row_bytes, max_lead, vec_bytes);
     p.segments = Divisor::of(static_cast<u32>(segments));
-    if (call.length * p.num_layers * segments >= i64(1) << 31) {
+    if (fetch->max_row_bytes >= kMostRowBytes ||
+        call.length * p.num_layers * segments >= i64(1) << 31) {
       call.rows.value_error(str("lists of ", call.length, " rows of ", p.num_layers, " buffers of ",
                                 fetch->max_row_bytes, " bytes"),
                             "less in one call");
