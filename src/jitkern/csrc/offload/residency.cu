@@ -167,7 +167,7 @@ class SwapIn {
     write_misses(num_missed);
     if (cluster.rank == 0) write_counts(totals);
     write_slots();
-    if (p.plan_pairs != nullptr) write_plan(num_missed);
+    if (p.plan_counts != nullptr) write_plan(num_missed);
     fetch.store_all();
     if (is_long) {
       cluster.sync();
@@ -347,9 +347,9 @@ class SwapIn {
     for (i32 at = place_in_list(); at < p.length; at += threads_of_list()) {
       const i64 place = i64(list) * p.length + at;
       static_cast<Int*>(p.slots_out)[place] = -1;
-      if (p.plan_pairs != nullptr) set_pair(p, place, -1, -1);
+      if (p.plan_counts != nullptr) set_pair(p, place, -1, -1);
     }
-    if (p.plan_pairs != nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.plan_counts[list] = 0;
+    if (p.plan_counts != nullptr && blockIdx.x == 0 && threadIdx.x == 0) p.plan_counts[list] = 0;
   }
 
   static __device__ void set_pair(const Params& p, i64 place, i64 row, i64 cache_row) {

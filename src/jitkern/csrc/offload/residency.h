@@ -29,8 +29,8 @@ struct ResidencyParams {
   Divisor segments;    // of a row of a buffer: see segments_of()
   const void* rows;    // [num_lists, length]
   void* slots_out;     // the same shape
-  void* plan_pairs;    // [num_lists, length, 2]: (row, row of the cache), or -1; may be null
-  i32* plan_counts;    // [num_lists]: pairs
+  void* plan_pairs;    // [num_lists, length, 2]: (row, row of the cache), or -1
+  i32* plan_counts;    // [num_lists]: pairs; null: no plan
   const void* states;  // [num_lists]; null: list i asks for state i
   const void* pages;   // [num_states, num_pages]: pages of the host's rows; null: row r is row r
   const void* count;   // lists that are used; null: all
