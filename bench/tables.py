@@ -66,7 +66,7 @@ peer-sums | nvidia-h100-x2 | peer | all_reduce, {} bf16, 2 GPUs | us
 jitkern ~ `PeerCommunicator` | torch.distributed ~ torch.distributed (NCCL 2.28.9) | torch symmetric memory, one shot / torch symmetric memory, two shots ~ torch symmetric memory, one shot / two || jitkern, one behind the other ~ `PeerCommunicator`, nothing between two calls
 
 residency | residency | residency | {} missing | us | lists, missing rows
-rows: batch 1, 0 % of 2048 rows of 656 B ~ 1, 0 % | batch 1, 0.1 % of 2048 rows of 656 B ~ 1, 0.1 % | batch 1, 5 % of 2048 rows of 656 B ~ 1, 5 % | batch 1, 20 % of 2048 rows of 656 B ~ 1, 20 % | batch 1, 100 % of 2048 rows of 656 B ~ 1, 100 % | batch 4, 0 % of 2048 rows of 656 B ~ 4, 0 % | batch 4, 0.1 % of 2048 rows of 656 B ~ 4, 0.1 % | batch 4, 5 % of 2048 rows of 656 B ~ 4, 5 % | batch 4, 20 % of 2048 rows of 656 B ~ 4, 20 % | batch 4, 100 % of 2048 rows of 656 B ~ 4, 100 % | batch 16, 0 % of 2048 rows of 656 B ~ 16, 0 % | batch 16, 0.1 % of 2048 rows of 656 B ~ 16, 0.1 % | batch 16, 5 % of 2048 rows of 656 B ~ 16, 5 % | batch 16, 20 % of 2048 rows of 656 B ~ 16, 20 % | batch 64, 0 % of 2048 rows of 656 B ~ 64, 0 % | batch 64, 0.1 % of 2048 rows of 656 B ~ 64, 0.1 % | batch 64, 5 % of 2048 rows of 656 B ~ 64, 5 % | batch 64, 20 % of 2048 rows of 656 B ~ 64, 20 % | batch 1, 20 % of 2048 rows of 512 B ~ 1, 20 %, 512 B | batch 16, 20 % of 2048 rows of 512 B ~ 16, 20 %, 512 B | batch 1, 20 % of 2048 rows of 576 B ~ 1, 20 %, 576 B | batch 16, 20 % of 2048 rows of 576 B ~ 16, 20 %, 576 B | batch 1, 20 % of 2048 rows of 1152 B ~ 1, 20 %, 1,152 B | batch 16, 20 % of 2048 rows of 1152 B ~ 16, 20 %, 1,152 B | batch 1, 25 % of 8 rows of 4194304 B ~ 1, 2 of 8 experts of 4 MiB
+rows: batch 1, 0 % of 2048 rows of 656 B ~ 1, 0 % | batch 1, 5 % of 2048 rows of 656 B ~ 1, 5 % | batch 1, 20 % of 2048 rows of 656 B ~ 1, 20 % | batch 1, 100 % of 2048 rows of 656 B ~ 1, 100 % | batch 4, 0 % of 2048 rows of 656 B ~ 4, 0 % | batch 4, 5 % of 2048 rows of 656 B ~ 4, 5 % | batch 4, 20 % of 2048 rows of 656 B ~ 4, 20 % | batch 4, 100 % of 2048 rows of 656 B ~ 4, 100 % | batch 16, 0 % of 2048 rows of 656 B ~ 16, 0 % | batch 16, 5 % of 2048 rows of 656 B ~ 16, 5 % | batch 16, 20 % of 2048 rows of 656 B ~ 16, 20 % | batch 64, 0 % of 2048 rows of 656 B ~ 64, 0 % | batch 64, 5 % of 2048 rows of 656 B ~ 64, 5 % | batch 64, 20 % of 2048 rows of 656 B ~ 64, 20 % | batch 1, 20 % of 2048 rows of 512 B ~ 1, 20 %, 512 B | batch 16, 20 % of 2048 rows of 512 B ~ 16, 20 %, 512 B | batch 1, 20 % of 2048 rows of 1152 B ~ 1, 20 %, 1,152 B | batch 16, 20 % of 2048 rows of 1152 B ~ 16, 20 %, 1,152 B | batch 1, 25 % of 8 rows of 4194304 B ~ 1, 2 of 8 experts of 4 MiB
 jitkern ~ `swap_in` | sglang | vLLM || jitkern, resolve alone ~ `resolve` | h2d_gather of the misses ~ fetch of the misses | h2d_gather of all rows ~ fetch of all rows
 """  # noqa: E501
 
@@ -129,7 +129,7 @@ def _shown(line: str) -> dict[str, str]:
 def _text(rows: dict[str, Any], impl: str, key: str, divisor: float) -> str:
     cells = [rows[name] for name in impl.split(" / ") if name in rows]
     if any(row["median_us"] is None for row in cells):
-        return "does not compile"
+        return "none"
     return " / ".join(three_digits(row[key] / divisor) for row in cells)
 
 
