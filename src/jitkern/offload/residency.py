@@ -116,7 +116,9 @@ class ResidencyMap:
             spare = num_states if on_gpu and num_evictable > _HELD_SLOTS else 0
             next_order = self._filled(spare, num_evictable)
             counts = torch.zeros(num_states, 3, dtype=torch.int64, device=self.device)
-            self._counts = torch.zeros(num_states, 3, dtype=torch.int64, pin_memory=on_gpu)
+            self._counts = torch.zeros(
+                num_states, 3, dtype=torch.int64, device="cpu", pin_memory=on_gpu
+            )
             self.reset()
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # other streams may use the map
@@ -282,7 +284,7 @@ class ResidencyMap:
         order, rows = self.order[state].cpu(), self.row_of_slot[state].cpu()
         slots = self.slot_of_row[state].cpu()
         wrong = ""
-        if not torch.equal(order.sort().values, torch.arange(len(order), dtype=torch.int32)):
+        if not torch.equal(order.sort().values.long(), torch.arange(len(order), device="cpu")):
             wrong = "order is no permutation of the slots"
         held = torch.nonzero(rows != -1).flatten()
         if not torch.equal(torch.nonzero(slots != -1).flatten(), rows[held].long().sort().values):
