@@ -19,7 +19,7 @@ from bench.case import Case, Context, Impl, Row, Run
 from bench.cases.common import call_case, ceiling, ours
 from bench.measure import measure
 from bench.peers import host_pool
-from jitkern.offload import ResidencyMap
+from jitkern.offload import MissPlan, ResidencyMap
 
 FIRST_ROW = 64  # engines have no block 0
 POOL_GIB = 1.25
@@ -163,6 +163,7 @@ def case_of(ctx: Context, job: Job) -> Case:
             positions=step.listed.int(),
             rows=rows.int(),
             slots=torch.empty_like(rows, dtype=torch.int32),
+            plan=MissPlan.like(rows.int()),
             expected=cache_rows,
             victims=misses[1].flatten(),
             misses=torch.stack(misses, 2).view(-1, 2).int(),
@@ -173,7 +174,7 @@ def case_of(ctx: Context, job: Job) -> Case:
         residency.swap_in(host, cache, b.rows, b.slots)
 
     def resolve(b: Any) -> None:
-        residency.resolve(b.rows, b.slots)
+        residency.resolve(b.rows, b.slots, plan=b.plan)
 
     def gather_misses(b: Any) -> None:
         jitkern.h2d_gather(host, cache, b.misses, dedup=False, order="given", method="sm")

@@ -121,7 +121,7 @@ struct State {
 
 // Sizes about those of a warp, a block, and what a block holds in registers.
 i32 any_size(bool is_long, Random& random) {
-  const i32 ahead = RESIDENCY__AHEAD, most = is_long ? 2 * ahead + 100 : 300;
+  const i32 ahead = RESIDENCY_HELD_SLOTS, most = is_long ? 2 * ahead + 100 : 300;
   const i32 any = 1 + static_cast<i32>(random.below(most));
   if (is_long) return random.pick({ahead, ahead + 1, any, most});
   return random.pick({1, 7, 33, 64, any, most});
@@ -190,7 +190,7 @@ void one_run(const Kernel& kernel, Random& random) {
   const auto i32s = [](IntBuffer& buffer) { return static_cast<i32*>(buffer.data()); };
   const auto i64s = [](IntBuffer& buffer) { return static_cast<i64*>(buffer.data()); };
   // The host makes it for orders that a block alone does not hold in registers.
-  i32* const spare = num_evictable > RESIDENCY__AHEAD ? i32s(next_order) : nullptr;
+  i32* const spare = num_evictable > RESIDENCY_HELD_SLOTS ? i32s(next_order) : nullptr;
   p.state = {i32s(slot_of_row), i32s(row_of_slot), i32s(order), spare,         i64s(counts),
              i64s(host_counts), num_states,        num_slots,   num_evictable, num_rows};
   p.host = host.params(), p.cache = cache.params();

@@ -16,7 +16,6 @@ from pathlib import Path
 from jitkern.comm.peer_reduce import IN_FLIGHT, WAYS
 from jitkern.compilers.sources import CSRC, include_dirs
 from jitkern.jit.template import KernelConfig
-from jitkern.offload import residency
 from jitkern.ops import device_ops, formats, pairs
 from jitkern.ops.merge import BlockShape
 
@@ -137,7 +136,7 @@ def sweeps_of(driver: str) -> list[Sweep]:
 def _facts_of(driver: str) -> list[str]:
     """How the ops launch their kernels: those are run. `CONFIG` of store.py is STORE_CONFIG."""
     facts = {}
-    for stem, module in {**device_ops(), "pairs": pairs, "residency": residency}.items():
+    for stem, module in {**device_ops(), "pairs": pairs}.items():
         for name, value in vars(module).items():
             if isinstance(value, KernelConfig):
                 facts[f"{stem}_{name}"] = value.template_args

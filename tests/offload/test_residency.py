@@ -182,7 +182,7 @@ class World:
         if not text:
             run()
         else:
-            with out_of_range(self.device, f"{call}: {text}"):
+            with out_of_range(self.device, f"ResidencyMap.{call}: {text}"):
                 run()
             if self.device.type == "cpu":  # nothing was written
                 assert all(bool((out == UNWRITTEN).all()) for out in (slots_out, *plan))
@@ -197,7 +197,7 @@ class World:
     def pin(self, states: list[int], rows: list[int], slots: list[int]) -> None:
         self.map.pin(self.ints(states), self.ints(rows, torch.int32), self.ints(slots))
         for state, row, slot in zip(states, rows, slots, strict=True):
-            if state >= 0 and row >= 0:
+            if min(state, row, slot) >= 0:
                 self.states[state].forget(row)
                 self.states[state].rows[slot] = row
 
@@ -306,7 +306,7 @@ def test_pins(device: torch.device) -> None:
     world.step([[2, 20, 1]] * STATES)
     world.step([[20, *range(30, 38)]] * STATES)
     world.pin([0, 0, 2], [21, 2, 22], [9, 10, 11])  # over an old row; to another slot
-    world.pin([-1, 0, 1], [5, -1, -1], [9, 9, 0])  # padding
+    world.pin([-1, 0, 1], [5, -1, 3], [9, 9, -1])  # padding
     world.step([[2, 20, 21, 22]] * STATES)
     world = World(device, slots=4, pinned=4)
     world.pin([0], [7], [2])
@@ -459,11 +459,18 @@ def test_check_finds(device: torch.device, text: str) -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_inference_mode(device: torch.device, inside: bool) -> None:
-    """A map and tensors that are made inside are used outside, and the other way round."""
+    """A map that is made inside is used outside, and the other way round; a cache is not."""
     with torch.inference_mode(inside):
         world = World(device, pinned=1)
     world.wanted = [buffer.twin() for buffer in world.wanted]  # PyTorch writes to these
     with torch.inference_mode(not inside):
+        if inside:
+            with pytest.raises(
+                RuntimeError, match=r"^ResidencyMap.swap_in: cache: made in inference"
+            ):
+                world.step([[1, 2]])
+            with torch.inference_mode(False):
+                world = World(device, pinned=1)
         world.step([[1, 2]])
         world.pin([0], [1], [SLOTS - 1])
         world.invalidate([0], [2])
@@ -480,7 +487,7 @@ def test_versions_and_modes() -> None:
     world.map.swap_in(*world.sides, rows, slots_out)
     assert [tensor._version for tensor in written] == [version + 1 for version in before]
     for call, sides in (("swap_in", world.sides), ("resolve", ())):
-        text = f"^{call}: cannot run inside torch.jit.trace or a TorchDispatchMode"
+        text = f"^ResidencyMap.{call}: cannot run inside torch.jit.trace or a TorchDispatchMode"
         with TorchDispatchMode(), pytest.raises(RuntimeError, match=text):
             getattr(world.map, call)(*sides, rows, slots_out, plan=plan)
     assert repr(world.map) == "ResidencyMap(3 states of 12 slots, 40 rows, on cpu)"
@@ -488,6 +495,32 @@ def test_versions_and_modes() -> None:
 
 # -- wrong arguments -------------------------------------------------------------------------------
 
+
+def longs_of(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+PINNED = {"states": longs_of(0, 1), "rows": longs_of(1, 2), "slots": longs_of(7, 7)}
+
+
+def pin(**arguments: Any) -> None:
+    ResidencyMap(2, 8, 20, device="cpu", num_pinned=1).pin(**arguments)
+
+
+pin.__name__ = "ResidencyMap.pin"
+test_mistakes_of_pin = refusals(
+    pin,
+    PINNED,
+    *(({name: [0, 1]}, TypeError, f"{name}: list, expected a tensor") for name in PINNED),
+    ({"rows": longs_of(1, 2).float()}, TypeError, "rows: dtype torch.float32, expected torch.int"),
+    ({"states": longs_of(0, 1).bool()}, TypeError, "states: dtype torch.bool, expected torch.int"),
+    ({"rows": longs_of(1)}, ValueError, "rows: shape [1], expected [2], as states"),
+    ({"states": longs_of(0, 1).view(1, 2)}, ValueError, "states: shape [1, 2], expected [n]"),
+    ({"states": longs_of(0, 2)}, IndexError, "states: index 2 at position 1, expected below 2"),
+    ({"rows": longs_of(20, 0)}, IndexError, "rows: index 20 at position 0, expected below 20"),
+    ({"slots": longs_of(7, 8)}, IndexError, "slots: index 8 at position 1, expected below 8"),
+    ({"slots": longs_of(6, 7)}, IndexError, "slots: index 6 at position 0, expected a pinned slot"),
+)
 test_mistakes_of_a_map = refusals(
     ResidencyMap,
     {"num_states": 2, "num_slots": 8, "num_rows": 20, "device": "cpu"},
@@ -507,6 +540,9 @@ def swap_in(**arguments: Any) -> None:
 
 def resolve(**arguments: Any) -> None:
     ResidencyMap(2, 8, 20, device="cpu").resolve(**arguments)
+
+
+swap_in.__name__, resolve.__name__ = "ResidencyMap.swap_in", "ResidencyMap.resolve"
 
 
 def longs(*shape: int) -> Tensor:
@@ -553,6 +589,10 @@ LIST_MISTAKES: list[Mistake] = [
       for shape in ((3, 4), (8,), (2, 3), (2, 0), (2, 2, 2))),
     ({"rows": on_cuda(LISTS["rows"]), "count": None}, ValueError,
      "rows: device cuda:0, expected cpu, as the map"),
+    ({"plan": PLAN._replace(pairs=SHARED.view(-1)[:0].view(0, 3, 2))}, ValueError,
+     "plan.pairs: shape [0, 3, 2], expected [2, 3, 2], as rows"),
+    ({"plan": PLAN._replace(pairs=MEMORY[4:16].view(2, 3, 2)), "slots_out": SHARED}, ValueError,
+     overlap_text("plan.pairs", "slots_out")),
     *(({name: place, "slots_out": SHARED}, ValueError, overlap_text(name, "slots_out"))
       for name, place in (("rows", MEMORY[5:11].view(2, 3)), ("states", MEMORY[:2]),
                           ("count", MEMORY[3]), ("pages", MEMORY[6:14].view(2, 4)))),
@@ -568,10 +608,17 @@ SIDE_MISTAKES: list[Mistake] = [
     ({"host": zeros(20, 7)}, ValueError, "host: rows of 28 bytes, expected 32 as in cache"),
     ({"host": zeros(20, 8).int()}, TypeError, "cache: dtype float32, expected int32 as in host"),
     ({"cache": zeros(1, 8).expand(16, 8)}, ValueError, apart_text("cache", 0, [16, 8])),
+    ({"cache": MEMORY[:128].view(16, 8), "host": longs(20, 8), "slots_out": SHARED}, ValueError,
+     overlap_text("slots_out", "cache")),
     ({"host": MEMORY[:80].view(20, 4), "cache": MEMORY[40:104].view(16, 4)}, ValueError,
      overlap_text("cache", "host")),
 ]  # fmt: skip
-test_mistakes_of_resolve = refusals(resolve, LISTS, *LIST_MISTAKES)
+test_mistakes_of_resolve = refusals(
+    resolve,
+    {**LISTS, "plan": PLAN},
+    ({"plan": None}, TypeError, "plan: None, expected a MissPlan"),
+    *LIST_MISTAKES,
+)
 test_mistakes_of_swap_in = refusals(
     swap_in, {**SIDES, **LISTS}, *LIST_MISTAKES[::7], *SIDE_MISTAKES
 )
@@ -586,7 +633,7 @@ def test_mistakes_of_lists() -> None:
         ({"cache": BlockBuffers([zeros(16, 2, 16)[:, :, :4]])},
          "cache: blocks of several pieces, expected contiguous blocks"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^swap_in: {re.escape(text)}"):
+        with pytest.raises(ValueError, match=f"^ResidencyMap.swap_in: {re.escape(text)}"):
             swap_in(**{**SIDES, **LISTS, **wrong})
 
 
@@ -600,9 +647,11 @@ def test_mistakes_on_a_gpu() -> None:
         ((host, cache, rows.cpu()), "rows: device cpu, expected cuda:0, as the map"),
         ((host, cache.cpu(), rows), "cache: device cpu, expected cuda:0, as the map"),
     ):
-        with pytest.raises(ValueError, match=f"^swap_in: {text}"):
+        with pytest.raises(ValueError, match=f"^ResidencyMap.swap_in: {text}"):
             world.map.swap_in(*wrong, slots_out)
     large, long = ResidencyMap(1, 2**20, 100), torch.zeros(1, 8192, dtype=torch.int64).cuda()
-    with pytest.raises(ValueError, match=r"^resolve: rows: lists of 8192 rows and 1048576 slots"):
-        large.resolve(long, long.clone())
+    with pytest.raises(
+        ValueError, match=r"^ResidencyMap.resolve: rows: lists of 8192 rows and 1048576 slots"
+    ):
+        large.resolve(long, long.clone(), plan=MissPlan.like(long))
     world.step([[1, 2]])

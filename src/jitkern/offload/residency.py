@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jitkern.args import device_arg, int_arg, optional_arg
+from jitkern.args import device_arg, int_arg, optional_arg, type_text
 from jitkern.errors import UNREADABLE, name_unreadable
 from jitkern.host import library as host
 from jitkern.ops import dispatch
 from jitkern.ops.block_buffers import BlockBuffers
-from jitkern.ops.residency import kernel as kernel  # C++ requests kernels of its builder
+from jitkern.ops.dispatch import inference_mode
+from jitkern.ops.residency import HELD_SLOTS
 
 MOST_ROWS, MOST_SLOTS = 2**31 - 2, 2**20
-_HELD_SLOTS = 2048  # slots that the threads of a block hold in registers
 
 
 _swap_in, _resolve = host.Function("swap_in"), host.Function("resolve")
@@ -110,10 +110,13 @@ class ResidencyMap:
         on_gpu = self.device.type == "cuda"
         num_evictable = num_slots - num_pinned
         with torch.inference_mode(False):
-            self.slot_of_row: Tensor = self._filled(num_states, num_rows)
-            self.row_of_slot: Tensor = self._filled(num_states, num_slots)
+            # Each has one more item, which padding of pin() and invalidate() writes.
+            self._slots = self._filled(num_states * num_rows + 1)
+            self._rows = self._filled(num_states * num_slots + 1)
+            self.slot_of_row: Tensor = self._slots[:-1].view(num_states, num_rows)
+            self.row_of_slot: Tensor = self._rows[:-1].view(num_states, num_slots)
             self.order: Tensor = self._filled(num_states, num_evictable)
-            spare = num_states if on_gpu and num_evictable > _HELD_SLOTS else 0
+            spare = num_states if on_gpu and num_evictable > HELD_SLOTS else 0
             next_order = self._filled(spare, num_evictable)
             counts = torch.zeros(num_states, 3, dtype=torch.int64, device=self.device)
             self._counts = torch.zeros(
@@ -125,8 +128,8 @@ class ResidencyMap:
         state = (self.slot_of_row, self.row_of_slot, self.order, next_order, counts, self._counts)
         self._handle: Any = host.module()["make_residency"](*state)
 
-    def _filled(self, rows: int, columns: int) -> Tensor:
-        return torch.full((rows, columns), -1, dtype=torch.int32, device=self.device)
+    def _filled(self, *shape: int) -> Tensor:
+        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
 
     def swap_in(
         self,
@@ -186,42 +189,50 @@ class ResidencyMap:
             has not. On the CPU at once, with nothing written. On CUDA the list gets slots of -1 and
             its state stays, and the next jitkern call on the device or ``check`` raises.
         """
-        dispatch.refuse_tracing("swap_in")
-        pairs, counts = _plan_arg("swap_in", plan)
+        call = "ResidencyMap.swap_in"
+        dispatch.refuse_tracing(call)
+        pairs, counts = _plan_arg(call, plan)
+        written = (slots_out, cache) if plan is None else (slots_out, cache, pairs, counts)
+        if not (inference_mode.is_enabled() or dispatch.is_plain(written, (host,))):
+            outputs = {"slots_out": slots_out, "cache": cache}
+            dispatch.refuse(call, outputs, {"host": host})
         try:
             _swap_in.call(
                 self._handle, host, cache, rows, slots_out, states, count, pages, pairs, counts
             )
         except UNREADABLE as error:
             name_unreadable(
-                error, "swap_in", host=host, cache=cache, rows=rows, slots_out=slots_out,
+                error, call, host=host, cache=cache, rows=rows, slots_out=slots_out,
                 states=states, count=count, pages=pages,
             )  # fmt: skip
-        dispatch.bump_versions((cache, slots_out) if isinstance(cache, Tensor) else (slots_out,))
+        dispatch.bump_versions(written)
 
     def resolve(
         self,
         rows: Tensor,
         slots_out: Tensor,
         *,
+        plan: MissPlan,
         states: Tensor | None = None,
         count: Tensor | None = None,
         pages: Tensor | None = None,
-        plan: MissPlan | None = None,
     ) -> None:
-        """Do the same without a fetch: others fetch the rows of ``plan``.
+        """Do the same without a fetch: others fetch the rows of ``plan``, before the next call.
 
         Arguments and errors are those of ``swap_in``.
         """
-        dispatch.refuse_tracing("resolve")
-        pairs, counts = _plan_arg("resolve", plan)
+        call = "ResidencyMap.resolve"
+        dispatch.refuse_tracing(call)
+        if plan is None:
+            raise TypeError(f"{call}: plan: None, expected a MissPlan")
+        pairs, counts = _plan_arg(call, plan)
         try:
             _resolve.call(self._handle, rows, slots_out, states, count, pages, pairs, counts)
         except UNREADABLE as error:
             tensors = {"rows": rows, "slots_out": slots_out, "states": states}
             tensors |= {"count": count, "pages": pages}
-            name_unreadable(error, "resolve", **tensors)
-        dispatch.bump_versions((slots_out,))
+            name_unreadable(error, call, **tensors)
+        dispatch.bump_versions((slots_out, pairs, counts))
 
     def pin(self, states: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Give pinned slots to rows that the caller has written there, such as the newest token.
@@ -232,16 +243,31 @@ class ResidencyMap:
         ----------
         states, rows, slots : Tensor
             ``[n]``, int32 or int64, on the map's device: slot ``slots[i]`` of state ``states[i]``
-            holds ``rows[i]``; -1 is padding. Slots are ``num_slots - num_pinned`` to ``num_slots -
-            1``.
+            holds ``rows[i]``. Slots are ``num_slots - num_pinned`` to ``num_slots - 1``. An entry
+            with a negative number is padding.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A wrong dtype, device or shape.
+        IndexError
+            A state, row or slot past the end, or a slot that is not pinned: on the CPU. On CUDA the
+            entry is ignored.
         """
-        states, rows, slots = states.long(), rows.long(), slots.long()
-        states = torch.where(rows < 0, -1, states)
-        self.invalidate(states, rows)
-        _clear(self.slot_of_row, states, _at(self.row_of_slot, states, slots))
-        _clear(self.row_of_slot, states, slots)
-        _put(self.slot_of_row, states, rows, slots)
-        _put(self.row_of_slot, states, slots, rows)
+        call = "ResidencyMap.pin"
+        first = self.num_slots - self.num_pinned
+        states = _index_arg(call, "states", states, self.num_states, self.device)
+        rows = _index_arg(call, "rows", rows, self.num_rows, self.device, states)
+        slots = _index_arg(call, "slots", slots, self.num_slots, self.device, states, first)
+        is_pin = _is_inside(states, self.num_states) & _is_inside(rows, self.num_rows)
+        is_pin &= (slots >= first) & (slots < self.num_slots)
+        of_row = torch.where(is_pin, states * self.num_rows + rows, -1)
+        of_slot = torch.where(is_pin, states * self.num_slots + slots, -1)
+        self._leave(states, of_row)
+        old_rows = self._rows[of_slot].long()
+        self._slots[torch.where(old_rows < 0, -1, states * self.num_rows + old_rows)] = -1
+        self._slots[of_row] = torch.where(is_pin, slots, -1).int()
+        self._rows[of_slot] = torch.where(is_pin, rows, -1).int()
 
     def invalidate(self, states: Tensor, rows: Tensor) -> None:
         """Forget rows, such as those whose memory in the table is written again.
@@ -249,12 +275,20 @@ class ResidencyMap:
         Parameters
         ----------
         states, rows : Tensor
-            ``[n]``, int32 or int64, on the map's device: row ``rows[i]`` of state ``states[i]``; -1
-            is padding.
+            ``[n]``, int32 or int64, on the map's device: row ``rows[i]`` of state ``states[i]``. An
+            entry with a negative number is padding. Errors are those of ``pin``.
         """
-        states, rows = states.long(), rows.long()
-        _clear(self.row_of_slot, states, _at(self.slot_of_row, states, rows))
-        _clear(self.slot_of_row, states, rows)
+        call = "ResidencyMap.invalidate"
+        states = _index_arg(call, "states", states, self.num_states, self.device)
+        rows = _index_arg(call, "rows", rows, self.num_rows, self.device, states)
+        is_row = _is_inside(states, self.num_states) & _is_inside(rows, self.num_rows)
+        self._leave(states, torch.where(is_row, states * self.num_rows + rows, -1))
+
+    def _leave(self, states: Tensor, of_row: Tensor) -> None:
+        """Take rows out of their slots; -1 is the item that nobody reads."""
+        slots = self._slots[of_row].long()
+        self._rows[torch.where(slots < 0, -1, states * self.num_slots + slots)] = -1
+        self._slots[of_row] = -1
 
     def reset(self, states: Tensor | None = None) -> None:
         """Forget all rows of some states, such as those of requests that have ended.
@@ -266,13 +300,14 @@ class ResidencyMap:
         """
         slots = torch.arange(self.order.shape[1], dtype=torch.int32, device=self.device)
         if states is None:
-            self.slot_of_row.fill_(-1)
-            self.row_of_slot.fill_(-1)
+            self._slots.fill_(-1)
+            self._rows.fill_(-1)
             self.order.copy_(slots.expand_as(self.order))
-        else:
-            self.slot_of_row[states.long()] = -1
-            self.row_of_slot[states.long()] = -1
-            self.order[states.long()] = slots
+            return
+        states = _index_arg("ResidencyMap.reset", "states", states, self.num_states, self.device)
+        self.slot_of_row[states] = -1
+        self.row_of_slot[states] = -1
+        self.order[states] = slots
 
     def check(self, state: int) -> None:
         """Prove that a state is sound; RuntimeError says what is wrong. Synchronises.
@@ -280,7 +315,9 @@ class ResidencyMap:
         The order is a permutation of the slots that are not pinned, and ``slot_of_row`` is the
         inverse of ``row_of_slot``.
         """
-        state = int_arg("check", "state", state, 0, self.num_states - 1, error=IndexError)
+        state = int_arg(
+            "ResidencyMap.check", "state", state, 0, self.num_states - 1, error=IndexError
+        )
         order, rows = self.order[state].cpu(), self.row_of_slot[state].cpu()
         slots = self.slot_of_row[state].cpu()
         wrong = ""
@@ -308,30 +345,39 @@ class ResidencyMap:
         return f"ResidencyMap({size}, {self.num_rows} rows, on {self.device})"
 
 
-# Places whose state or number is negative are padding. A place may be named twice, once in the
-# stead of padding: so values are combined, of which -1 is the smallest.
+def _index_arg(
+    call: str,
+    name: str,
+    value: Any,
+    bound: int,
+    device: torch.device,
+    like: Tensor | None = None,
+    least: int = 0,
+) -> Tensor:
+    """Return a vector of indices as int64. IndexError for one past the end, on the CPU only."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected a tensor")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{call}: {name}: dtype {value.dtype}, expected torch.int32 or torch.int64")
+    if value.device.type != device.type:
+        raise ValueError(f"{call}: {name}: device {value.device}, expected {device}, as the map")
+    shape = list(value.shape)
+    if value.ndim != 1 or (like is not None and value.shape != like.shape):
+        expected = "[n]" if like is None else f"{list(like.shape)}, as states"
+        raise ValueError(f"{call}: {name}: shape {shape}, expected {expected}")
+    if device.type == "cpu":
+        for position, index in enumerate(value.tolist()):
+            if index >= bound or 0 <= index < least:
+                expected = f"below {bound}" if index >= bound else f"a pinned slot, {least} or more"
+                raise IndexError(
+                    f"{call}: {name}: index {index} at position {position}, expected {expected}; "
+                    "nothing was written"
+                )
+    return value.long()
 
 
-def _flat(table: Tensor, states: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the table as a vector, where its places are, and which are no padding."""
-    at = states.clamp(min=0) * table.shape[1] + places.clamp(min=0)
-    return table.view(-1), at, (states >= 0) & (places >= 0)
-
-
-def _at(table: Tensor, states: Tensor, places: Tensor) -> Tensor:
-    flat, at, is_place = _flat(table, states, places)
-    return torch.where(is_place, flat[at], -1).long()
-
-
-def _clear(table: Tensor, states: Tensor, places: Tensor) -> None:
-    flat, at, is_place = _flat(table, states, places)
-    flat.scatter_reduce_(0, at, torch.where(is_place, -1, flat[at]), "amin")
-
-
-def _put(table: Tensor, states: Tensor, places: Tensor, values: Tensor) -> None:
-    """Write values to places that are -1."""
-    flat, at, is_place = _flat(table, states, places)
-    flat.scatter_reduce_(0, at, torch.where(is_place, values, -1).int(), "amax")
+def _is_inside(numbers: Tensor, bound: int) -> Tensor:
+    return (numbers >= 0) & (numbers < bound)
 
 
 def _plan_arg(call: str, plan: MissPlan | None) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from jitkern.ops.common import INDEX_BYTES, load_entries, widest_vec_bytes
 
 CONFIG = KernelConfig(num_threads=1024, max_occupancy=1, use_pdl=True)
 IN_FLIGHT = 4  # vectors of a lane: a piece of 2 KiB is in flight per warp
+HELD_SLOTS = 2048  # slots that the threads of a block hold in registers
 RESOLVE_VEC_BYTES = 16
 
 

@@ -17,8 +17,8 @@ namespace {
 
 using tvm::ffi::ObjectRef;
 
-constexpr const char* kSwapIn = "swap_in";
-constexpr const char* kResolve = "resolve";
+constexpr const char* kSwapIn = "ResidencyMap.swap_in";
+constexpr const char* kResolve = "ResidencyMap.resolve";
 constexpr i64 kMostHostRows = std::numeric_limits<i32>::max();  // of a table by pages
 constexpr const char* kOutcome = "the list was not served";
 
@@ -53,6 +53,11 @@ class Residency : public tvm::ffi::Object {
   tvm::ffi::Tensor slot_of_row, row_of_slot, order, next_order, counts, host_counts;
   ResidencyState state{};
   DLDevice device{};
+
+  // Kernels that are queued may still write the counts: 24 bytes for each state are not freed.
+  ~Residency() {
+    if (on_cuda()) new tvm::ffi::Tensor(host_counts);
+  }
 
   i64 num_cache_rows() const { return i64(state.num_states) * state.num_slots; }
   bool on_cuda() const { return device.device_type == kDLCUDA; }
@@ -113,49 +118,6 @@ struct RowsSide {
   }
 };
 
-// Where the rows are, and where they go.
-struct Fetch {
-  RowsSide host, cache;
-  i64 row_bytes = 0;      // of all buffers
-  i64 max_row_bytes = 0;  // of one
-
-  Fetch(const Residency& map, AnyView host_arg, AnyView cache_arg, bool has_pages)
-      : host(kSwapIn, "host", host_arg), cache(kSwapIn, "cache", cache_arg) {
-    const int ordinal = map.on_cuda() ? map.device.device_id : -1;
-    if (cache.ordinal() != ordinal) {
-      cache.value_error(cache.on_cuda() ? str("device cuda:", cache.ordinal()) : "device cpu",
-                        ordinal < 0 ? "cpu, as the map" : str("cuda:", ordinal, ", as the map"));
-    }
-    if (host.on_cuda()) host.value_error(str("device cuda:", host.ordinal()), "host memory");
-    if (cache.num_rows() != map.num_cache_rows()) {
-      cache.value_error(str(cache.num_rows(), " rows"),
-                        str(map.num_cache_rows(), ", the slots of all states"));
-    }
-    if (!has_pages && host.num_rows() < map.state.num_rows) {
-      host.value_error(str(host.num_rows(), " rows"),
-                       str("at least the ", map.state.num_rows, " of the map"));
-    }
-    if (host.num_layers() != cache.num_layers()) {
-      host.value_error(str(host.num_layers(), " buffers"), str(cache.num_layers(), " as in cache"));
-    }
-    for (i64 layer = 0; layer < cache.num_layers(); ++layer) {
-      const i64 bytes = cache.entry(layer).piece_bytes;
-      if (host.entry(layer).piece_bytes != bytes) {
-        host.value_error(str("rows of ", host.entry(layer).piece_bytes, " bytes"),
-                         str(bytes, " as in cache"));
-      }
-      row_bytes += bytes;
-      max_row_bytes = std::max(max_row_bytes, bytes);
-    }
-    if (cache.rows) cache.rows->distinct_rows();
-    if (cache.list) cache.list->require_no_overlap(kSwapIn, "cache");
-    if (cache.rows && host.rows) {
-      cache.rows->same_dtype(*host.rows);
-      cache.rows->apart_from(*host.rows);
-    }
-  }
-};
-
 // A contiguous tensor as one row, for checks of overlap.
 Rows whole(const Indices& items) {
   const i64 bytes = items.count * items.index_bytes;
@@ -209,18 +171,40 @@ struct ResidencyCall {
       plan_pairs->same_dtype(rows);
       plan_pairs->same_device(rows);
       plan_counts->same_device(rows);
-      if (plan_pairs->count != 2 * rows.count) {
-        plan_pairs->shape_error(str("[", num_lists, ", ", length, ", 2], as rows"));
+      const DLTensor& pairs = *plan_pairs->dl;
+      if (pairs.ndim != dl.ndim + 1 || !std::equal(dl.shape, dl.shape + dl.ndim, pairs.shape) ||
+          pairs.shape[dl.ndim] != 2) {
+        std::vector<int64_t> expected(dl.shape, dl.shape + dl.ndim);
+        expected.push_back(2);
+        plan_pairs->shape_error(jitkern::shape_text(expected.data(), expected.size()) +
+                                ", as rows");
       }
-      if (plan_counts->count != num_lists || plan_counts->index_bytes != 4) {
+      if (plan_counts->dl->ndim != 1 || plan_counts->count != num_lists ||
+          plan_counts->index_bytes != 4) {
         plan_counts->shape_error(str("[", num_lists, "], int32"));
       }
     }
-    const Rows written = whole(slots_out);
-    rows.apart_from(written);
-    if (states) states->apart_from(written);
-    if (pages) pages->apart_from(written);
-    count.apart_from(written);
+    if (rows.index_bytes == 4 && map.num_cache_rows() > kMostHostRows) {
+      rows.dtype_error(str("int64, as the cache has ", map.num_cache_rows(), " rows"));
+    }
+    require_apart();
+  }
+
+  // Each tensor that is written has memory of its own.
+  void require_apart() const {
+    const Indices* const written[] = {&slots_out, plan_pairs ? &*plan_pairs : nullptr,
+                                      plan_counts ? &*plan_counts : nullptr};
+    for (const Indices* const output : written) {
+      if (output == nullptr) continue;
+      const Rows memory = whole(*output);
+      rows.apart_from(memory);
+      if (states) states->apart_from(memory);
+      if (pages) pages->apart_from(memory);
+      count.apart_from(memory);
+      for (const Indices* const other : written) {
+        if (other != nullptr && other != output) other->apart_from(memory);
+      }
+    }
   }
 
   // [num_states, num_pages], of as many rows each.
@@ -255,6 +239,54 @@ struct ResidencyCall {
     if (other.dl->ndim != rows.dl->ndim ||
         !std::equal(rows.dl->shape, rows.dl->shape + rows.dl->ndim, other.dl->shape)) {
       other.shape_error(rows.shape_text() + ", as rows");
+    }
+  }
+};
+
+// Where the rows are, and where they go.
+struct Fetch {
+  RowsSide host, cache;
+  i64 row_bytes = 0;      // of all buffers
+  i64 max_row_bytes = 0;  // of one
+
+  Fetch(const ResidencyCall& call, AnyView host_arg, AnyView cache_arg)
+      : host(kSwapIn, "host", host_arg), cache(kSwapIn, "cache", cache_arg) {
+    const Residency& map = call.map;
+    const int ordinal = map.on_cuda() ? map.device.device_id : -1;
+    if (cache.ordinal() != ordinal) {
+      cache.value_error(cache.on_cuda() ? str("device cuda:", cache.ordinal()) : "device cpu",
+                        ordinal < 0 ? "cpu, as the map" : str("cuda:", ordinal, ", as the map"));
+    }
+    if (host.on_cuda()) host.value_error(str("device cuda:", host.ordinal()), "host memory");
+    if (cache.num_rows() != map.num_cache_rows()) {
+      cache.value_error(str(cache.num_rows(), " rows"),
+                        str(map.num_cache_rows(), ", the slots of all states"));
+    }
+    if (!call.pages && host.num_rows() < map.state.num_rows) {
+      host.value_error(str(host.num_rows(), " rows"),
+                       str("at least the ", map.state.num_rows, " of the map"));
+    }
+    if (host.num_layers() != cache.num_layers()) {
+      host.value_error(str(host.num_layers(), " buffers"), str(cache.num_layers(), " as in cache"));
+    }
+    for (i64 layer = 0; layer < cache.num_layers(); ++layer) {
+      const i64 bytes = cache.entry(layer).piece_bytes;
+      if (host.entry(layer).piece_bytes != bytes) {
+        host.value_error(str("rows of ", host.entry(layer).piece_bytes, " bytes"),
+                         str(bytes, " as in cache"));
+      }
+      row_bytes += bytes;
+      max_row_bytes = std::max(max_row_bytes, bytes);
+    }
+    if (cache.rows) cache.rows->distinct_rows();
+    if (cache.list) cache.list->require_no_overlap(kSwapIn, "cache");
+    if (cache.rows) {
+      call.rows.apart_from(*cache.rows);
+      call.slots_out.apart_from(*cache.rows);
+    }
+    if (cache.rows && host.rows) {
+      cache.rows->same_dtype(*host.rows);
+      cache.rows->apart_from(*host.rows);
     }
   }
 };
@@ -494,7 +526,7 @@ bool swap_in(AnyView map, AnyView host, AnyView cache, AnyView rows, AnyView slo
              AnyView plan_counts) {
   const ResidencyCall call(kSwapIn, kSwapInSites, residency_of(map), rows, slots_out, states, count,
                            pages, plan_pairs, plan_counts);
-  const Fetch fetch(call.map, host, cache, call.pages.has_value());
+  const Fetch fetch(call, host, cache);
   run(call, &fetch);
   return false;
 }

@@ -40,7 +40,7 @@ class SwapIn {
     let_next_kernel_start<kUsePdl>();
     const i32 list = static_cast<i32>(blockIdx.y);
     const i64 state = state_of(p, list);
-    if (state < 0) return fill(p, list);
+    if (state < 0) return refuse(p, cluster, list);
     SwapIn(p, cluster, shared, list, state).serve();
   }
 
@@ -98,7 +98,7 @@ class SwapIn {
 
   __device__ void serve() {
     const i32 num_asked = look_up();
-    if (num_asked < 0) return fill(p, list);
+    if (num_asked < 0) return refuse(p, cluster, list);
 
     // The misses in the order of the list, and how many slots this step does not use: in the
     // block's share of the order, and among its first kThreads slots.
@@ -119,9 +119,10 @@ class SwapIn {
     if (num_missed > 0) {
       rows.for_ranks(before.missed, is_first_miss, [&](i32 at, Int row, i32 miss, bool is_first) {
         if (!is_first) return;
-        shared.missed[miss] = static_cast<i32>(row);
+        // A long list is read again here, and may have changed: the map has no other rows.
+        shared.missed[miss] = row >= 0 && row < s.num_rows ? static_cast<i32>(row) : 0;
         if (p.pages != nullptr) {
-          const i32 host_row = host_row_of(static_cast<i32>(row));
+          const i32 host_row = host_row_of(shared.missed[miss]);
           shared.host_rows[miss] = host_row;
           is_wrong |= host_row < 0;
         }
@@ -341,6 +342,14 @@ class SwapIn {
   }
 
   // -- outputs
+
+  // Leaves in step with the cluster's other blocks: a list that changes meanwhile may be right for
+  // them, and they write to the memory of this one.
+  static __device__ void refuse(const Params& p, const Cluster& cluster, i32 list) {
+    cluster.wait();
+    cluster.sync();
+    fill(p, list);
+  }
 
   // The outputs of a list that is not served.
   static __device__ void fill(const Params& p, i32 list) {
