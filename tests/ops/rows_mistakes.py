@@ -64,6 +64,12 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
         ({"cache": zeros(5, 10, 2, 5, dtype=torch.uint8)}, ValueError,
          "cache: rows of 10 bytes (shape [5, 10, 2, 5]), expected 8 bytes for "
          f"{name} (shape [3, 2, 4])"),
+        ({"cache": zeros(50, 4, 2, dtype=torch.uint8), name: zeros(3, 1, 2)}, ValueError,
+         "cache: rows of 8 bytes (shape [50, 4, 2]), expected 2 bytes for "
+         f"{name} (shape [3, 1, 2])"),
+        ({"cache": zeros(5, 10, 4, 2, dtype=torch.uint8)}, ValueError,
+         "cache: rows of 80 bytes (shape [5, 10, 4, 2]), expected 8 bytes for "
+         f"{name} (shape [3, 2, 4])"),
         ({"cache": zeros(8, 50, dtype=torch.uint8).t()}, ValueError,
          common.stride_text("cache", 50, 1, [50, 8], 1)),
         ({"cache": zeros(5, 10, 2, 8, dtype=torch.uint8)[..., ::2]}, ValueError,
@@ -86,12 +92,13 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
          f"cache: scales that are not aligned to 4 bytes, {aligned}"),
         ({**mla, "cache": zeros(50 * 656 + 1, dtype=torch.uint8)[1:].view(50, 656)}, ValueError,
          f"cache: scales that are not aligned to 4 bytes, {aligned}"),
-        ({**mla, "cache": zeros(5, 2, 10, 328, dtype=torch.uint8).transpose(1, 2)}, ValueError,
-         "cache: rows that are not contiguous (shape [5, 10, 2, 328]), expected contiguous rows"),
+        ({**mla, "cache": zeros(5, 10, 1312, dtype=torch.uint8)[..., ::2]}, ValueError,
+         "cache: rows that are not contiguous (shape [5, 10, 656]), expected contiguous rows"),
         ({**index_k, "cache": zeros(50, 132, dtype=torch.uint8)}, ValueError,
          f"cache: shape [50, 132], {pages}"),
         ({**index_k, "cache": zeros(5, 10, 1, 132, dtype=torch.uint8)}, ValueError,
-         f"cache: shape [5, 10, 1, 132], {pages}"),
+         "cache: rows of 1320 bytes (shape [5, 10, 1, 132]), expected 132 bytes for "
+         f"{name} (shape [3, 128])"),
         ({**index_k, "cache": zeros(5, 10, 133, dtype=torch.uint8)[..., :132]}, ValueError,
          "cache: stride 133 of dimension 1, expected contiguous pages, stride 132"),
         # values
@@ -141,7 +148,7 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
            f"scales: dtype {str(dtype).removeprefix('torch.')}, expected float32")
           for dtype in (torch.float64, torch.bfloat16)),
         *(({"scales": zeros(*shape)}, ValueError, f"scales: shape {list(shape)}, {apart}")
-          for shape in [(50, 3), (50,), (100,), (5, 10, 3)]),
+          for shape in [(50, 3), (50,), (100,), (5, 10, 3), (5, 10, 2, 1)]),
         ({"scales": torch.tensor(1.0)}, ValueError,
          "scales: shape [], expected at least 1 dimension"),
         ({"scales": zeros(49, 2)}, ValueError,
@@ -216,9 +223,16 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
          "scale_rule: given without a format, expected None"),
         ({**plain, "cache": zeros(50, 8), "parts": zeros(3, 7)}, ValueError,
          common.bytes_text("parts", 28, [3, 7], "cache")),
+        ({**plain, "cache": zeros(50, 4, 2), "parts": zeros(3, 1, 2)}, ValueError,
+         "parts: rows of 8 bytes (shape [3, 1, 2]), expected 32 bytes as in cache (shape "
+         "[50, 4, 2])"),
+        ({**plain, "cache": zeros(50, 4, 2), "parts": [zeros(3, 1, 1), zeros(3, 1, 1)]}, ValueError,
+         "cache: rows of 32 bytes (shape [50, 4, 2]), expected 8 bytes, those of the parts "
+         "together"),
         ({**parts, "cache": zeros(50, 9)}, ValueError,
          "cache: rows of 36 bytes (shape [50, 9]), expected 32 bytes, those of the parts together"),
-        ({**parts, "cache": zeros(5, 2, 10, 4).transpose(1, 2)}, ValueError,
+        ({**parts, "cache": zeros(5, 2, 10, 4).transpose(1, 2),
+          "parts": [zeros(3, 2, 3), zeros(3, 2, 1)]}, ValueError,
          "cache: rows that are not contiguous (shape [5, 10, 2, 4]), expected contiguous rows"),
         ({**parts, "cache": zeros(1, 8).expand(50, 8)}, ValueError,
          common.apart_text("cache", 0, [50, 8])),

@@ -54,7 +54,7 @@ def test_shapes(device: torch.device, shape: tuple[int, ...], row: tuple[int, ..
 def gather_pages(cache: Tensor, indices: Tensor, output: Buffer, **ranges: Any) -> None:
     """Gather rows out of pages, and compare with a gather out of a copy with equally spaced rows.
 
-    With an `output` the bytes of its rows tell pages from rows.
+    With an `output` the shape of its rows tells pages from rows.
     """
     twin = output.twin()
     assert indexing(cache, indices, output=output.view, **ranges) is output.view
@@ -328,6 +328,8 @@ def mistakes() -> list[Mistake]:
         *(({"output": zeros(*shape)}, ValueError,
            f"output: shape {shape}, expected shape [3, 8]")
           for shape in ([4, 8], [3, 9], [24], [3, 4, 2])),
+        ({"weights": zeros(50, 4, 2), "output": zeros(3, 1, 2)}, ValueError,
+         "output: shape [3, 1, 2], expected shape [3, 4, 2]"),
         ({"output": zeros(8, 3).t()}, ValueError,
          common.stride_text("output", 3, 1, [3, 8], 1)),
         ({"output": zeros(2, 5, 8)[:, :3], "indices": torch.zeros(2, 3, dtype=torch.int32)},

@@ -158,13 +158,13 @@ def test_one_cache_of_pages_and_one_of_rows(device: torch.device, layout: str, v
 
 
 def test_pages_of_rows_without_heads(device: torch.device) -> None:
-    """MLA's cache among those of other layers; a row of any further dimensions."""
+    """MLA's cache among those of other layers; rows of any further dimensions, as in the cache."""
     for shape in ((576,), (3, 4, 48), (1, 576), (1, 1, 576)):
         buffer = make_buffer((BLOCKS, 2, PAGE, *shape), torch.uint8, device)
         cache, twin = buffer.view[:, 1], buffer.twin()
         rows = make_buffer((ROWS, 576), device=device, seed=1).view
         indices = page_indices(device)
-        store_cache(cache, None, indices, rows)
+        store_cache(cache, None, indices, rows.view(ROWS, *shape))
         ref_store_in(twin.view[:, 1].flatten(2)[:, :, None], indices, rows)
         assert buffer.same(twin)
 
@@ -279,6 +279,7 @@ def mistakes() -> list[Mistake]:
         table.append((change, kind, text + ORDER if is_order else text))
     cache, memory = zeros(50, 8), torch.zeros(50, 4, dtype=torch.int64)
     packed, numbers = zeros(5, 10, 2, 8), torch.zeros(200, dtype=torch.int64)
+    heads = {"k": zeros(3, 2, 4), "v": zeros(3, 2, 4)}
     for argument in ("k_cache", "v_cache"):
         table += [
             *common.not_rows(argument, [50, 8], written=True),
@@ -325,29 +326,39 @@ def mistakes() -> list[Mistake]:
         ({"k_cache": zeros(5, 2, 10, 4), "k": zeros(3, 2, 4)}, ValueError,
          "k: rows of 32 bytes (shape [3, 2, 4]), expected 320 bytes as in k_cache (shape "
          "[5, 2, 10, 4]); for [blocks, heads, page, dim] pass .transpose(1, 2)"),
+        *(({"k_cache": cache.view(5, 10, 2, 4), "k": zeros(*shape)}, ValueError,
+           f"k: rows of 32 bytes (shape {shape}), expected 320 bytes as in k_cache "
+           "(shape [5, 10, 2, 4]); for [blocks, page, ...] pass shape [3, 2, 4]")
+          for shape in ([3, 8], [3, 4, 2], [3, 1, 2, 4])),
+        # one head into [slots, 4 heads, dim], whose heads have as many bytes
+        *(({"k_cache": zeros(50, 4, 2), "v_cache": zeros(50, 4, 2), **new}, ValueError,
+           f"{argument}: rows of 8 bytes (shape [3, 1, 2]), expected 32 bytes as in "
+           f"{argument}_cache (shape [50, 4, 2])")
+          for argument, new in (("k", {"k": zeros(3, 1, 2)}), ("v", {"v": zeros(3, 1, 2)}),
+                                ("k", {"k": zeros(3, 1, 2), "v": zeros(3, 1, 2)}))),
         ({"v_cache": zeros(50, 4, 8)}, ValueError,
          "v_cache: 200 rows (shape [50, 4, 8]), expected 50 rows as in k_cache"),
-        ({"k_cache": zeros(5, 10, 2, 8)[..., ::2]}, ValueError,
+        ({**heads, "k_cache": zeros(5, 10, 2, 8)[..., ::2]}, ValueError,
          common.stride_text("k_cache", 2, 3, [5, 10, 2, 4], 1)),
-        ({"k_cache": zeros(5, 10, 2, 4, 4)[..., 0]}, ValueError,
+        ({**heads, "k_cache": zeros(5, 10, 2, 4, 4)[..., 0]}, ValueError,
          common.stride_text("k_cache", 4, 3, [5, 10, 2, 4], 1)),
         ({"k_cache": zeros(1, 1, 8).expand(2**16, 2**15, 8)}, ValueError,
          "k_cache: 2147483648 slots in pages, expected less than 2^31"),
-        *(({argument: cache.view(5, 10, 2, 4)[tuple(slice(1 if d == dim else None)
-                                                     for d in range(4))].expand(5, 10, 2, 4)},
+        *(({**heads, argument: cache.view(5, 10, 2, 4)[
+            tuple(slice(1 if d == dim else None) for d in range(4))].expand(5, 10, 2, 4)},
            ValueError, f"{argument}: rows of 32 bytes that overlap (shape [5, 10, 2, 4]), expected "
            "rows apart in a tensor that is written, as those of one that was expanded are not")
           for argument in ("k_cache", "v_cache") for dim in (0, 1, 2)),
-        *(({"k_cache": pages[:, 0], "v_cache": pages[:, 0]}, ValueError,
+        *(({**heads, "k_cache": pages[:, 0], "v_cache": pages[:, 0]}, ValueError,
            common.overlap_text("v_cache", "k_cache")
            + "; for a single cache give None as v_cache and v")
           for pages in (zeros(5, 2, 10, 2, 4), zeros(5, 2, 2, 10, 4).transpose(2, 3))),
-        ({"k_cache": packed[..., :4], "v_cache": packed[..., 3:7]}, ValueError,
+        ({**heads, "k_cache": packed[..., :4], "v_cache": packed[..., 3:7]}, ValueError,
          common.overlap_text("v_cache", "k_cache")
          + "; for a single cache give None as v_cache and v"),
-        ({"k_cache": packed[..., :4], "k": packed[0, :3, 0]}, ValueError,
+        ({"k_cache": packed[..., :4], "k": packed[0, :3, 0].view(3, 2, 4)}, ValueError,
          common.overlap_text("k", "k_cache")),
-        ({"k_cache": numbers.view(torch.float32).view(5, 2, 10, 4).transpose(1, 2),
+        ({**heads, "k_cache": numbers.view(torch.float32).view(5, 2, 10, 4).transpose(1, 2),
           "indices": numbers[:3]}, ValueError, common.overlap_text("indices", "k_cache")),
         *(({"indices": torch.zeros(shape, dtype=torch.int64)}, ValueError,
            f"indices: shape {shape}, expected 1 dimension") for shape in ([3, 1], [])),

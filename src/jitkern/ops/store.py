@@ -95,8 +95,9 @@ def store_cache(
     k_cache : Tensor
         ``[num_slots, ...]``. A row is everything after the first dimension: contiguous, 1 byte or
         more. The row stride is free; rows must not overlap. Or pages
-        ``[num_blocks, page, ...]``: slot ``block * page + offset`` is row ``[block, offset]``, and
-        the strides of blocks, slots and, in ``[num_blocks, page, heads, dim]``, heads are free.
+        ``[num_blocks, page, ...]``, of one dimension more than ``k`` and its trailing shape: slot
+        ``block * page + offset`` is row ``[block, offset]``, and the strides of blocks, slots and,
+        in ``[num_blocks, page, heads, dim]``, heads are free.
         Pass an HND cache ``[num_blocks, heads, page, dim]`` as ``.transpose(1, 2)``.
     v_cache : Tensor or None
         Same number of slots, device and dtype as ``k_cache``; rows may have another size. K and V

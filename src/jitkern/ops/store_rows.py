@@ -94,8 +94,10 @@ def store_rows(
     Parameters
     ----------
     cache : Tensor, or two
-        ``[num_slots, ...]`` or pages ``[num_blocks, page, ...]``, as in ``store_cache``. With a
-        format of one byte an item, such as uint8. Two: K and V, of as many slots.
+        ``[num_slots, ...]`` or pages ``[num_blocks, page, ...]``, of one dimension more than the
+        first part, as in ``store_cache``. With a format of one byte an item, such as uint8, and in
+        pages ``[num_blocks, page, row_bytes]``, or ``[num_blocks, page, heads, dim]`` for the last
+        three formats. Two: K and V, of as many slots.
     indices : Tensor
         ``[num_rows]``, int32 or int64, contiguous, on the caches' device. A negative index skips
         its row.

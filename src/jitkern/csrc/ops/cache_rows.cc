@@ -22,12 +22,15 @@ int head_dim_of(const Tensor& pages) {
 
 }  // namespace
 
-CacheRows CacheRows::of(const Tensor& cache, i64 row_bytes, int row_ndim) {
+CacheRows CacheRows::of(const Tensor& cache, i64 row_bytes, const Tensor& rows, int row_ndim) {
   const DLTensor& dl = *cache.dl;
-  const bool fits_pages = dl.ndim >= 3 && row_bytes > 0 && bytes_from(cache, 2) == row_bytes;
-  const bool has_pages = fits_pages && (dl.shape[1] == 1 ? dl.ndim - 2 == row_ndim
-                                                         : bytes_from(cache, 1) != row_bytes);
-  if (!has_pages) return CacheRows(Rows(cache));
+  // Bytes alone do not tell pages: they took heads of [slots, heads, dim] for slots of a page.
+  if (row_ndim < 1 || dl.ndim != row_ndim + 2 || row_bytes == 0 ||
+      bytes_from(cache, 2) != row_bytes) {
+    return CacheRows(Rows(cache));
+  }
+  const int64_t* const row_shape = rows.dl->shape + rows.dl->ndim - row_ndim;
+  if (!std::equal(row_shape, row_shape + row_ndim - 1, dl.shape + 2)) return CacheRows(Rows(cache));
   CacheRows pages(cache, row_bytes, head_dim_of(cache));
   const bool is_flat =
       pages.num_heads == 1 && (cache.dl->shape[0] <= 1 || pages.page <= 1 ||

@@ -29,10 +29,10 @@ struct CacheRows : Rows {
   CacheRows(const Indices& indices)
       : CacheRows(Rows(indices, 1, indices.count * indices.index_bytes, 0)) {}
 
-  // Rows for ones of `row_bytes` in `row_ndim` dimensions: pages if dimensions 2 on have as many
-  // bytes and dimensions 1 on have not, or if a page has one slot and dimensions 2 on are as many.
-  // ValueError if a row is contiguous neither as a whole nor, in pages, by heads.
-  static CacheRows of(const Tensor& cache, i64 row_bytes, int row_ndim);
+  // Rows for ones of `row_bytes`, whose shape is the last `row_ndim` dimensions of `rows`: pages if
+  // dimensions 2 on have this shape and size. The last dimension may differ, as dtypes and parts
+  // do. ValueError if a row is contiguous neither as a whole nor, in pages, by heads.
+  static CacheRows of(const Tensor& cache, i64 row_bytes, const Tensor& rows, int row_ndim);
 
   bool is_flat() const { return page == 0; }
   CacheStrides strides() const {

@@ -212,9 +212,9 @@ CacheRows FormatCall::set_cache(const FormatSide& side, const FormatShape& shape
       payload + shape.rest_bytes +
       (row.place == ScalePlace::kInRow || row.place == ScalePlace::kInPage ? scales : 0);
   const bool has_heads = row.group == 0 && side.values.dl->ndim == 3;
-  CacheRows rows = CacheRows::of(cache, expected, has_heads ? 2 : 1);
+  CacheRows rows = CacheRows::of(cache, expected, side.values, has_heads ? 2 : 1);
   if (rows.row_bytes != expected) {
-    const bool is_paged = cache.dl->ndim > (has_heads ? 3 : 2);
+    const bool is_paged = cache.dl->ndim == (has_heads ? 4 : 3) && bytes_from(cache, 2) != expected;
     cache.value_error(
         str("rows of ", is_paged ? bytes_from(cache, 2) : rows.row_bytes, " bytes (shape ",
             cache.shape_text(), ")"),
@@ -285,14 +285,10 @@ CacheRows FormatCall::set_scales(const FormatSide& side, const FormatShape& shap
     return Rows(scales, count, 4, table.scale_strides.head_stride);
   }
   scales.same_device(side.cache);
-  const CacheRows rows = CacheRows::of(scales, shape.groups * 4, 1);
+  const CacheRows rows = CacheRows::of(scales, shape.groups * 4, side.values, 1);
   if (rows.row_bytes != shape.groups * 4) {
     scales.shape_error(
         str("[num_slots, ", shape.groups, "] or [num_blocks, page, ", shape.groups, "]"));
-  }
-  if (rows.num_heads > 1 && rows.num_heads != shape.groups) {
-    scales.value_error(str("heads at several strides (shape ", scales.shape_text(), ")"),
-                       "one stride");
   }
   rows.same_num_rows(cache);
   table.scales = rows.on_cuda() || !indices.on_cuda() ? rows.data : address_on_gpu(rows);

@@ -26,7 +26,7 @@ constexpr i64 kMaxIndex = std::numeric_limits<i64>::max();
 CacheRows weights_rows(const Tensor& table, AnyView output, const Indices& indices) {
   const Tensor rows(kOp, "output", output);
   const int row_ndim = std::max(rows.dl->ndim - indices.dl->ndim, 0);
-  return CacheRows::of(table, bytes_from(rows, rows.dl->ndim - row_ndim), row_ndim);
+  return CacheRows::of(table, bytes_from(rows, rows.dl->ndim - row_ndim), rows, row_ndim);
 }
 
 // `output` as one row for each index. Checks its shape, and devices in the order of the arguments.

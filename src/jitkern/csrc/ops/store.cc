@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cache_rows.h"
 #include "host/cpu_copy.h"
@@ -29,7 +30,7 @@ struct Table {
 
   Table(const CacheRows& cache, const Rows& rows) : cache(cache), rows(rows) {}
   Table(const Tensor& cache, const Tensor& rows)
-      : cache(CacheRows::of(cache, bytes_from(rows, 1), rows.dl->ndim - 1)), rows(rows) {}
+      : cache(CacheRows::of(cache, bytes_from(rows, 1), rows, rows.dl->ndim - 1)), rows(rows) {}
   Table(const char* cache_arg, AnyView cache, const char* rows_arg, AnyView rows)
       : Table(Tensor(kOp, cache_arg, cache), Tensor(kOp, rows_arg, rows)) {}
 
@@ -37,17 +38,23 @@ struct Table {
     return {cache.data, rows.data, cache.strides(), rows.stride_bytes};
   }
 
-  // Whether the cache is [blocks, heads, page, dim] by the shape of the rows.
-  bool is_hnd() const {
+  // What to pass instead of rows of another size than the cache's.
+  std::string hint() const {
     const DLTensor &pages = *cache.dl, &values = *rows.dl;
-    return pages.ndim == 4 && values.ndim == 3 && pages.shape[1] == values.shape[1] &&
-           pages.shape[3] == values.shape[2];
+    if (pages.ndim < 4) return "";
+    if (bytes_from(cache, 2) == rows.row_bytes) {
+      std::vector<int64_t> shape(pages.shape + 1, pages.shape + pages.ndim);
+      shape[0] = values.shape[0];
+      return "; for [blocks, page, ...] pass shape " + shape_text(shape.data(), shape.size());
+    }
+    const bool is_hnd = pages.ndim == 4 && values.ndim == 3 && pages.shape[1] == values.shape[1] &&
+                        pages.shape[3] == values.shape[2];
+    return is_hnd ? "; for [blocks, heads, page, dim] pass .transpose(1, 2)" : "";
   }
 
   void check(const Rows& k_cache, const Indices& indices) const {
     rows.same_device(k_cache);
-    rows.same_row_bytes(cache,
-                        is_hnd() ? "; for [blocks, heads, page, dim] pass .transpose(1, 2)" : "");
+    if (rows.row_bytes != cache.row_bytes) rows.same_row_bytes(cache, hint().c_str());
     rows.one_per_index(indices);
     cache.distinct_rows();
     if (cache.is_flat()) {
@@ -270,7 +277,8 @@ void store_parts(const Tensors& caches, const Indices& indices, const Tensors& p
     return store_tables(Table(caches[0], parts[0]), std::nullopt, indices, skip, site);
   }
   const i64 first_bytes = bytes_from(parts[0], 1), last_bytes = bytes_from(parts[1], 1);
-  const CacheRows cache = CacheRows::of(caches[0], first_bytes + last_bytes, parts[0].dl->ndim - 1);
+  const CacheRows cache =
+      CacheRows::of(caches[0], first_bytes + last_bytes, parts[0], parts[0].dl->ndim - 1);
   if (cache.row_bytes != first_bytes + last_bytes) {
     cache.value_error(str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
                       str(first_bytes + last_bytes, " bytes, those of the parts together"));
