@@ -67,9 +67,9 @@ def test_it_stores_rows_in_fp8(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [
-        # The newest token is not seen; nothing is fetched; nothing is loaded; another row's slot.
+        # The newest token is not seen; other tokens' slots; nothing is loaded; another row's slot.
         (PAGED, "self.lengths.unsqueeze(1)", "self.lengths.unsqueeze(1) - 1", "largest diff"),
-        (SPARSE, "swap_in(pool, cache, tokens", "resolve(tokens", "wrong steps: [^0]"),
+        (SPARSE, "cache, tokens, slots", "cache, tokens.flip(1), slots", "wrong steps: [^0]"),
         (CONNECTOR, "(hashes[:hits], gpu_blocks[:hits])", "([], [])", "[1-9]\\d* wrong values"),
         (FP8, "gather_rows(cache, slots,", "gather_rows(cache, slots.roll(1),", "1000 wrong rows"),
     ],
