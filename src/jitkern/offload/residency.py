@@ -187,7 +187,7 @@ class ResidencyMap:
             A row of ``num_rows`` or more; more missing rows than slots that the step does not use;
             a state of ``num_states`` or more, or one that is asked for twice; a page that ``host``
             has not. On the CPU at once, with nothing written. On CUDA the list gets slots of -1 and
-            its state stays, and the next jitkern call on the device or ``check`` raises.
+            its state stays, and the next jitkern call on the device or ``jitkern.check`` raises.
         """
         call = "ResidencyMap.swap_in"
         dispatch.refuse_tracing(call)
