@@ -20,7 +20,7 @@ __device__ inline char* shared_memory() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 struct Cluster {
-  u32 rank;  // of this block
+  u32 rank;  // this block's
   u32 size;
 
   static __device__ Cluster here() {

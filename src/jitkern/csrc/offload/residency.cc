@@ -24,7 +24,7 @@ const ResidencySites kSwapInSites(kSwapIn), kResolveSites(kResolve);
 // What a list finds: as in residency.cu.
 struct Found {
   i64 state = -1;
-  std::vector<i64> slots;  // of each position
+  std::vector<i64> slots;  // one for each position
   struct Miss {
     i64 row, host_row, slot;
   };
@@ -43,7 +43,7 @@ Found find_rows(const ResidencyCall& call, const RowAt& row_at, i64 list, i64 st
   if (state < 0) return found;
   std::vector<bool> used(static_cast<size_t>(s.num_slots));
   std::vector<i64> missed;
-  std::unordered_map<i64, i64> miss_of;  // of the missing rows
+  std::unordered_map<i64, i64> miss_of;  // missing row to its number
   for (i64 at = 0; at < call.length; ++at) {
     const i64 row = row_at(list * call.length + at);
     if (row < 0) continue;

@@ -52,7 +52,7 @@ class SwapIn {
 
   static constexpr i32 kNoRow = -1;
   static constexpr i32 kNoPosition = 0x7fffffff;
-  static constexpr i32 kFirstMiss = 1 << 30;  // of miss m the table has kFirstMiss + m in the end
+  static constexpr i32 kFirstMiss = 1 << 30;  // kFirstMiss + m in the table: miss m
   // What is found for a position: a slot, nothing, or kInCell - its cell in the table.
   static constexpr i32 kPadding = -1, kInCell = -2;
 
@@ -75,8 +75,8 @@ class SwapIn {
   i32* const order_of_state;
   WarpShare<Int, kRowsAhead> rows;
   WarpShare<i32, kSlotsAhead> order;
-  const i32 front_slot;    // of this thread: one of the first of the order
-  const i64 count_before;  // of this thread, if it is one of the first three
+  const i32 front_slot;    // this thread's among the first of the order
+  const i64 count_before;  // before the call; in the first three threads
 
   // Begins all loads that need nothing but the number of the state.
   __device__ SwapIn(const Params& p, const Cluster& cluster, const ResidencyShared& shared,

@@ -34,7 +34,7 @@ struct WarpShare {
   i32 end;
   i32 steps;
   T ahead[kAhead];
-  u32 marked[kAhead];  // by mark()
+  u32 marked[kAhead];  // set by mark()
 
   // `warp` of `num_warps`, which share the array.
   __device__ WarpShare(const T* items, i32 count, i32 warp, i32 num_warps) : items(items) {
@@ -159,7 +159,7 @@ class Fetch {
     const char* source;  // its first byte, which may lie before the row
     u32 range;           // its bytes in the row: the first, and the end shifted by 16
     u32 row;             // layer * num_missed + number of the miss
-    i32 at;              // of its first byte in the row
+    i32 at;              // place of its first byte in the row
   };
 
   // Each of the first kInFlight lanes computes one segment.
@@ -215,7 +215,7 @@ class Fetch {
   static constexpr i32 kSegmentBytes = segment_bytes(kVecBytes);
   const ResidencyParams& p_;
   const ResidencyShared& shared_;
-  const i64 first_row_;  // of the cache, the state's
+  const i64 first_row_;  // first row of the cache that is the state's
   const u32 num_missed_;
   const u32 num_segments_;
   const u32 step_;

@@ -15,7 +15,7 @@ struct ResidencyState {
   i64* counts;       // [num_states, 3]: hits, misses, bytes
   i64* host_counts;  // a copy in pinned host memory
   i32 num_states;
-  i32 num_slots;      // of a state, below 2^30
+  i32 num_slots;      // slots of a state, below 2^30
   i32 num_evictable;  // the first slots; the others are pinned
   i32 num_rows;       // rows are below it
 };
@@ -24,9 +24,9 @@ struct ResidencyParams {
   ResidencyState state;
   BlockSide host;      // rows as its blocks
   BlockSide cache;     // slot s of state i is row i * num_slots + s
-  i64 row_bytes;       // of all buffers of a row
+  i64 row_bytes;       // a row's in all buffers
   u32 num_layers;      // buffers of each side; 0: nothing is fetched
-  Divisor segments;    // of a row of a buffer: see segments_of()
+  Divisor segments;    // segments of a row in a buffer: see segments_of()
   const void* rows;    // [num_lists, length]
   void* slots_out;     // the same shape
   void* plan_pairs;    // [num_lists, length, 2]: (row, row of the cache), or -1

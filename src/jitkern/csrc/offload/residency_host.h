@@ -15,7 +15,7 @@
 
 namespace jitkern {
 
-constexpr i64 kMostHostRows = std::numeric_limits<i32>::max();  // of a table by pages
+constexpr i64 kMostHostRows = std::numeric_limits<i32>::max();  // host rows that `pages` can name
 constexpr const char* kOutcome = "the list was not served";
 
 [[noreturn]] inline void raise_too_long(const char* op, const char* arg, i64 list, i64 missed,
@@ -239,8 +239,8 @@ struct ResidencyCall {
 // Where the rows are, and where they go.
 struct FetchArgs {
   RowsSide host, cache;
-  i64 row_bytes = 0;      // of all buffers
-  i64 max_row_bytes = 0;  // of one
+  i64 row_bytes = 0;      // a row's in all buffers
+  i64 max_row_bytes = 0;  // a row's in one buffer, at most
 
   FetchArgs(const ResidencyCall& call, AnyView host_arg, AnyView cache_arg)
       : host(call.op, "host", host_arg), cache(call.op, "cache", cache_arg) {

@@ -40,7 +40,7 @@ struct FormatCall {
   Indices indices;
   bool writes_cache;  // a store; else a gather, which writes the values
   int num_tables = 0;
-  FormatShape shapes[2];  // of each table
+  FormatShape shapes[2];  // one for each table
   FormatParams params{};
 
   // `format` is a number of Format. The sides have one device, and so have the indices unless the
