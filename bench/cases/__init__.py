@@ -12,7 +12,17 @@ from bench.case import Case, Context
 from jitkern.ops._ops import OPS
 
 ONLY_GUARDED = ("memcpy_2d", "compare_key")
-MORE = ("residency", "lists", "ring", "peer", "pools", "pipeline", "beside", "host_overhead")
+MORE = (
+    "residency",
+    "sparse",
+    "lists",
+    "ring",
+    "peer",
+    "pools",
+    "pipeline",
+    "beside",
+    "host_overhead",
+)
 NAMES = (*(op.stem for op in OPS if op.stem not in ONLY_GUARDED), *MORE, "first_call")
 GUARDED = (*(op.stem for op in OPS), "residency", "host_overhead")
 
