@@ -92,12 +92,12 @@ class Timed:
     """A decoder whose step has been captured, and the memory that it takes."""
 
     def __init__(self, model: Any, make_rows: Callable[[Any, torch.Tensor], Any]) -> None:
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before = torch.cuda.memory_allocated()
         self.decoder = example.Decoder(model, make_rows)
+        torch.cuda.reset_peak_memory_stats()  # prompts have needed more than a step does
         for _ in range(3):
             self.decoder.step()
-        self.num_bytes = torch.cuda.memory_reserved() - before
+        self.num_bytes = torch.cuda.max_memory_allocated() - before
 
     def replay(self, steps: int = ROUND_STEPS) -> None:
         for _ in range(steps):
@@ -130,9 +130,9 @@ def run(ctx: Context) -> Iterator[Row]:
 
 def _steps(batch: int, context: int) -> Iterator[Row]:
     args = arguments(batch, context)
-    before = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
     model = example.Model(args, torch.device("cuda"))
-    model_bytes = torch.cuda.memory_reserved() - before
+    model_bytes = torch.cuda.memory_allocated() - before
     timed = {name: Timed(model, make) for name, (_, make) in KINDS.items()}
     link_rate = _link_bytes_per_us()
     for share, drift in DRIFTS[context].items():
@@ -217,9 +217,10 @@ class Shared(FromPool):
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
-    from jitkern.comm import PeerCommunicator, TorchCommunicator
+    from jitkern.comm import PeerCommunicator, init_pynccl
 
-    Shared.comm = PeerCommunicator(TorchCommunicator(), ranks.cpu_group)
+    inner = init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
+    Shared.comm = PeerCommunicator(inner, ranks.cpu_group)
     Shared.group = ranks.cpu_group
     context = 32768
     for batch in (8,) if quick else (32, 8):

@@ -1,4 +1,4 @@
-"""Paged decode, top-k rows, a KV connector, fp8 rows: the examples, and mistakes that they find."""
+"""Paged decode, sparse decode, a KV connector, fp8 rows: the examples, and mistakes they find."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from processes import EXAMPLES, run_example, with_mistake
 
 PAGED, SPARSE, CONNECTOR = "paged_decode.py", "sparse_topk.py", "kv_connector.py"
-FP8 = "fp8_rows.py"
+FP8, HOST = "fp8_rows.py", "sparse_decode.py"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
@@ -64,6 +64,20 @@ def test_it_stores_rows_in_fp8(device: torch.device) -> None:
     assert said == f"1000 rows on {device.type}, 656 bytes instead of 1152\n0 wrong rows\n"
 
 
+@pytest.mark.parametrize("where", [[], ["--resident"]], ids=["both", "resident"])
+def test_rows_on_the_host_give_the_same_bits(device: torch.device, where: list[str]) -> None:
+    sizes = "--batch 3 --context 448 --k 50 --slots 150 --layers 2 --hidden 128 --heads 2"
+    argv = [*sizes.split(), "--steps", "16", "--turn", "3", "--seed", "7", *where]
+    said = output_of(HOST, device, *argv)
+    assert "0 of 16 steps differ\n" in said
+    assert re.search(r"^Resident: \d+ tokens/s", said, re.MULTILINE)
+    missing = re.search(r"\n([\d.]+)% missing, ([\d.]+) MB fetched\n", said)
+    if where:
+        assert missing is None and "Offloaded" not in said
+    else:
+        assert missing is not None and 5 < float(missing[1]) < 50 and float(missing[2]) > 0
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong", "says"),
     [
@@ -72,8 +86,10 @@ def test_it_stores_rows_in_fp8(device: torch.device) -> None:
         (SPARSE, "cache, tokens, slots", "cache, tokens.flip(1), slots", "wrong steps: [^0]"),
         (CONNECTOR, "(hashes[:hits], gpu_blocks[:hits])", "([], [])", "[1-9]\\d* wrong values"),
         (FP8, "gather_rows(cache, slots,", "gather_rows(cache, slots.roll(1),", "1000 wrong rows"),
+        # Rows of a request that has ended are found.
+        (HOST, "        self.rows.forget(request)\n", "", "[1-9]\\d* of \\d+ steps differ"),
     ],
-    ids=["length", "fetch", "load", "roll"],
+    ids=["length", "fetch", "load", "roll", "forget"],
 )
 def test_a_mistake_is_found(
     device: torch.device, tmp_path: Path, name: str, right: str, wrong: str, says: str
