@@ -90,7 +90,7 @@ def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
     assert all(one.parameters.startswith("60424, ") for one in found[1:])
     assert all(one.elapsed_ms and one.num_bytes and one.error is None for one in found[1:])
     assert [(done, of) for _, done, of in told] == [(n + 1, 4) for n in range(4)]
-    assert all(name.startswith("store<60424, ") for name, _, _ in told)
+    assert all(name.startswith("jitkern_store_60424B_v8_i") for name, _, _ in told)
     assert {one.source for one in jitkern.warm(["store"], **how)[1:]} == {"memo"}
     assert len(Cache(empty_cache).entries()) == 4
 

@@ -31,7 +31,7 @@ jitkern warm --row-bytes 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
-COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
+COLUMNS = ("kernel", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
 TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
 LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads was given
@@ -142,4 +142,4 @@ def _cells(job: Outcome) -> tuple[str, ...]:
     ms = job.elapsed_ms
     text = "-" if ms is None else f"{ms:,.1f}" if ms < 100 else f"{ms:,.0f}"
     size = "-" if job.num_bytes is None else f"{job.num_bytes:,}"
-    return (job.name, job.parameters, job.arch or "-", job.source, text, size)
+    return (job.title, job.arch or "-", job.source, text, size)
