@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
 Compile kernels into the cache before a server needs them, on a machine with or without a GPU.
-The host module is built first; without options, nothing else is built. Kernels that the cache
-holds already are not compiled again."""
+The host module, jitkern's C++ part, is built first; without options, nothing else is built.
+Kernels that the cache holds already are not compiled again."""
 EXAMPLE = """
 jitkern warm --row-bytes 656
 jitkern warm --row-bytes 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/

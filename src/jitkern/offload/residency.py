@@ -228,9 +228,10 @@ class ResidencyMap:
         count: Tensor | None = None,
         pages: Tensor | None = None,
     ) -> None:
-        """Do the same without a fetch: others fetch the rows of ``plan``, before the next call.
+        """Find rows and replace slots as ``swap_in`` does, but fetch nothing.
 
-        Arguments and errors are those of ``swap_in``.
+        Others fetch the rows of ``plan`` before the next call. Arguments and errors are those of
+        ``swap_in``.
         """
         call = "ResidencyMap.resolve"
         dispatch.refuse_tracing(call)
@@ -321,10 +322,10 @@ class ResidencyMap:
         self.order[states] = slots
 
     def check(self, state: int) -> None:
-        """Prove that a state is sound; RuntimeError says what is wrong. Synchronises.
+        """Raise RuntimeError if a state is inconsistent. Synchronises.
 
-        The order is a permutation of the slots that are not pinned, and ``slot_of_row`` is the
-        inverse of ``row_of_slot``.
+        In a consistent one the order is a permutation of the slots that are not pinned, and
+        ``slot_of_row`` is the inverse of ``row_of_slot``.
         """
         state = int_arg(
             "ResidencyMap.check", "state", state, 0, self.num_states - 1, error=IndexError
