@@ -101,11 +101,11 @@ def warm(capsys: Capture, *argv: object) -> tuple[int, list[tuple[str, str, str]
     status = main(["warm", *map(str, argv)])
     out, err = capsys.readouterr()
     head, *lines = out.splitlines()[:-1] or [""]  # the last line counts them
-    starts = [head.find(column) for column in ("op", "parameters", "arch", "source", " ms")]
+    starts = [head.find(column) for column in ("kernel", "arch", "source", " ms")]
     rows = []
     for line in lines:
-        name, _, arch, source = (line[a:b].strip() for a, b in pairwise(starts))
-        rows.append((name, arch.strip("-"), source.split()[0]))
+        name, arch, source = (line[a:b].strip() for a, b in pairwise(starts))
+        rows.append((name.partition("<")[0], arch.strip("-"), source.split()[0]))
     assert rows[:1] == ([("host module", "", rows[0][2])] if rows else [])
     return status, rows[1:], err
 
@@ -147,7 +147,12 @@ def test_all_routes_replay(
     record = tmp_path / "moved" / "run.jsonl"
     use(CACHE_DIR=tmp_path / "other", RECORD="")
     wanted = ["8.0", "9.0"]
-    names = [("tiny", True), ("store", True), ("scale", False), ("single", True)]
+    names = [
+        ("tiny", True),
+        ("jitkern_store_656B_v16_i32", True),
+        ("scale", False),
+        ("single", True),
+    ]
     rows = [(name, arch) for name, cuda in names for arch in (wanted if cuda else [""])]
     for source, count in (("compiled", len(wanted)), ("cached", 0)):
         before = calls(fake_nvcc)

@@ -112,6 +112,8 @@ def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
         yield "dst", "comes second, after src"
     if {"group", "rank"} <= {*names} and names.index("group") > names.index("rank"):
         yield "group", "comes before rank"
+    if "output" in names and any(name.endswith("_out") for name in names):
+        yield "output", "is <what>_out, beside another"
     if "output" in names[1:] and parameters["output"].kind != Parameter.KEYWORD_ONLY:
         yield "output", "comes first, as in torch.distributed, or by name"
 
@@ -165,6 +167,7 @@ class Wrong:
     def pairs_first(self, pairs: Tensor, src: Tensor, dst: Tensor) -> None: ...
     def private(self, _user: str) -> None: ...
     def group_last(self, rank: int, group: ProcessGroup) -> None: ...
+    def two_outputs(self, output: Tensor, slots_out: Tensor) -> None: ...
     def output_last(self, x: Tensor, output: Tensor) -> None: ...
 
 

@@ -90,7 +90,7 @@ def test_warm_returns_the_source_of_each(empty_cache: Path) -> None:
     assert all(one.parameters.startswith("60424, ") for one in found[1:])
     assert all(one.elapsed_ms and one.num_bytes and one.error is None for one in found[1:])
     assert [(done, of) for _, done, of in told] == [(n + 1, 4) for n in range(4)]
-    assert all(name.startswith("store<60424, ") for name, _, _ in told)
+    assert all(name.startswith("jitkern_store_60424B_v8_i") for name, _, _ in told)
     assert {one.source for one in jitkern.warm(["store"], **how)[1:]} == {"memo"}
     assert len(Cache(empty_cache).entries()) == 4
 
@@ -193,7 +193,7 @@ def test_check_compiles_nothing(capsys: Capture, record: Path, tmp_path: Path, u
     before = compiles()
     status, out, err = run(capsys, "--replay", record, "--check")
     assert status == 1
-    assert re.findall(r"^(tiny|twice) .* missing ", out, re.MULTILINE) == ["tiny", "twice"]
+    assert re.findall(r"^(tiny|twice)\b.* missing ", out, re.MULTILINE) == ["tiny", "twice"]
     assert "host module" not in out  # it is there
     assert err == "jitkern: error: 2 of 3 missing; run without --check to compile them\n"
     missing = [("tiny", "4", "9.0", "missing"), ("twice", "", "", "missing")]
@@ -223,7 +223,7 @@ def test_what_cannot_be_kept_is_a_failure(capsys: Capture, monkeypatch: pytest.M
     argv = ("--row-bytes", "60456", "--op", "store", "--arch", "9.0")
     status, out, err = run(capsys, *argv)
     assert status == 1 and "No space left on device" in err
-    assert re.findall(r"^store .* failed ", out, re.MULTILINE)
+    assert re.findall(r"^jitkern_store_60456B_\w+ .* failed ", out, re.MULTILINE)
     assert "cannot be written: compiled, and not kept" in err
     monkeypatch.undo()
     assert run(capsys, *argv, "--check")[0] == 1

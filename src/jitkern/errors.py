@@ -69,7 +69,7 @@ class ToolchainError(JitkernError):
 
 
 class ShareError(JitkernError):
-    """The ranks of a shared pool do not come together; the message says which rank did what."""
+    """Ranks did not all arrive at a shared pool; the message says which rank did what."""
 
 
 class CommError(JitkernError):
@@ -77,7 +77,7 @@ class CommError(JitkernError):
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """Ranks did not come to a call in time, or no longer can.
+    """Ranks did not arrive at a call in time, or no longer can.
 
     `op` is the call, such as ``"all_reduce"``, and `number` counts this communicator's calls from
     1; 0 is the set-up. `rank` is this rank. `missing` are the ranks that have not arrived; empty if

@@ -15,6 +15,7 @@ from typing import Any
 from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs, requested_archs
 from jitkern.cache.get import Lookup, forbidden_by, user_cache
 from jitkern.cache.store import Cache
+from jitkern.compilers.sources import CSRC
 from jitkern.errors import CacheError, CompileError, FrozenError, JitkernError, WarmError
 from jitkern.fs import free_bytes, require_writable
 from jitkern.host import library as host
@@ -60,6 +61,9 @@ class Outcome:
         Milliseconds of the job and bytes of the code; None if it is failed or missing.
     error : Exception or None
         The reason of a failure.
+    kernel : str
+        The name in profilers of a kernel of jitkern's own, such as ``jitkern_store_656B_v16_i64``;
+        else empty.
     """
 
     name: str
@@ -73,10 +77,15 @@ class Outcome:
     elapsed_ms: float | None = None
     num_bytes: int | None = None
     error: Exception | None = None
+    kernel: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.name}<{self.parameters}>" if self.parameters else self.name
-        return f"{text} for {self.arch}" if self.arch else text
+        return f"{self.title} for {self.arch}" if self.arch else self.title
+
+    @property
+    def title(self) -> str:
+        """The name of a kernel of jitkern's own; of others, the name and template arguments."""
+        return self.kernel or (f"{self.name}<{self.parameters}>" if self.parameters else self.name)
 
     def run(self, step: Callable[[], Lookup[Any] | None]) -> Outcome:
         """Do `find` or `build`, and keep its look-up or its error."""
@@ -285,7 +294,10 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
 
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
     find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
-    return Outcome(kernel.op, ", ".join(kernel.args), str(arch), find, build)
+    is_ours = kernel.files[0].is_relative_to(CSRC)
+    name_in_profilers = kernel.exports[0] if is_ours else ""
+    args = ", ".join(kernel.args)
+    return Outcome(kernel.op, args, str(arch), find, build, kernel=name_in_profilers)
 
 
 def _of_library(used: Specialisation, arch: Arch | None) -> Outcome:

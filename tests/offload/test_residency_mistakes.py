@@ -118,6 +118,8 @@ LIST_MISTAKES: list[Mistake] = [
 ]  # fmt: skip
 SIDE_MISTAKES: list[Mistake] = [
     *not_tensors(SIDES, "host", "cache"),
+    *(({name: [side]}, TypeError, f"{name}: list or tuple, expected a tensor, or "
+       "BlockBuffers(list) for a list of tensors") for name, side in SIDES.items()),
     ({"cache": on_cuda(SIDES["cache"])}, ValueError,
      "cache: device cuda:0, expected cpu, as the map"),
     ({"host": on_cuda(SIDES["host"])}, ValueError, "host: device cuda:0, expected host memory"),

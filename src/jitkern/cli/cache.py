@@ -17,8 +17,8 @@ EXAMPLE = "jitkern cache info"
 ACTIONS = {
     "info": "list the caches in the order in which they are searched, with their sizes",
     "clear": """\
-delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern), a host module that was built
-here too, and no other files; `jitkern cache info` shows how many there are""",
+delete the entries of JITKERN_CACHE_DIR (default: ~/.cache/jitkern), including a host module that
+was built here; other files stay; `jitkern cache info` shows how many entries there are""",
 }
 
 

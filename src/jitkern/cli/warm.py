@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 SUMMARY = "compile kernels before they are needed, with or without a GPU"
 DESCRIPTION = """\
 Compile kernels into the cache before a server needs them, on a machine with or without a GPU.
-The host module is built first; without options, nothing else is built. Kernels that the cache
-holds already are not compiled again."""
+The host module, jitkern's C++ part, is built first; without options, nothing else is built.
+Kernels that the cache holds already are not compiled again."""
 EXAMPLE = """
 jitkern warm --row-bytes 656
 jitkern warm --row-bytes 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
@@ -31,7 +31,7 @@ jitkern warm --row-bytes 1024 --head-dim 64,128 --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """
-COLUMNS = ("op", "parameters", "arch", "source", ">ms", ">bytes")
+COLUMNS = ("kernel", "arch", "source", ">ms", ">bytes")
 SOURCES = ("compiled", "cached", "shipped", "memo", "missing", "failed")
 TINY_ROW_BYTES = 16  # no KV cache has rows this small: the bytes of a value were given
 LARGE_HEAD_DIM = 4096  # no model has heads this large: the size of all heads was given
@@ -142,4 +142,4 @@ def _cells(job: Outcome) -> tuple[str, ...]:
     ms = job.elapsed_ms
     text = "-" if ms is None else f"{ms:,.1f}" if ms < 100 else f"{ms:,.0f}"
     size = "-" if job.num_bytes is None else f"{job.num_bytes:,}"
-    return (job.name, job.parameters, job.arch or "-", job.source, text, size)
+    return (job.title, job.arch or "-", job.source, text, size)

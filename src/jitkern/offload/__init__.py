@@ -15,6 +15,7 @@ from jitkern.offload.pool import PinnedPool as PinnedPool
 from jitkern.offload.pool import PoolStats as PoolStats
 from jitkern.offload.pool import Share as Share
 from jitkern.offload.residency import MissPlan as MissPlan
+from jitkern.offload.residency import ResidencyCounts as ResidencyCounts
 from jitkern.offload.residency import ResidencyMap as ResidencyMap
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
 from jitkern.offload.ring import RingServer as RingServer

@@ -116,7 +116,7 @@ class Slot:
 
 
 class Run(AbstractContextManager["Run"], Iterator[Slot]):
-    """The iterator of one run over its slots, in the order of the blocks.
+    """One loop of a ``SlotPipeline``: an iterator over slots, in the order of the blocks.
 
     Returned by ``SlotPipeline.load``, ``store`` and ``update``. It starts at the first ``next`` and
     belongs to the thread that calls it. It ends after the last slot, when nothing references it any

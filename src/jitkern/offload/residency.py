@@ -41,6 +41,17 @@ class MissPlan(NamedTuple):
         return cls(pairs, torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
+class ResidencyCounts(NamedTuple):
+    """What ``ResidencyMap.counts`` returns: totals since the map was made."""
+
+    hits: int
+    """Rows that were in the cache."""
+    misses: int
+    """Rows that were fetched, or that a plan has."""
+    num_bytes: int
+    """Bytes that ``swap_in`` has fetched."""
+
+
 class ResidencyMap:
     """Finds rows of a table in a cache of slots; fetches those that are missing.
 
@@ -217,9 +228,10 @@ class ResidencyMap:
         count: Tensor | None = None,
         pages: Tensor | None = None,
     ) -> None:
-        """Do the same without a fetch: others fetch the rows of ``plan``, before the next call.
+        """Find rows and replace slots as ``swap_in`` does, but fetch nothing.
 
-        Arguments and errors are those of ``swap_in``.
+        Others fetch the rows of ``plan`` before the next call. Arguments and errors are those of
+        ``swap_in``.
         """
         call = "ResidencyMap.resolve"
         dispatch.refuse_tracing(call)
@@ -310,10 +322,10 @@ class ResidencyMap:
         self.order[states] = slots
 
     def check(self, state: int) -> None:
-        """Prove that a state is sound; RuntimeError says what is wrong. Synchronises.
+        """Raise RuntimeError if a state is inconsistent. Synchronises.
 
-        The order is a permutation of the slots that are not pinned, and ``slot_of_row`` is the
-        inverse of ``row_of_slot``.
+        In a consistent one the order is a permutation of the slots that are not pinned, and
+        ``slot_of_row`` is the inverse of ``row_of_slot``.
         """
         state = int_arg(
             "ResidencyMap.check", "state", state, 0, self.num_states - 1, error=IndexError
@@ -331,14 +343,13 @@ class ResidencyMap:
         if wrong:
             raise RuntimeError(f"ResidencyMap: state {state}: {wrong}")
 
-    def counts(self) -> tuple[int, int, int]:
+    def counts(self) -> ResidencyCounts:
         """Return the numbers of hits, misses and fetched bytes so far.
 
         They are read without a synchronisation: a call counts when its kernel has ended. A row that
         is asked for twice in a call is a miss and a hit.
         """
-        hits, misses, num_bytes = self._counts.sum(0).tolist()
-        return hits, misses, num_bytes
+        return ResidencyCounts(*self._counts.sum(0).tolist())
 
     def __repr__(self) -> str:
         size = f"{self.num_states} states of {self.num_slots} slots"

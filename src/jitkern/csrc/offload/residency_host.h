@@ -70,6 +70,9 @@ struct RowsSide {
   RowsSide(const char* op, const char* arg, AnyView value)
       : op(op), arg(arg), list(BlockBuffers::of(value)) {
     if (list == nullptr) {
+      if (value.as<tvm::ffi::Array<tvm::ffi::Any>>()) {
+        raise_type_error(op, arg, value, "a tensor, or BlockBuffers(list) for a list of tensors");
+      }
       rows.emplace(op, arg, value);
     } else if (list->num_rows() != 1) {
       raise_value_error(op, arg, "blocks of several pieces", "contiguous blocks");
