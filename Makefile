@@ -63,7 +63,7 @@ bench: $(call ready,bench)
 # Tables and the plot of the docs, from bench/results.
 plots: $(call ready,bench)
 	$(PY) -m bench.tables
-	$(PY) -m bench.plots bench/results/nvidia-h200.json bench/results/lists.json docs/img/summary.png
+	$(PY) -m bench.plots bench/results/nvidia-h200.json bench/results/lists.json bench/results/sparse.json docs/img
 
 # Compares with the baseline of this kind of machine: instructions decide, times are shown.
 bench-ci: $(call ready,test)

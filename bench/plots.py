@@ -1,4 +1,4 @@
-"""The plot of the first page: ``python -m bench.plots RESULT... FILE.png``."""
+"""Plots of the docs: ``python -m bench.plots RESULT... FOLDER``."""
 
 import sys
 from pathlib import Path
@@ -84,6 +84,63 @@ def draw(results: list[report.Payload], path: Path) -> None:
     plt.close(figure)
 
 
+# The parts of a layer: their stream, and their label.
+_PARTS = {
+    "store the new rows": (0, ""),
+    "indexer, top k": (0, "store, indexer, top k"),
+    "queries": (0, "queries"),
+    "read the rows": (0, "read rows, attend"),
+    "attend": (0, ""),
+    "write them to the pool": (1, "write new rows to the pool"),
+    "find and fetch": (2, "find and fetch (swap_in)"),
+}
+_WAYS = {
+    "h2d_gather of all rows": ("h2d_gather of all rows", GREY),
+    "jitkern": ("ResidencyMap", OURS),
+    "all rows on the GPU": ("all rows on the GPU", "#4c78a8"),
+}
+
+
+def draw_sparse(result: report.Payload, path: Path, context: int = 131072) -> None:
+    """Draw a layer of the step of sparse attention, and the speed of each way."""
+    rows = result["benchmarks"]["sparse"]["rows"]
+    figure, (spans, speeds) = plt.subplots(2, figsize=(4.6, 4.2), height_ratios=(1, 1.5))
+    for row in (r for r in rows if r["case"] == f"one layer, batch 32, context {context}"):
+        (lane, label), start = _PARTS[row["impl"]], row["params"]["start_us"]
+        color = OURS if lane else GREY
+        spans.barh(lane, row["median_us"], left=start, color=color, height=0.34, edgecolor="white")
+        spans.text(start, lane - 0.22, label, va="bottom", fontsize=7)
+    spans.set_yticks(range(3), ["current", "store", "fetch"])
+    spans.set_ylim(2.3, -0.8)
+    spans.set_title(f"streams of one layer, us; 32 requests of {context:,} tokens", loc="left")
+    batches = (1, 8, 32, 64)
+    for impl, (label, color) in _WAYS.items():
+        cases = [f"batch {batch}, context {context}, 5 % missing" for batch in batches]
+        found = {r["case"]: r["params"] for r in rows if r["impl"] == impl}
+        speeds.plot(
+            range(len(batches)),
+            [found[case]["tokens_per_s"] for case in cases],
+            color=color,
+            marker="o",
+            label=label,
+        )
+    speeds.set_xticks(range(len(batches)), [f"{batch} requests" for batch in batches])
+    speeds.set_title("tokens per second, 5 % of the rows missing", loc="left")
+    speeds.legend(frameon=False, labelcolor=GREY)
+    for axes in (spans, speeds):
+        axes.tick_params(colors=GREY)
+        for name, side in axes.spines.items():
+            side.set_visible(name in ("left", "bottom"))
+            side.set_color(GREY)
+    figure.tight_layout(pad=0.5)
+    figure.savefig(path, dpi=160, transparent=True)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
-    *results, image = map(Path, sys.argv[1:])
-    draw([report.read(result) for result in results], image)
+    *files, folder = map(Path, sys.argv[1:])
+    results = [report.read(file) for file in files]
+    draw(results, folder / "summary.png")
+    draw_sparse(
+        next(r for r in results if "sparse" in r["benchmarks"]), folder / "sparse_decode.png"
+    )

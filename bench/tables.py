@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -199,11 +200,66 @@ def beside() -> list[str]:
     return _markdown(heads, body)
 
 
+SPARSE = {
+    "all rows on the GPU": "all rows on the GPU",
+    "jitkern": "`ResidencyMap`",
+    "h2d_gather of all rows": "`h2d_gather` of all rows",
+}
+
+
+def sparse(context: int) -> list[str]:
+    """Return the table of decode steps of sparse attention."""
+    body = []
+    for batch, share in product((1, 8, 32, 64), (5, 20)):
+        rows = _rows("sparse", "sparse", f"batch {batch}, context {context}, {share} % missing")
+        ours = rows["jitkern"]["params"]
+        cells = [f"{rows[name]['median_us'] / 1e3:.2f}" for name in SPARSE]
+        link = rows["the missing bytes by the copy engine"]["median_us"] / 1e3
+        cells += [f"{ours['to_resident']:.2f}", f"{ours['tokens_per_s']:,.0f}", f"{link:.2f}"]
+        body.append([f"{batch}, {share} %", *cells])
+    heads = ["ms per step; requests, missing rows", *SPARSE.values()]
+    heads += ["map / all on the GPU", "tokens per s with the map", "link, at the engine's speed"]
+    return _markdown(heads, body)
+
+
+def sparse_memory() -> list[str]:
+    """Return the table of the memory of a request."""
+    body = []
+    for context in (32768, 131072):
+        rows = _rows("sparse", "sparse", f"batch 64, context {context}, 5 % missing")
+        for name in ("all rows on the GPU", "jitkern"):
+            params = rows[name]["params"]
+            megabytes = f"{params['request_bytes'] / 1e6:.0f}"
+            body.append([f"{context:,}, {SPARSE[name]}", megabytes, str(params["batch_in_80_gb"])])
+    return _markdown(["context, rows", "MB of GPU memory per request", "requests in 80 GB"], body)
+
+
+def sparse_ranks() -> list[str]:
+    """Return the table of two GPUs that fetch for each other."""
+    body = []
+    for batch, share in product((8, 32), (5, 20)):
+        where = f"batch {batch}, context 32768, {share} % missing, 2 GPUs"
+        cells = [f"{batch}, {share} %"]
+        for case in (f"fetch of {where}", where):
+            rows = _rows("sparse_ranks", "sparse", case)
+            each, part = (rows[f"jitkern, {how}"]["median_us"] for how in RANKS)
+            cells += [three_digits(each), three_digits(part), f"{part / each:.2f}"]
+        body.append(cells)
+    heads = ["us; requests, missing rows"]
+    heads += [f"{what}, {how}" for what in ("fetch", "step") for how in (*RANKS, "ratio")]
+    return _markdown(heads, body)
+
+
+RANKS = ("all rows each", "a part each")
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     paragraph.partition(" ")[0]: partial(_table, paragraph)
     for paragraph in TABLES_TEXT.strip().split("\n\n")
 }
 TABLES["beside"] = beside
+TABLES |= {f"sparse-{context}": partial(sparse, context) for context in (32768, 131072)}
+TABLES |= {"sparse-memory": sparse_memory, "sparse-ranks": sparse_ranks}
 
 
 def with_tables(text: str) -> str:

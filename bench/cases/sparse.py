@@ -168,10 +168,49 @@ def _steps(batch: int, context: int) -> Iterator[Row]:
             }
             row.note = ", ".join(f"{k} {v:.4g}" for k, v in list(row.params.items())[2:])
             yield row
-        link_us = step_bytes / link_rate
-        yield Row(
-            "sparse", case, "the missing bytes by the copy engine", "ceiling", median_us=link_us
-        )
+        link = "the missing bytes by the copy engine"
+        yield Row("sparse", case, link, "ceiling", median_us=step_bytes / link_rate)
+        if share == min(DRIFTS[context]):
+            part = f"one layer, batch {batch}, context {context}"
+            yield from _timeline(timed["jitkern"].decoder, part)
+            for name in KINDS.keys() - {"jitkern"}:
+                timed[name].replay(1)  # in lockstep again
+
+
+def _timeline(decoder: Any, case: str) -> Iterator[Row]:
+    """Yield when the parts of a layer in the middle of a step began, and how long they took."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        decoder.graph.replay()
+        torch.cuda.synchronize()
+    kernels = sorted(
+        (e.time_range.start, e.time_range.end, e.name, e.device_resource_id)
+        for e in profiled.events()
+    )
+    stores = [kernel for kernel in kernels if "store_rows" in kernel[2]]
+    middle = len(stores) // 2
+    first, end = stores[middle - 1], stores[middle][0]
+    layer = [kernel for kernel in kernels if first[0] <= kernel[0] < end]
+    write, swap_in, gather = (
+        next(kernel for kernel in layer if part in kernel[2])
+        for part in ("d2h_scatter", "swap_in", "gather_rows")
+    )
+    current = [kernel for kernel in layer if kernel[3] == first[3]]
+    picked = max(kernel[1] for kernel in current if kernel[1] <= swap_in[0])
+    queries = [kernel for kernel in current if picked <= kernel[0] < gather[0]]
+    spans = {
+        "store the new rows": first[:2],
+        "write them to the pool": write[:2],
+        "indexer, top k": (first[1], picked),
+        "find and fetch": swap_in[:2],
+        "queries": (queries[0][0], queries[-1][1]),
+        "read the rows": gather[:2],
+        "attend": (gather[1], end),
+    }
+    for part, (start, stop) in spans.items():
+        params = {"start_us": start - first[0]}
+        yield Row("sparse", case, part, "floor", params, median_us=stop - start)
 
 
 def _link_bytes_per_us() -> float:
