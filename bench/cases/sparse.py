@@ -251,12 +251,12 @@ class Shared(FromPool):
         with example.beside(self.fetch_stream, tokens, slots):
             states = self.states[layer]
             self.map.resolve(tokens, slots, plan=plan, states=states, pages=self.pages)
-            peer_gather(self.rows[layer], self.caches, plan.pairs, self.comm)
+            peer_gather(self.rows[layer], self.caches, plan.pairs, self.comm, order="given")
         return self.cache, slots
 
 
 def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
-    from jitkern.comm import PeerCommunicator, init_pynccl
+    from jitkern.comm import PeerCommunicator, init_pynccl, peer_gather
 
     inner = init_pynccl(tp_rank=ranks.rank, tp_size=ranks.size, tp_cpu_group=ranks.cpu_group)
     Shared.comm = PeerCommunicator(inner, ranks.cpu_group)
@@ -284,27 +284,19 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             is_same = torch.equal(alone.decoder.output, shared.decoder.output)
             if wrong := ranks.first_text("" if is_same else f"rank {ranks.rank}: outputs differ"):
                 raise RuntimeError(f"sparse: {wrong}")
-            plan = shared.decoder.rows.plans[0]
-            pairs, count = plan.pairs, int(plan.counts.sum())
-            rows, caches = shared.decoder.rows.rows[0], shared.decoder.rows.caches
+            plan, rows = shared.decoder.rows.plans[0], shared.decoder.rows.rows[0]
+            caches, is_miss = shared.decoder.rows.caches, plan.pairs[..., 0] >= 0
+            misses = plan.pairs[is_miss].contiguous()  # h2d_gather gets them without padding
+            count, how = len(misses), {"dedup": False, "order": "given", "method": "sm"}
+            gather = partial(jitkern.h2d_gather, rows, caches[ranks.rank], misses, **how)
+            part = partial(peer_gather, rows, caches, plan.pairs, Shared.comm, order="given")
             fetches = {
-                "jitkern, a part each": Call(
-                    "ours", partial(_peer_gather, rows, caches, pairs, Shared.comm)
-                ),
-                "jitkern, all rows each": Call(
-                    "peer",
-                    partial(jitkern.h2d_gather, rows, caches[ranks.rank], pairs, method="sm"),
-                ),
+                "jitkern, a part each": Call("ours", part),
+                "jitkern, all rows each": Call("peer", gather),
             }
             fields = {"params": {"rows": count}, "bytes_moved": count * example.ROW_BYTES}
             yield from ranks.timed(f"fetch of {where}", fetches, 20, **fields)
         del alone, shared, model
-
-
-def _peer_gather(*args: Any) -> None:
-    from jitkern.comm import peer_gather
-
-    peer_gather(*args)
 
 
 def _step_rows(ranks: Ranks, where: str, calls: dict[str, Call]) -> Iterator[Row]:

@@ -17,14 +17,16 @@ from jitkern.comm import peer_gather, peer_scatter
 from jitkern.errors import CommTimeoutError
 
 
-def gathers(case: Case, size: int, device: torch.device, index_dtype: torch.dtype) -> None:
+def gathers(
+    case: Case, size: int, device: torch.device, index_dtype: torch.dtype, order: Any = "host"
+) -> None:
     ranks, pool, caches = Ranks(size, device), case.pool(device), case.caches(size, device)
     pairs = case.pairs.to(device, index_dtype)
     expected = caches[0].clone()
     ref_h2d_gather(pool, expected, case.pairs)
     backing = [cache._base for cache in caches]
     for _ in range(2):  # epochs go on
-        ranks.each(lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank]))
+        ranks.each(lambda rank: peer_gather(pool, caches, pairs, ranks.reducers[rank], order=order))
         for cache, base in zip(caches, backing, strict=True):
             assert torch.equal(cache, expected)
             assert base is None or (base[:, case.row_bytes :] == UNTOUCHED).all()
@@ -49,19 +51,24 @@ def test_any_rows(device: torch.device, seed: int, size: int) -> None:
     for moves, repeats in ((gathers, True), (scatters, False)):
         dtype = rng.choice([torch.int32, torch.int64])
         moves(any_case(rng, repeats=repeats), size, device, dtype)
+    gathers(any_case(rng, repeats=True), size, device, dtype, order="given")
 
 
+@pytest.mark.parametrize("order", ["host", "given"])
 @pytest.mark.parametrize("distinct", [1, 7, 40_000])
-def test_a_large_gather(device: torch.device, distinct: int) -> None:
+def test_a_large_gather(device: torch.device, distinct: int, order: str) -> None:
     count, num_host_rows = 40_000, 50_000
     generator = torch.Generator().manual_seed(distinct)
     hosts = torch.randperm(num_host_rows, generator=generator)[:distinct]
     sources = hosts[torch.randint(distinct, (count,), generator=generator)]
     pairs = torch.stack([sources, torch.randperm(count, generator=generator)], 1)
-    gathers(Case(24, num_host_rows, count, 24, pairs), 4, device, torch.int64)
+    pairs[torch.rand(count, generator=generator) < 0.1] = -1
+    gathers(Case(24, num_host_rows, count, 24, pairs), 4, device, torch.int64, order)
 
 
-def fetched_by_rank(size: int, num_rows: int, pairs: torch.Tensor, pool_rows: int = 0) -> list[int]:
+def fetched_by_rank(
+    size: int, num_rows: int, pairs: torch.Tensor, pool_rows: int = 0, order: Any = "host"
+) -> list[int]:
     """Return which rank has fetched each row of the caches.
 
     Each rank has a pool of its own, so that a row tells by its content who has fetched it.
@@ -74,7 +81,9 @@ def fetched_by_rank(size: int, num_rows: int, pairs: torch.Tensor, pool_rows: in
     ]
     caches = Case(16, num_rows, num_rows, 16, pairs).caches(size, device)
     pairs = pairs.to(device)
-    ranks.each(lambda rank: peer_gather(pools[rank], caches, pairs, ranks.reducers[rank]))
+    ranks.each(
+        lambda rank: peer_gather(pools[rank], caches, pairs, ranks.reducers[rank], order=order)
+    )
     for cache in caches[1:]:
         assert torch.equal(cache, caches[0])
     return caches[0][:, 0].tolist()
@@ -95,6 +104,12 @@ def test_each_rank_fetches_a_part() -> None:
     assert 60 <= by_rank.count(0) <= 140 and by_rank.count(0) + by_rank.count(1) == 200
     pairs = torch.stack([torch.zeros(500, dtype=torch.int64), torch.randperm(500)], 1)
     assert len(set(fetched_by_rank(2, 500, pairs))) == 1
+
+
+@pytest.mark.cuda
+def test_ranks_take_pairs_in_turn() -> None:
+    by_rank = fetched_by_rank(3, 100, torch.arange(100).repeat(2, 1).T.contiguous(), order="given")
+    assert by_rank == [number // 16 % 3 for number in range(100)]
 
 
 def compiled(case: Case, size: int, device: torch.device) -> None:
@@ -194,6 +209,7 @@ MISTAKES = {
     "peer_gather(s, [d[0], d[1].int()], p, r)": "TypeError: peer_gather: dsts[1]: dtype int32",
     "peer_gather(s, d, p[:, 0].contiguous(), r)": "ValueError: peer_gather: pairs: shape [4],",
     "peer_gather(s, d, p, r, num_sms=0)": "ValueError: peer_gather: num_sms: 0, expected",
+    "peer_gather(s, d, p, r, order='auto')": "ValueError: peer_gather: order: 'auto', expected",
     "peer_gather(s.requires_grad_(), d, p, r)": "RuntimeError: peer_gather: src",
     "peer_scatter(d[0], s[:, :3], p, r)": "ValueError: peer_scatter: ",
 }

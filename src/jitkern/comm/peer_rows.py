@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -55,6 +55,7 @@ def peer_gather(
     comm: PeerCommunicator | PeerReducer,
     *,
     num_sms: int | None = None,
+    order: Literal["host", "given"] = "host",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of the tensors of all ranks.
 
@@ -85,6 +86,10 @@ def peer_gather(
         Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
         SMs that read over the link, as in ``h2d_gather``.
+    order : {"host", "given"}
+        "host": each rank reads a contiguous part of the distinct rows, in the order of ``src``,
+        which a sort on the GPU finds. "given": ranks take pairs in turn, as they come, and read
+        repeated rows again. For short calls, such as the misses of a ``ResidencyMap``.
 
     Raises
     ------
@@ -102,9 +107,9 @@ def peer_gather(
         expected = f"{world_size}, one for each rank"
         raise ValueError(f"peer_gather: dsts: {len(dsts)} tensors, expected {expected}")
     if reducer is None:
-        h2d_gather(src, dsts[0], pairs, num_sms=num_sms)
+        h2d_gather(src, dsts[0], pairs, num_sms=num_sms, order=order)
         return
-    args = (src, list(dsts), pairs, num_sms, reducer.rank, *reducer.barrier_in_cpp)
+    args = (src, list(dsts), pairs, num_sms, order, reducer.rank, *reducer.barrier_in_cpp)
     names = _GATHER_NAMES[world_size]
     call_cpp("peer_gather", _gather.call, args, names, tuple(dsts), (src,), (pairs,))
 

@@ -24,6 +24,7 @@ struct RowsCall : PairArgs {
   u32 num_ranks;
   Function barrier_of_ranks;  // on their streams, or on the CPU
   const u32* intact;
+  bool is_listed = true;    // this rank's pairs, sorted, without repeats; else pairs in turn
   std::vector<Rows> all{};  // peer_gather: the memory of each rank
 
   // On the stream that the FFI has set from this call's tensors.
@@ -104,24 +105,24 @@ PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels
   return {memory, list, list.last_entries + 3};
 }
 
+// SMs of a call without lists, which finds its pairs among those of other ranks and padding. A plan
+// of 65,536 pairs is read in 16 steps.
+constexpr i64 kSmsInTurn = 32;
+
 void run_on_gpu(RowsCall& call, KernelTable& table) {
   const CollectiveScope scope(call.device_rows().dl->device.device_id);
   call.map_host_rows();
   call.params.fault = scope.device.fault_device;
   // Everything is compiled before the barrier.
-  const LoadedKernels& sorts = peer_list_kernels(scope.device, call);
+  const LoadedKernels* sorts = call.is_listed ? &peer_list_kernels(scope.device, call) : nullptr;
   u64 bits = 0;  // the bits of all addresses: vectors must be aligned on each rank
   for (const Rows& rows : call.all) bits |= address(rows.data);
   const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
-  const PeerLists lists = make_peer_lists(scope, sorts, call);
-
   PeerCopyParams fetch{};
   static_cast<PairCopyParams&>(fetch) = call.params;
   fetch.intact = call.intact;
-  fetch.pairs = lists.params.fetches;
-  fetch.last_pair = lists.params.last_entries;
-  fetch.last_batch = lists.last_batch;
+  fetch.num_ranks = 1;
   fetch.num_shifts = 1;
   // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
   // to the same one.
@@ -129,6 +130,20 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
     fetch.shifts[fetch.num_shifts++] =
         call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
   }
+  if (!call.is_listed) {
+    fetch.rank = call.rank;
+    fetch.num_ranks = call.num_ranks;
+    const i64 num_sms = call.num_sms.value_or(kSmsInTurn);
+    const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, num_sms);
+    call.barrier();
+    scope.launch(copies.entries[0], blocks, fetch);
+    call.barrier();
+    return scope.raise_earlier();
+  }
+  const PeerLists lists = make_peer_lists(scope, *sorts, call);
+  fetch.pairs = lists.params.fetches;
+  fetch.last_pair = lists.params.last_entries;
+  fetch.last_batch = lists.last_batch;
   PeerCopyParams copy = fetch;
   copy.pairs = lists.params.copies;
   copy.last_pair = lists.params.last_entries + 1;
@@ -159,8 +174,8 @@ void run(RowsCall& call, KernelTable& table) {
   call.device_rows().on_cuda() ? run_on_gpu(call, table) : run_on_cpu(call);
 }
 
-void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, u32 rank,
-                 Function barrier, i64 intact) {
+void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, AnyView order,
+                 u32 rank, Function barrier, i64 intact) {
   constexpr const char* kOp = "peer_gather";
   refuse_tracers(kOp);
   static const PairSites sites(kOp);
@@ -168,6 +183,7 @@ void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, 
   const auto dsts = dsts_arg.cast<Array<Any>>();
   RowsCall call{PairArgs(kOp, sites, kHostSource, src, dsts[rank], pairs, num_sms), rank,
                 static_cast<u32>(dsts.size()), barrier, reinterpret_cast<const u32*>(intact)};
+  call.is_listed = choice_arg(kOp, "order", order, {"host", "given"}) == 0;
   take_targets(call, dsts);
   run(call, table);
 }

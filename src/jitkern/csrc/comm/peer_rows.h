@@ -17,9 +17,16 @@ namespace jitkern {
 struct PeerCopyParams : PairCopyParams {
   i64 shifts[kMostPeers];  // from a row of `dst` to its other copies; the first is 0
   u32 num_shifts;
+  u32 rank;  // of num_ranks, which take pairs in turn; 0 of 1 with a list of this rank's pairs
+  u32 num_ranks;
   const u32* intact;  // PeerControl's: not kUnwritten if a barrier has failed
 
   static constexpr bool kHasShifts = true;
+  static constexpr u32 kPairsInTurn = 16;  // a group of loads has fewer
+
+  JITKERN_HOST_DEVICE constexpr bool has_pair(i64 number) const {
+    return static_cast<u32>(number) / kPairsInTurn % num_ranks == rank;
+  }
 };
 
 // A counting sort, as with ListParams, into this rank's part and the copies of all ranks. All ones

@@ -102,7 +102,8 @@ struct PairCopy {
 #pragma unroll
     for (int r = 0; r < Rows::kRows; ++r) {
       const Pair pair = read_pair(p, num_pairs, group.first_row + r);
-      const bool inside = pair.is_inside(p);
+      bool inside = pair.is_inside(p);
+      if constexpr (Params::kHasShifts) inside = inside && p.has_pair(group.first_row + r);
       source[r] = p.src + (inside ? pair.src_row * p.src_stride_bytes : 0);
       target[r] = p.dst + (inside ? pair.dst_row * p.dst_stride_bytes : 0);
       const char* host = kHostSide == kHostTarget ? target[r] : source[r];
