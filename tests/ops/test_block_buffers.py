@@ -430,7 +430,7 @@ def test_memory_that_a_gpu_cannot_read() -> None:
     far = BlockBuffers(list(pool.tensor((LAYERS, 4, 64), torch.uint8).unbind(0)))
     copy_blocks(far, cache, pairs)
     pool.close()
-    with pytest.raises(ValueError, match=r"src\[0\]: memory of a PinnedPool that was closed"):
+    with pytest.raises(ValueError, match=r"src\[0\]: pageable host memory"):
         copy_blocks(far, cache, pairs)
     jitkern.check(device)
 
