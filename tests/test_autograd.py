@@ -77,17 +77,6 @@ def test_merge_state_names_its_own_argument() -> None:
         jitkern.merge_state(outs[0], lses[0], outs[1], lses[1].requires_grad_())
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_parameters_are_read_where_gradients_are_off(
-    look_up: dict[str, Tensor], mode: Callable[[], torch.no_grad]
-) -> None:
-    weights = torch.nn.Parameter(look_up["weights"])
-    with mode():
-        rows = jitkern.indexing(weights, look_up["indices"].abs())
-        assert torch.equal(rows, weights[look_up["indices"].abs()])
-    assert not rows.requires_grad
-
-
 def test_a_table_beside_what_is_differentiated(look_up: dict[str, Tensor]) -> None:
     """Only ``x`` is differentiated; the rows of the table are constants."""
     indices = look_up["indices"].abs()
@@ -152,23 +141,6 @@ def test_what_is_written_to_counts_as_changed(
         given = replaced(arguments, lambda n, t: t if n == name else tvm_ffi.from_dlpack(t))
         getattr(jitkern, op)(**given)
     assert arguments[name]._version > before + 1
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("through_torch", [False, True])
-def test_a_refused_call_changes_nothing(
-    device: torch.device, mode: Callable[[], torch.no_grad], through_torch: bool
-) -> None:
-    cache, rows = torch.zeros(2, ROWS, 4, device=device)
-    wrong = torch.zeros(1, device=device, dtype=torch.int16)
-    with mode():
-        jitkern.store_cache(cache, None, wrong.long(), rows[:1])
-    before = cache._version
-    assert before == 1
-    call = torch.ops.jitkern.store_cache if through_torch else jitkern.store_cache
-    with mode(), pytest.raises(TypeError, match="store_cache: indices: dtype int16"):
-        call(cache, None, wrong, rows[:1])
-    assert cache._version == before
 
 
 @pytest.mark.parametrize("beside_foreign", [False, True])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from stems import ON_GPU
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,20 +101,6 @@ def test_verdicts_without_two_counts() -> None:
     }
 
 
-def test_the_baseline_of_this_kind_of_machine_is_used(tmp_path: Path) -> None:
-    assert guard.find(tmp_path, KIND, IDENTITY) is None
-    report.save(tmp_path / "other.json", other := baseline_of(kind="other"))
-    assert guard.find(tmp_path, KIND, IDENTITY) == other  # the same software
-    assert guard.find(tmp_path, KIND, {}) is None
-    report.save(tmp_path / f"{KIND}.json", own := baseline_of(row_of(100)))
-    assert guard.find(tmp_path, KIND, IDENTITY) == own
-
-
-def test_no_baseline_is_made_of_a_broken_figure() -> None:
-    with pytest.raises(ValueError, match=r"store: call: broken, expected a figure.*OSError: no"):
-        baseline_of(row_of(error="OSError: no"))
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "bench/baselines").glob("*")), ids=str)
 def test_the_kept_baselines_notice_nine_percent_more(file: Path) -> None:
     baseline = report.read(file)
@@ -124,24 +108,6 @@ def test_the_kept_baselines_notice_nine_percent_more(file: Path) -> None:
     figures = [f["instructions"] for f in baseline["figures"].values() if f["instructions"]]
     assert bool(figures) == bool(baseline["counted_by"])
     assert all(guard.most_instructions(count) < 1.09 * count for count in figures)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
-@pytest.mark.skipif(not torch._C._valgrind_supported_platform(), reason="torch without its marks")
-def test_a_count_does_not_vary_and_one_more_check_is_slower(mine: Path) -> None:
-    by_key, errors = counts.count([str(mine)], KEYS)
-    assert errors == {}
-    call, same, more = (by_key[key] for key in KEYS)
-    assert same <= guard.most_instructions(call)
-    assert call <= guard.most_instructions(same)
-    assert more > guard.most_instructions(max(call, same))
-
-
-def test_no_valgrind_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert "apt install valgrind" in counts.why_not("cpu")
-    assert "CUDA driver" in counts.why_not("cuda")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -195,26 +161,6 @@ def test_a_baseline_is_made_and_a_planted_rise_fails_the_run(
         got, out, _ = bench(*argv, "--require-counts")
         assert got == status
     assert re.search(r"mine: call +10,000 +10,900 +\+9.0%", out)
-
-
-@pytest.mark.usefixtures("valgrind")
-def test_required_counts_that_cannot_be_compared_are_an_error(
-    bench: Bench, mine: Path, tmp_path: Path
-) -> None:
-    argv = ("--cases", mine, "--baseline", tmp_path, "--require-counts")
-    status, _, err = bench(*argv)
-    assert (status, "no baseline of" in err) == (2, True)
-    other = {**IDENTITY, "python": "3.0"}
-    kind = report.kind_of(report.machine("cpu"))
-    report.save(tmp_path / f"{kind}.json", guard.new_baseline([row_of()], kind, other))
-    status, _, err = bench(*argv)
-    assert (status, "python is 3.12.1, in the baseline 3.0" in err) == (2, True)
-
-
-@pytest.mark.parametrize("argv", [["lists"], ["store", "--update"]])
-def test_a_wrong_command_line_is_refused(bench: Bench, argv: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench(*argv)
 
 
 @pytest.mark.cuda

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -16,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from entries import BAD_METAS, DATA, VARIANT, change, key, make, nested, publish, sealed
+from entries import BAD_METAS, DATA, VARIANT, change, key, make, nested, publish
 
 from jitkern.cache import store
 from jitkern.cache.entry import META_NAME, new_entry, read_entry
 from jitkern.cache.lock import build_lock, read_holder
 from jitkern.cache.store import EXACT, NO_USE, SHIPPED_WILL_DO, USABLE, Cache
 from jitkern.errors import CacheError
-from jitkern.fs import digest, sha256
+from jitkern.fs import digest
 
 HERE, TOKEN = os.uname().nodename, "0123456789abcdef"
 
@@ -63,29 +62,6 @@ def test_layout_and_round_trip(cache: Cache) -> None:
     assert staging(cache) == []
     (listed,) = cache.entries()
     assert (str(listed), listed.size_bytes) == (f"{key()}/{VARIANT}", len(DATA))
-
-
-def test_an_entry_of_another_version_of_jitkern_is_found(cache: Cache) -> None:
-    """Two versions on one cache: this is a kernel as the first releases wrote it."""
-    path = make(cache.base / str(key()) / VARIANT)
-    (path / "kernel.cubin").write_bytes(b"x")
-    meta = {
-        "schema": 1,
-        "route": "device",
-        "name": key().name,
-        "family": key().digest,
-        "toolchain": VARIANT,
-        "describe": {"op": "store_656", "args": ["656"], "arch": "9.0", "flags": []},
-        "artefact": "kernel.cubin",
-        "files": {"kernel.cubin": {"bytes": 1, "sha256": sha256(b"x")}},
-        "build_ms": 1,
-        "a note of the future": [],
-    }
-    (path / META_NAME).write_bytes(sealed(meta))
-    assert data_of(cache) == b"x"
-    # And the first releases read what is written now: the same fields, and notes.
-    written = json.loads((publish(cache, "other") / META_NAME).read_bytes())
-    assert written.keys() == meta.keys() - {"a note of the future"} | {"checksum"}
 
 
 def test_the_highest_rank_goes_first_and_the_newest_of_equals(cache: Cache) -> None:

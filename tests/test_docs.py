@@ -131,13 +131,6 @@ def test_a_page_shows_the_signature(page: str) -> None:
         assert [(p.name, p.kind, p.default) for p in written] == expected, name
 
 
-def test_an_error_in_a_comment_is_expected() -> None:
-    code = "if True:\n    int({})\n    # ValueError: invalid literal for ...\n"
-    exec(pages.with_expected_errors(code.format("'x'")), {})
-    with pytest.raises(AssertionError):
-        exec(pages.with_expected_errors(code.format("'7'")), {})
-
-
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_the_page_of_the_command_line_names_all_options(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from children import pip
 from filelock import FileLock
-from needs import needs_cxx, needs_nvrtc
+from needs import needs_nvrtc
 
 import jitkern
 from jitkern.arch import Arch
 from jitkern.cache import get
-from jitkern.cache.store import SHIPPED_WILL_DO
 from jitkern.cli import doctor
 from jitkern.jit.device import DeviceImage
 from jitkern.ops import device_ops
@@ -100,22 +99,6 @@ def test_the_list_is_one() -> None:
     assert {op for op, _ in sized} == set(device_ops())
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "kind", "suits"),
-    [
-        ("nvrtc-13.0", "nvrtc-13.5", "cubin", True),
-        ("nvrtc-13.5", "nvrtc-12.9", "cubin", True),
-        ("nvrtc-12.9", "nvrtc-13.0", "cubin", False),
-        ("nvrtc-13.5", "nvrtc-13.0", "ptx", False),
-    ],
-)
-def test_which_compilers_code_will_do(ours: str, theirs: str, kind: str, suits: bool) -> None:
-    image = DeviceImage(kernel(ROW_BYTES, 16, 4), Arch(9, 0))
-    image.variant = ours
-    meta = {"toolchain": theirs, "kind": kind, "family": image.key.digest}
-    assert (image.rank(meta) >= SHIPPED_WILL_DO) is suits
-
-
 @needs_nvrtc
 def test_what_is_asked_for_last(beside: Path, empty_cache: Path) -> None:
     kernel.cache_clear()
@@ -124,21 +107,6 @@ def test_what_is_asked_for_last(beside: Path, empty_cache: Path) -> None:
     get.user_cache().publish(get.build(DeviceImage(module, arch)))
     assert module.lookup(arch).source == "cached"
     kernel.cache_clear()
-
-
-@pytest.mark.slow
-@needs_cxx
-@needs_nvrtc
-def test_a_directory_for_others_gets_it_too(beside: Path, tmp_path: Path) -> None:
-    """`jitkern warm --out`: not every machine has the wheel of kernels."""
-    kernel.cache_clear()
-    out = tmp_path / "out"
-    outcomes = jitkern.warm(["store_cache"], [ROW_BYTES], ["9.0"], out_dir=out)
-    kernel.cache_clear()
-    kernels = [outcome for outcome in outcomes if outcome.arch]
-    assert [outcome.source for outcome in kernels] == ["shipped", "shipped"]
-    published = {path.parent.name for path in out.glob("v1/*/*")}
-    assert {outcome.lookup.path.parent.name for outcome in kernels} <= published
 
 
 @needs_nvrtc

@@ -135,38 +135,6 @@ def test_a_warm_load_starts_and_imports_nothing(folder: Path, fresh_python: Fres
     assert fresh_python(WARM, str(folder / "tiny.cu")).stdout.split() == ["False"]
 
 
-BACKWARDS = """
-struct Backwards {
-  struct Params { int* out; long long count; };
-  static constexpr int kNumThreads = 256, kMinBlocks = 1;
-  static __device__ void run(const Params& p) {
-    extern __shared__ int items[];
-    for (int i = threadIdx.x; i < p.count; i += 256) items[i] = i;
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.count; i += 256) p.out[i] = items[p.count - 1 - i];
-  }
-};
-"""
-
-
-@pytest.mark.cuda
-@needs_nvrtc
-def test_launch_with_much_shared_memory(folder: Path) -> None:
-    import torch
-
-    (folder / "backwards.cu").write_text(BACKWARDS)
-    wrappers = [("backwards", "Backwards")]
-    module = load_jit("backwards", device_files=["backwards.cu"], device_wrappers=wrappers)
-    most_bytes = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    for count in (100, most_bytes // 4):
-        out = torch.zeros(count, dtype=torch.int32, device="cuda")
-        module.launch("backwards", out, count, grid=1, shared_bytes=4 * count)
-        assert torch.equal(out.cpu(), torch.arange(count, dtype=torch.int32).flip(0))
-    text = f"launch: shared_bytes: {most_bytes + 4}, expected at most {most_bytes} on this GPU"
-    with pytest.raises(ValueError, match=text):
-        module.launch("backwards", out, 1, grid=1, shared_bytes=most_bytes + 4)
-
-
 def test_a_missing_file_is_named_with_the_places(folder: Path) -> None:
     text = f"^load_jit: device_files: 'nope.cu' does not exist, tried {folder}/nope.cu$"
     with pytest.raises(FileNotFoundError, match=text):

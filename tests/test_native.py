@@ -67,6 +67,7 @@ def test_cpp_files_with_wrappers(folder: Path, empty_cache: Path) -> None:
     assert list(folder.glob("*.so")) == []  # nothing is left beside the sources
 
 
+@pytest.mark.slow
 @needs_nvcc
 @needs_cxx
 def test_a_single_source_cu_loads_as_in_mini_sglang(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import needs_cxx, needs_nvrtc
+from needs import needs_nvrtc
 from tiny import SM_90
 
 from jitkern.arch import SUPPORTED_ARCHS, Arch
@@ -210,47 +209,3 @@ def test_an_image_tells_the_threads_of_its_kernels(folder: Path, arch: Arch) -> 
     sizes = {line.split()[-1]: line.split()[2] for line in done.stdout.splitlines()[3:]}
     found = [int(sizes[f"jitkern_threads_{name}"]) for name in ("one", "two", "any")]
     assert found == [1001, 33, 1]
-
-
-SCALE_CU = """
-template <int kThreads> struct Scale {
-  struct Params { float* data; double factor; long long count; };
-  static constexpr int kNumThreads = kThreads, kMinBlocks = 1;
-  static __device__ void run(const Params& p) {
-    for (long long i = blockIdx.x * (long long)kThreads + threadIdx.x; i < p.count;
-         i += (long long)gridDim.x * kThreads) p.data[i] *= static_cast<float>(p.factor);
-  }
-};
-"""
-SCALE_CC = """
-void scale_on_cpu(tvm::ffi::TensorView data, double factor, int64_t count) {
-  float* items = static_cast<float*>(data.data_ptr());
-  for (int64_t i = 0; i < count; ++i) items[i] *= static_cast<float>(factor);
-}
-"""
-
-
-@needs_nvrtc
-@needs_cxx
-def test_one_call_for_both_devices(folder: Path, device: Any) -> None:
-    import torch
-
-    Path("scale.cu").write_text(SCALE_CU)
-    Path("on_cpu.cc").write_text(SCALE_CC)
-    module = load_jit(
-        *("scale", "256"),
-        device_files=["scale.cu"],
-        device_wrappers=[("scale", "Scale<256>")],
-        cpp_files=["on_cpu.cc"],
-        cpp_wrappers=[("scale", "scale_on_cpu")],
-    )
-    x = torch.ones(1000, device=device)
-    module.launch("scale", x, 2, 1000, grid=4)  # 2 for 2.0
-    module.launch("scale", x, ctypes.c_double(1.5), 500, grid=4)
-    assert x.tolist() == [3.0] * 500 + [2.0] * 500
-    with pytest.raises(TypeError, match=r"^scale: data: dtype float64, expected float32$"):
-        module.launch("scale", x.double(), 2.0, 1000, grid=4)
-    if device.type == "cuda":
-        with pytest.raises(ValueError, match=r"^launch: block: 128 threads, expected 256, the ker"):
-            module.launch("scale", x, 2.0, 500, grid=4, block=128)
-    assert x.tolist() == [3.0] * 500 + [2.0] * 500

@@ -49,14 +49,7 @@ def slots(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("row_shape", "count", "index_dtype"),
-    [((3, 5), 6, torch.int32), ((1,), 0, torch.int64)],
-    ids=str,
-)
-def test_opcheck(
-    row_shape: tuple[int, ...], count: int, index_dtype: torch.dtype, device: torch.device
-) -> None:
+def test_opcheck(device: torch.device) -> None:
     """Every op that is one for PyTorch, with the calls that its own tests name."""
     on: Any = {"device": device}
     for op in TABLE:
@@ -64,8 +57,8 @@ def test_opcheck(
         assert op.has_kernels == hasattr(module, "OVERLOADS") == hasattr(OPS, op.function)
         if not op.has_kernels:
             continue
-        where = slots(count, index_dtype, device)
-        calls = own_tests(op).opchecks(lambda n: torch.randn(n, *row_shape, **on), SLOTS, where)
+        where = slots(6, torch.int32, device)
+        calls = own_tests(op).opchecks(lambda n: torch.randn(n, 3, 5, **on), SLOTS, where)
         for overload, args, kwargs in calls:
             opcheck(getattr(getattr(OPS, op.function), overload), args, kwargs)
 
@@ -138,9 +131,8 @@ def test_make_fx(device: torch.device, mode: str) -> None:
     assert_does_the_same(traced, device)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_export_and_load(device: torch.device, strict: bool) -> None:
-    program = torch.export.export(Step(), inputs(device), strict=strict)
+def test_export_and_load(device: torch.device) -> None:
+    program = torch.export.export(Step(), inputs(device), strict=False)
     assert ops_in(program.graph) == OPS_OF_STEP
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -239,33 +231,6 @@ def test_inductor_copies_no_cache(
     assert not re.findall(r"= empty_strided_\w+\(", code)
 
 
-def test_the_operator_of_the_v_cache_names_its_own_arguments(device: torch.device) -> None:
-    v_cache, v = torch.zeros(SLOTS, 8, device=device), torch.ones(2, 8, device=device)
-    where, write = torch.tensor([7, 0], device=device), OPS.store_cache.v
-    with pytest.raises(ValueError, match="store_cache: v: rows of 16 bytes"):
-        write(v_cache, where, v[:, :4].contiguous())
-    with pytest.raises(TypeError, match="v: dtype float16, expected float32 as in v_cache"):
-        write(v_cache, where, v.half())
-    write(v_cache, where, v)
-    assert v_cache.sum() == 16
-
-
-def test_export_of_caches_in_one_allocation(device: torch.device) -> None:
-    """Free of writes, as export's inference graph is, and what it does is the same."""
-
-    class StoreAndLook(torch.nn.Module):  # such a graph copies the pinned memory of d2h_scatter
-        def forward(self, k_cache: Tensor, v_cache: Tensor, where: Tensor, k: Tensor) -> Tensor:
-            jitkern.store_cache(k_cache, v_cache, where, k, k + 1)
-            return jitkern.indexing(v_cache, where) - jitkern.indexing(k_cache, where)
-
-    *traced_with, _ = inputs(device)
-    program = torch.export.export(StoreAndLook(), tuple(traced_with)).run_decompositions({})
-    *given, _ = inputs(device)
-    theirs = copies(tuple(given))
-    assert same_bits(program.module()(*given), StoreAndLook()(*theirs))
-    assert all(map(same_bits, given, theirs))
-
-
 def rows_of_one_allocation(kv: Tensor, where: Tensor, rows: Tensor, output: Tensor) -> None:
     jitkern.store_rows((kv[:, 0], kv[:, 1]), where, (rows, rows + 1))
     packed = torch.zeros(SLOTS, 132 + 64, dtype=torch.uint8, device=kv.device)
@@ -274,7 +239,7 @@ def rows_of_one_allocation(kv: Tensor, where: Tensor, rows: Tensor, output: Tens
     jitkern.gather_rows(packed, where, (output[:, :128], output[:, 128:]), format="fp8_ds_mla")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", _INDUCTOR])
 def test_rows_of_one_allocation(device: torch.device, backend: str) -> None:
     """K and V in one tensor; values and the rest of a row in one workspace."""
     kv, where = torch.zeros(SLOTS, 2, 8, device=device), torch.tensor([3, 1], device=device)
@@ -289,10 +254,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "index": {"where": torch.tensor([0, SLOTS])},
     "dtype": {"where": torch.tensor([0.0, 1.0])},
     "rows": {"k": torch.zeros(3, 8)},
-    "row bytes": {"k": torch.zeros(2, 4)},
-    "missing": {"k": None},
     "vocab_range": {"vocab_range": (0, SLOTS + 1)},
-    "vocab_range length": {"vocab_range": (1,)},
 }
 
 
@@ -337,14 +299,13 @@ assert torch.equal(lookup(torch.tensor([2, 1])), weights[[2, 1]])
 """)
 
 
-@pytest.mark.parametrize("tool", ["make_fx", "export", "compile", "fake"])
+@pytest.mark.parametrize("tool", ["compile", "fake"])
 def test_nothing_has_to_be_imported(
     forked_python: Callable[..., subprocess.CompletedProcess[str]], tool: str
 ) -> None:
     code = """
 import sys, torch, jitkern
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 class Look(torch.nn.Module):
     def forward(self, w, i):
@@ -357,8 +318,6 @@ def fake():
 
 look, w, i = Look(), torch.randn(9, 4), torch.tensor([2, 1])
 tools = {
-    "make_fx": lambda: make_fx(look)(w, i)(w, i),
-    "export": lambda: torch.export.export(look, (w, i), strict=False).module()(w, i),
     "compile": lambda: torch.compile(look, fullgraph=True, backend="eager")(w, i),
     "fake": fake,
 }

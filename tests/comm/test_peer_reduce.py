@@ -192,11 +192,3 @@ test_wrong_reducers = refusals(
     ({"workspace_bytes": 1024}, ValueError, "workspace_bytes: 1024, expected at least 9216 for 2"),
     ({"device_timeout_s": 0}, ValueError, "device_timeout_s: 0, expected above 0"),
 )
-
-
-def test_sizes_of_workspaces() -> None:
-    for size in range(2, 9):
-        sizes = [PeerReducer.workspace_bytes_for(size, 1 << bits) for bits in range(10, 26)]
-        assert sizes == sorted(sizes) and sizes[-1] < 64 << 24
-    with pytest.raises(ValueError, match="world_size: 1, expected 2 to 8"):
-        PeerReducer.workspace_bytes_for(1)

@@ -1,14 +1,12 @@
 // The kernels of store_rows and gather_rows in a format, on exact buffers: how lanes share a row,
 // tails of groups and of the rest, pages, strides, counts and faults.
 //
-// The reference are the functions of ops/formats.h, value by value; the tests in Python hold those
-// to the descriptions of the formats.
-#include "ops/formats.h"
+// The reference is the code for CPU tensors, ops/formats_cpu.h, on copies of the buffers; the tests
+// in Python hold it to the descriptions of the formats.
+#include "ops/formats_cpu.h"
 
 #include "ops/gather_rows.cu"
 #include "ops/store_rows.cu"
-
-#include <array>
 
 #include "sweep.h"
 
@@ -22,9 +20,8 @@ struct FormatKernel {
   void (*store)(const FormatParams&);
   int gather_threads;
   void (*gather)(const FormatParams&);
-  float (*load_value)(const char* values, int i);
-  void (*store_value)(char* values, int i, float value);
 
+  FormatShape shape() const { return {groups, group, rest_bytes, type}; }
   int item_bytes() const { return item_bytes_of(type); }
   std::string name() const {
     std::string name = "formats:";
@@ -35,22 +32,11 @@ struct FormatKernel {
   }
 };
 
-template <int kType>
-float load_value(const char* values, int i) {
-  return float_of<kType>(reinterpret_cast<const Bits<kType>*>(values)[i]);
-}
-template <int kType>
-void store_value(char* values, int i, float value) {
-  reinterpret_cast<Bits<kType>*>(values)[i] = bits_as<kType>(value);
-}
-
 template <int... kNumbers>
 FormatKernel kernel_of() {
   using Store = StoreRowsKernel<kNumbers..., STORE_ROWS_CONFIG>;
   using Gather = GatherRowsKernel<kNumbers..., GATHER_ROWS_CONFIG>;
-  constexpr int kType = std::array{kNumbers...}[4];
-  return {kNumbers..., Store::kNumThreads, Store::run,        Gather::kNumThreads,
-          Gather::run, load_value<kType>,  store_value<kType>};
+  return {kNumbers..., Store::kNumThreads, Store::run, Gather::kNumThreads, Gather::run};
 }
 
 std::vector<FormatKernel> kernels() {
@@ -89,11 +75,6 @@ float any_magnitude(Random& random) {
   return std::ldexp(1.0f, static_cast<int>(random.below(48)) - 32);
 }
 
-char* address_of(char* base, const CacheStrides& strides, i64 slot, i64 group) {
-  const i64 page = strides.page.value;
-  return base + slot / page * strides.block_stride + slot % page * strides.slot_stride +
-         group * strides.head_stride;
-}
 // Where a buffer has what is expected at an address in it.
 char* expected_at(RowBuffer& buffer, const char* address) {
   return buffer.expected(0) + (address - buffer.row(0));
@@ -119,15 +100,14 @@ class Tables {
   // What the kernel does for row `row` and `slot`; -1: zeros.
   void expect(i64 row, i64 slot) {
     for (int t = 0; t < num_tables_; ++t) {
-      for (i64 g = 0; g < kernel_.groups; ++g) {
-        is_store_ ? expect_stored(t, row, slot, g) : expect_gathered(t, row, slot, g);
-      }
+      FormatTable table = params.tables[t];
+      table.values = expected_at(*values_[t], table.values);
+      table.payload = expected_at(*cache_, table.payload);
+      table.scales = expected_at(scale_buffer(), table.scales);
+      if (rest_) table.rest = expected_at(*rest_, table.rest);
+      if (is_store_) store_row(table, format_, params.rule, kernel_.shape(), row, slot);
+      if (!is_store_) gather_row(table, format_, kernel_.shape(), row, slot);
     }
-    if (kernel_.rest_bytes == 0) return;
-    const char* at = payload_at(0, slot < 0 ? 0 : slot, 0) + params.tables[0].rest_offset;
-    char* target = is_store_ ? expected_at(*cache_, at) : rest_->expected(row);
-    std::memcpy(target, is_store_ ? rest_->row(row) : at, kernel_.rest_bytes);
-    if (slot < 0) std::memset(target, 0, kernel_.rest_bytes);
   }
 
   void check() {
@@ -215,9 +195,12 @@ class Tables {
     for (int t = 0; t < num_tables_; ++t) {
       for (i64 i = 0; i < num_rows * kernel_.groups; ++i) {
         const float magnitude = random.below(5) == 0 ? 0.0f : any_magnitude(random);
-        for (int j = 0; j < kernel_.group; ++j) {
-          kernel_.store_value(values_[t]->row(i), j, any_value(magnitude, random));
-        }
+        with_float_type(kernel_.type, [&](const auto type) {
+          auto* const values = reinterpret_cast<Bits<type.value>*>(values_[t]->row(i));
+          for (int j = 0; j < kernel_.group; ++j) {
+            values[j] = bits_as<type.value>(any_value(magnitude, random));
+          }
+        });
         std::memcpy(values_[t]->expected(i), values_[t]->row(i), values_[t]->row_bytes());
       }
     }
@@ -228,7 +211,7 @@ class Tables {
     for (int t = 0; t < num_tables_; ++t) {
       for (i64 slot = 0; slot < (format_.is_given() ? 1 : params.num_slots); ++slot) {
         for (i64 g = 0; g < kernel_.groups; ++g) {
-          char* at = scale_at(t, slot, g);
+          char* at = scale_address(params.tables[t], format_, slot, g);
           store_scale(format_, at, any_magnitude(random) * 1.37f);
           std::memcpy(expected_at(scale_buffer(), at), at, format_.scale_bytes);
         }
@@ -237,49 +220,6 @@ class Tables {
   }
 
   RowBuffer& scale_buffer() { return scales_ ? *scales_ : *cache_; }
-  char* scale_at(int t, i64 slot, i64 group) const {
-    const FormatTable& table = params.tables[t];
-    return address_of(table.scales, table.scale_strides, format_.is_given() ? 0 : slot, group);
-  }
-  char* payload_at(int t, i64 slot, i64 group) const {
-    return address_of(params.tables[t].payload, params.tables[t].strides, slot, group);
-  }
-
-  void expect_stored(int t, i64 row, i64 slot, i64 group) {
-    const char* values = values_[t]->row(row * kernel_.groups + group);
-    float scale;
-    if (format_.is_given()) {
-      scale = load_scale(format_, scale_at(t, slot, group));
-    } else {
-      float amax = 0;
-      for (int i = 0; i < kernel_.group; ++i) {
-        amax = larger_magnitude(amax, kernel_.load_value(values, i));
-      }
-      scale = scale_of(amax, format_.largest(), params.rule);
-      store_scale(format_, expected_at(scale_buffer(), scale_at(t, slot, group)), scale);
-    }
-    char* payload = expected_at(*cache_, payload_at(t, slot, group));
-    for (int i = 0; i < kernel_.group; ++i) {
-      const float number = kernel_.load_value(values, i);
-      const float value = format_.is_given() ? number / scale : number * (1.0f / scale);
-      payload[i] =
-          static_cast<char>(format_.is_int8 ? int8_bits(value) : bits_as<kFloat8E4M3>(value));
-    }
-  }
-
-  void expect_gathered(int t, i64 row, i64 slot, i64 group) {
-    char* values = values_[t]->expected(row * kernel_.groups + group);
-    for (int i = 0; i < kernel_.group; ++i) {
-      float value = 0;
-      if (slot >= 0) {
-        const char payload = payload_at(t, slot, group)[i];
-        value = format_.is_int8 ? static_cast<float>(static_cast<signed char>(payload))
-                                : float_of<kFloat8E4M3>(static_cast<unsigned char>(payload));
-        value *= load_scale(format_, scale_at(t, slot, group));
-      }
-      kernel_.store_value(values, i, value);
-    }
-  }
 
   const FormatKernel& kernel_;
   const bool is_store_;

@@ -22,11 +22,7 @@ inline double value_of_bits(int type, u32 bits) {
     case kBFloat16:
       return float_of<kBFloat16>(static_cast<unsigned short>(bits));
   }
-  if ((bits & 0x7f) == 0x7f) return std::nan("");
-  const int exponent = bits >> 3 & 15, fraction = bits & 7;
-  const double size =
-      exponent == 0 ? std::ldexp(fraction, -9) : std::ldexp(8 + fraction, exponent - 10);
-  return bits & 0x80 ? -size : size;
+  return float_of<kFloat8E4M3>(static_cast<unsigned char>(bits));
 }
 inline u32 bits_of_value(int type, double value) {
   const float rounded = static_cast<float>(value);

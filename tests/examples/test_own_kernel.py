@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 from needs import needs_cxx, needs_nvrtc
-from processes import EXAMPLES, run_example, with_mistake
+from processes import run_example
 
 import jitkern
 
@@ -35,19 +34,3 @@ def test_it_runs_warms_and_is_replayed(device: torch.device, tmp_path: Path) -> 
     archs = {"8.0", "9.0", ""} if device.type == "cpu" else {"8.0", "9.0"}
     assert archs <= {arch for arch, _ in ours}
     assert {source for _, source in ours} == {"cached"}
-
-
-# What serves tensors of each device: right and wrong.
-MISTAKES = {
-    "cpu": ("kernel.cc", "* scales[row]", "* scales[0]"),
-    "cuda": ("kernel.cu", "p.scale[i / kVectors]", "p.scale[i / kDim]"),
-}
-
-
-def test_a_wrong_kernel_is_found(device: torch.device, tmp_path: Path) -> None:
-    folder = shutil.copytree(EXAMPLES / "own_kernel", tmp_path / "own_kernel")
-    file, right, wrong = MISTAKES[device.type]
-    with_mistake(f"own_kernel/{file}", folder, right, wrong)
-    done = run_example(str(folder / "own_kernel.py"), device, "--dim", "64")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"\n1000 rows of 64 on {device.type}: DIFFERENT\n" in done.stdout

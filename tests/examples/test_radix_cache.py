@@ -45,26 +45,3 @@ def test_a_day_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out
     rate, tokens = f"{result['hit_rate']:.1%}", result["prompt_tokens"]
     assert f"\n{rate} of {tokens} tokens of prompts were cached\na match takes " in said
-
-
-def test_both_halves_of_a_locked_node_are_locked() -> None:
-    tree = example.RadixCache(3)
-    tree.insert(torch.arange(9), torch.arange(10, 19))
-    _, lower = tree.match_prefix(torch.arange(9))
-    tree.lock(lower)
-    tree.insert(torch.tensor([0, 1, 2, 9, 9, 9]), torch.arange(20, 26))
-    assert lower.parent.key.tolist() == [0, 1, 2]
-    assert (lower.locks, lower.users, lower.parent.locks, lower.parent.users) == (1, 1, 0, 1)
-    assert tree.evict(100).tolist() == [23, 24, 25]
-    with pytest.raises(ValueError, match=r"^unlock: node: 0 locks, expected at least 1$"):
-        tree.unlock(lower.parent)  # in use by what is below, but nobody has locked it
-
-
-def test_slots_may_be_on_a_gpu(device: torch.device) -> None:
-    tree = example.RadixCache(2, slot_dtype=torch.int32, slot_device=device)
-    assert tree.match_prefix(torch.arange(4))[0].device.type == device.type
-    tree.insert(torch.arange(4), torch.arange(4, dtype=torch.int32, device=device))
-    slots, _ = tree.match_prefix(torch.arange(3))
-    assert slots.dtype == torch.int32 and slots.device.type == device.type
-    assert slots.tolist() == [0, 1]
-    assert tree.evict(4).tolist() == [2, 3, 0, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import re
 from collections.abc import Callable
@@ -161,15 +160,6 @@ def test_the_sum_is_made_over_any_fault_of_an_earlier_call(monkeypatch: pytest.M
     assert len(comm.sent) == 1
 
 
-@pytest.mark.parametrize("table", [None, torch.zeros(3)])
-def test_wrong_embeddings(table: Any) -> None:
-    came = "None" if table is None else r"shape \[3\]"
-    with pytest.raises(
-        (TypeError, ValueError), match=f"^TPEmbedding: embeddings: {came}, expected"
-    ):
-        TPEmbedding.from_pretrained(table, comm=SilentComm())
-
-
 test_wrong_arguments = refusals(
     TPEmbedding,
     {"vocab_size": 10, "hidden_size": 3, "num_added": 1, "comm": SilentComm()},
@@ -231,16 +221,6 @@ def test_no_peer_memory_for_one_rank_or_on_the_meta_device(options: dict[str, An
         table = torch.randn(10, 4)
         module.to_empty(device="cpu").load_full(table)
         assert torch.equal(module.weight, table[:5])
-
-
-def test_by_sums_it_is_copied_and_moved_as_any_module() -> None:
-    module = TPEmbedding(10, 4, comm=SilentComm(), num_added=1)
-    rows = module.weight.detach()
-    copied = pickle.loads(pickle.dumps(module))
-    assert torch.equal(copied.weight, rows) and copied.vocab_range == module.vocab_range
-    module.half()
-    assert module.weight.dtype == torch.float16
-    assert module(torch.tensor([1])).dtype == torch.float16
 
 
 def test_as_torch_has_it() -> None:
@@ -366,22 +346,6 @@ def test_state_dicts(way: Way, assign: bool, swap: bool, monkeypatch: pytest.Mon
 # -- tracers, transforms and autograd -----------------------------------------------------------
 
 
-def test_a_gradient_is_refused() -> None:
-    """Nothing was sent: the others raise as well."""
-    table, ids = torch.randn(29, 4), torch.tensor([3, 28])
-    for size in (1, 2):
-        module = TPEmbedding.from_pretrained(table, comm=(comm := SilentComm(0, size)))
-        assert not module(ids).requires_grad
-        comm.sent.clear()
-        module.weight.requires_grad_()
-        text = "^TPEmbedding: weight: requires a gradient, .* torch.nn.functional.embedding"
-        with pytest.raises(RuntimeError, match=text):
-            module(ids)
-        assert comm.sent == []
-        with torch.no_grad():
-            assert torch.equal(module(ids)[0], table[3])
-
-
 class Model(torch.nn.Module):
     def __init__(self, embedding: TPEmbedding) -> None:
         super().__init__()
@@ -406,15 +370,6 @@ def test_compiled(device: torch.device, size: int) -> None:
         for num_calls in (1, 2):
             assert torch.equal(run(ids), expected)
             assert len(comm.sent) == (num_calls if size > 1 else 0)
-
-
-def test_several_ranks_have_no_full_graph() -> None:
-    comm = SilentComm()
-    run = torch.compile(TPEmbedding(29, 4, comm=comm), backend="eager", fullgraph=True)
-    torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="no operator of PyTorch"):
-        run(torch.tensor([1]))
-    assert comm.sent == []
 
 
 def _fake(module: TPEmbedding, ids: Tensor) -> None:

@@ -72,7 +72,7 @@ def check_closing_unregisters_and_keeps_the_tensors() -> None:
     assert tensor.sum() == 3 * SIZE
     raises(RuntimeError, "PinnedPool.tensor: the pool is closed", pool.tensor)
     rows = cuda(5, 64, dtype=torch.uint8)
-    text = "h2d_gather: src: memory of a PinnedPool that was closed, expected .*"
+    text = "h2d_gather: src: pageable host memory, expected pinned .*"
     raises(ValueError, text, jitkern.h2d_gather, tensor, rows, cuda(3, 2, dtype=torch.int32))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jitkern.offload.depth import DepthController, Iteration, total_ms
+from jitkern.offload.depth import DepthController, Iteration
 
 Load = Callable[[random.Random, int], tuple[float, float, float]]
 """Milliseconds of load, compute and store of an iteration."""
@@ -113,10 +113,3 @@ def test_it_settles(name: str) -> None:
 
     assert changes(0, 1000) <= 8, depths
     assert changes(1500, 3000) <= 3
-
-
-def test_the_time_of_iterations_that_do_not_follow_each_other() -> None:
-    """slot_times_child.py covers iterations that do."""
-    apart = [Iteration(2.0, 3.0, 0.0, 0.0, False)] * 4
-    assert total_ms(apart, 4) == 20.0
-    assert total_ms([], 3) == 0.0

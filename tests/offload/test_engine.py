@@ -248,7 +248,6 @@ NUMBERS, INTO = "an int, a sequence of ints or a tensor", "load_blocks_into"
 WRONG: list[tuple[Callable[[OffloadEngine], object], type[Exception], str]] = [
     (loads(4, 0), IndexError, "load: slots: 4 at position 0, expected 0 to 3"),
     (loads([0, 1], [1, 11]), IndexError, "load: blocks: 11 at position 1, expected 0 to 10"),
-    (loads([-1, 1], [1, 2]), IndexError, "load: slots: -1 at position 0, expected 0 to 3"),
     (loads(torch.tensor([0, 4]), torch.tensor([1, 9])), IndexError, "load: slots: 4 at position 1"),
     (loads([0], [2**70]), IndexError, f"load: blocks: {2**70}, expected 0 to 10"),
     (loads([0, 1, 0], [1, 2, 3]), ValueError, "load: slots: 0 twice, expected each number once"),
@@ -260,9 +259,7 @@ WRONG: list[tuple[Callable[[OffloadEngine], object], type[Exception], str]] = [
     (loads([0], [1.0]), TypeError, f"load: blocks: float, expected {NUMBERS}"),
     (loads([False], [0]), TypeError, f"load: slots: bool, expected {NUMBERS}"),
     (loads([0], "1"), TypeError, f"load: blocks: str, expected {NUMBERS}"),
-    (loads([0, 1], {1, 2}), TypeError, f"load: blocks: set, expected {NUMBERS}"),
     (loads(torch.ones(2), [0, 1]), TypeError, f"load: slots: float, expected {NUMBERS}"),
-    (loads(torch.tensor([[0]]), [0]), TypeError, f"load: slots: list, expected {NUMBERS}"),
     (loads(0, 0, layer=3), IndexError, "load: layer: 3, expected 0 to 2"),
     (loads(0, 0, layer=True), TypeError, "load: layer: bool, expected an int"),
     (loads(0, 0, num_tokens=17), ValueError, "load: num_tokens: 17, expected 1 to 16"),
@@ -293,14 +290,6 @@ def test_wrong_calls(
             call(engine)
         sync(device)
         assert engine.cpu_cache.eq(1).all() and engine.gpu_cache.eq(2).all()
-
-
-def test_a_long_list_with_a_repeated_number() -> None:
-    """The look for it once took time quadratic in the length: 2.1 s for 16,000 numbers."""
-    sizes = {"num_cpu_blocks": 1, "num_slots": 400_000, "block_size": 1, "token_shape": (1,)}
-    text = "load: slots: 399998 twice, expected each number once"
-    with engine_of(torch.device("cpu"), **sizes) as engine, pytest.raises(ValueError, match=text):
-        engine.load([*range(399_999), 399_998], 0)
 
 
 @pytest.mark.cuda

@@ -7,10 +7,8 @@ import gc
 import logging
 import math
 import re
-import threading
 import weakref
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -126,29 +124,6 @@ def test_a_monitor_is_of_one_pipeline() -> None:
     text = "SlotPipeline: monitor: that of another pipeline, expected a new one"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         pipeline_of(cpu, monitor=monitor)
-
-
-def test_asked_by_other_threads_while_it_runs() -> None:
-    """A thread that serves metrics; the runs do not wait for it."""
-    monitor = OverlapMonitor()
-    pipeline = pipeline_of(torch.device("cpu"), 2, monitor=monitor)
-    over = threading.Event()
-
-    def ask() -> int:
-        most = 0
-        while not over.is_set():
-            most = max(most, monitor.snapshot().num_iterations)
-        return most
-
-    with ThreadPoolExecutor(2) as threads:
-        asking = [threads.submit(ask) for _ in range(2)]
-        for _ in range(200):
-            list(pipeline.load(range(50), copy=lambda tensor, block: None))
-        over.set()
-    now = monitor.snapshot()
-    assert now.num_iterations == 10_000
-    assert now.compute_ms > 0
-    assert 0 < max(future.result() for future in asking) <= 10_000
 
 
 def test_a_pipeline_goes_without_the_collector_of_garbage() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from pipelines import bring, no_synchronisation, pipeline_of, take
 from torch import Tensor
 
 from jitkern.offload import OverlapMonitor, SlotPipeline
-from jitkern.offload.monitor import _ROW
 
 pytestmark = pytest.mark.cuda
 
@@ -164,30 +162,3 @@ def test_on_another_gpu() -> None:
     assert torch.cuda.current_device() == 0
     assert torch.cuda.current_stream(0) == here and torch.cuda.current_stream(1) == there
     assert total.item() == 10 * WORDS
-
-
-NEAR_MS = 2e-3  # a float of ms, and the clock of events
-
-
-def test_moments_of_iterations() -> None:
-    """Their order and least length; slot_times_child.py tests what follows from them."""
-    monitor = OverlapMonitor()
-    p, blocks = pipeline(3, monitor=monitor), pinned(32)
-    sleep_ms = SLOW_CYCLES / 4e6  # no clock is faster
-
-    def copy(tensor: Tensor, block: Tensor) -> None:
-        torch.cuda._sleep(SLOW_CYCLES)
-        bring(tensor, block)
-
-    with monitor._lock:  # the run leaves the times to the test
-        for _ in p.load(blocks, copy=copy):
-            torch.cuda._sleep(2 * SLOW_CYCLES)
-    torch.cuda.synchronize()
-    rows = [row[:4] for row in _ROW.iter_unpack(p._streams.harvest(32))]
-    assert len(rows) == 32
-    for number, (load, loaded, body, done) in enumerate(rows):
-        assert load + sleep_ms <= loaded + NEAR_MS
-        assert loaded <= body + NEAR_MS
-        assert body + 2 * sleep_ms <= done + NEAR_MS
-        assert number < 3 or load >= rows[number - 3][3] - NEAR_MS  # the slot was free
-    assert any(row[0] < before[3] for before, row in pairwise(rows))  # beside the body before

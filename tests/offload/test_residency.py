@@ -263,16 +263,6 @@ def test_steps(device: torch.device, name: str) -> None:
         world.step(**step)
 
 
-def test_a_step_of_sglang(device: torch.device) -> None:
-    """The step of its test_hisparse.py, with figures."""
-    world = World(device, slots=4, states=1)
-    world.step([[1, 4, 2, 5]])
-    world.step([[4, 6]])
-    assert world.map.order.tolist() == [[2, 3, 0, 1]]
-    assert world.map.row_of_slot.tolist() == [[6, 4, 2, 5]]
-    assert world.map.counts() == (1, 5, 5 * 24)
-
-
 # Layout, slots, rows, lists: a number is the length of a random one. A block holds 2,048 slots in
 # registers, and looks for victims in the first 1,024 of the order.
 LARGE: dict[str, tuple[str, int, int, Sequence[int | list[int]]]] = {

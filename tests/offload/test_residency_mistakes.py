@@ -32,7 +32,6 @@ test_mistakes_of_pin = refusals(
     PINNED,
     *(({name: [0, 1]}, TypeError, f"{name}: list, expected a tensor") for name in PINNED),
     ({"rows": longs_of(1, 2).float()}, TypeError, "rows: dtype torch.float32, expected torch.int"),
-    ({"states": longs_of(0, 1).bool()}, TypeError, "states: dtype torch.bool, expected torch.int"),
     ({"rows": longs_of(1)}, ValueError, "rows: shape [1], expected [2], as states"),
     ({"states": longs_of(0, 1).view(1, 2)}, ValueError, "states: shape [1, 2], expected [n]"),
     ({"states": longs_of(0, 2)}, IndexError, "states: index 2 at position 1, expected below 2"),
@@ -108,8 +107,6 @@ LIST_MISTAKES: list[Mistake] = [
       for shape in ((3, 4), (8,), (2, 3), (2, 0), (2, 2, 2))),
     ({"rows": on_cuda(LISTS["rows"]), "count": None}, ValueError,
      "rows: device cuda:0, expected cpu, as the map"),
-    ({"plan": PLAN._replace(pairs=SHARED.view(-1)[:0].view(0, 3, 2))}, ValueError,
-     "plan.pairs: shape [0, 3, 2], expected [2, 3, 2], as rows"),
     ({"plan": PLAN._replace(pairs=MEMORY[4:16].view(2, 3, 2)), "slots_out": SHARED}, ValueError,
      overlap_text("plan.pairs", "slots_out")),
     *(({name: place, "slots_out": SHARED}, ValueError, overlap_text(name, "slots_out"))

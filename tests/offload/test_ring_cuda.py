@@ -215,15 +215,6 @@ def test_the_body_raises(pair: tuple[Tensor, Tensor]) -> None:
         assert torch.equal(dst[:16].view(2, 8), src[:8].expand(2, 8))
 
 
-def test_made_in_inference_mode_and_ended_outside_of_it(pair: tuple[Tensor, Tensor]) -> None:
-    with DescriptorRing() as ring:
-        with torch.inference_mode():
-            server = ring.serve(*pair).__enter__()
-            ring.wait(ring.push(rows((0, 0, 8))), timeout_s=PATIENT_S)
-        server.stop()
-        assert not server.is_running
-
-
 def test_it_ends_by_itself(pair: tuple[Tensor, Tensor]) -> None:
     """A device synchronisation ends after the idle timeout; the next server takes the rest."""
     src, dst = pair

@@ -7,7 +7,6 @@ from fake_copies import DEVICE, HALF, PAGEABLE, PINNED, main, on_gpu
 from launch_fake import log, refused
 
 from jitkern import memcpy_2d_async
-from jitkern.offload import memory
 
 
 def rows(
@@ -63,17 +62,6 @@ def check_no_copy_spans_two_registrations() -> None:
     memcpy_2d_async(on_gpu(DEVICE), PINNED[HALF - 1024 :], 512, 512, 512, 4, "h2d")  # one piece
     assert log().splitlines() == ["h2d 1024 on 0", "h2d 1024 on 0"]
     assert torch.equal(DEVICE[:2048], PINNED[HALF - 1024 : HALF + 1024])
-
-
-def check_rows_of_a_pool() -> None:
-    pool = memory.PinnedMemory(8192)
-    pool._register(0, [])
-    log()
-    memcpy_2d_async(on_gpu(DEVICE), pool.tensor[4056:], 64, 128, 64, 2, "h2d")
-    assert log() == "copy 2 x 64, pitches 64 128, types 4 4, on 0\n"
-    pool.close()
-    text = "memcpy_2d_async: src: memory of a PinnedPool that was closed, expected an open pool.*"
-    refused(ValueError, text, memcpy_2d_async, on_gpu(DEVICE), pool.tensor, 64, 128, 64, 2, "h2d")
 
 
 def narrow_pitches_beyond_the_limit_go_row_by_row() -> None:

@@ -64,16 +64,8 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
         ({"cache": zeros(5, 10, 2, 5, dtype=torch.uint8)}, ValueError,
          "cache: rows of 10 bytes (shape [5, 10, 2, 5]), expected 8 bytes for "
          f"{name} (shape [3, 2, 4])"),
-        ({"cache": zeros(50, 4, 2, dtype=torch.uint8), name: zeros(3, 1, 2)}, ValueError,
-         "cache: rows of 8 bytes (shape [50, 4, 2]), expected 2 bytes for "
-         f"{name} (shape [3, 1, 2])"),
-        ({"cache": zeros(5, 10, 4, 2, dtype=torch.uint8)}, ValueError,
-         "cache: rows of 80 bytes (shape [5, 10, 4, 2]), expected 8 bytes for "
-         f"{name} (shape [3, 2, 4])"),
         ({"cache": zeros(8, 50, dtype=torch.uint8).t()}, ValueError,
          common.stride_text("cache", 50, 1, [50, 8], 1)),
-        ({"cache": zeros(5, 10, 2, 8, dtype=torch.uint8)[..., ::2]}, ValueError,
-         common.stride_text("cache", 2, 3, [5, 10, 2, 4], 1)),
         ({**two, name: good[name]}, ValueError,
          f"{name}: one tensor, expected two, one for each cache"),
         ({**two, "cache": [good["cache"], slots[:49]]}, ValueError,
@@ -84,10 +76,6 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
         ({**mla, "cache": zeros(50, 657, dtype=torch.uint8)}, ValueError,
          f"cache: rows of 657 bytes (shape [50, 657]), expected 656 bytes for {name}[0] "
          f"(shape [3, 512]) and {name}[1] (float16, shape [3, 64])"),
-        ({**mla, "cache": zeros(5, 10, 656, dtype=torch.uint8),
-          name: [zeros(3, 512), zeros(3, 64)]}, ValueError,
-         f"cache: rows of 656 bytes (shape [5, 10, 656]), expected 784 bytes for {name}[0] "
-         f"(shape [3, 512]) and {name}[1] (float32, shape [3, 64])"),
         ({**mla, "cache": zeros(50, 657, dtype=torch.uint8)[:, :656]}, ValueError,
          f"cache: scales that are not aligned to 4 bytes, {aligned}"),
         ({**mla, "cache": zeros(50 * 656 + 1, dtype=torch.uint8)[1:].view(50, 656)}, ValueError,
@@ -96,9 +84,6 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
          "cache: rows that are not contiguous (shape [5, 10, 656]), expected contiguous rows"),
         ({**index_k, "cache": zeros(50, 132, dtype=torch.uint8)}, ValueError,
          f"cache: shape [50, 132], {pages}"),
-        ({**index_k, "cache": zeros(5, 10, 1, 132, dtype=torch.uint8)}, ValueError,
-         "cache: rows of 1320 bytes (shape [5, 10, 1, 132]), expected 132 bytes for "
-         f"{name} (shape [3, 128])"),
         ({**index_k, "cache": zeros(5, 10, 133, dtype=torch.uint8)[..., :132]}, ValueError,
          "cache: stride 133 of dimension 1, expected contiguous pages, stride 132"),
         # values
@@ -114,15 +99,11 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
           for shape in [(3, 0), (3, 2, 0)]),
         ({name: zeros(3, 2, 8)[..., ::2]}, ValueError,
          common.stride_text(name, 2, 2, [3, 2, 4], 1)),
-        ({name: zeros(3, 2, 1).expand(3, 2, 4)}, ValueError,
-         common.stride_text(name, 0, 2, [3, 2, 4], 1)),
         ({name: [good[name], zeros(3, 8)]}, ValueError, f"{name}[1]: given, {one}"),
         ({**two, name: [good[name], zeros(4, 2, 4)]}, ValueError,
          common.count_text(f"{name}[1]", 4, [4, 2, 4], 3)),
         ({**v41, name: zeros(3, 500)}, ValueError,
          f"{name}: shape [3, 500], expected rows of a multiple of 32 values"),
-        ({**mla, name: [zeros(3, 0), zeros(3, 64)]}, ValueError,
-         f"{name}[0]: shape [3, 0], expected rows of a multiple of 128 values"),
         ({**mla, name: [zeros(3), zeros(3, 64)]}, ValueError,
          f"{name}[0]: shape [3], expected [rows, dim]"),
         # the rest of a row
@@ -133,8 +114,6 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
          common.count_text(f"{name}[1]", 4, [4, 64], 3)),
         ({**mla, name: [zeros(3, 512), zeros(3, 128).half()[:, ::2]]}, ValueError,
          common.stride_text(f"{name}[1]", 2, 1, [3, 64], 1)),
-        ({**mla, name: [zeros(3, 512), torch.tensor(1.0)]}, ValueError,
-         f"{name}[1]: shape [], expected at least 1 dimension"),
         # scales
         *(({"scales": scales}, ValueError, "scales: None, expected one for each cache")
           for scales in (None, [])),
@@ -149,14 +128,10 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
           for dtype in (torch.float64, torch.bfloat16)),
         *(({"scales": zeros(*shape)}, ValueError, f"scales: shape {list(shape)}, {apart}")
           for shape in [(50, 3), (50,), (100,), (5, 10, 3), (5, 10, 2, 1)]),
-        ({"scales": torch.tensor(1.0)}, ValueError,
-         "scales: shape [], expected at least 1 dimension"),
         ({"scales": zeros(49, 2)}, ValueError,
          "scales: 49 rows (shape [49, 2]), expected 50 rows as in cache"),
         ({"scales": zeros(2, 50).t()}, ValueError,
          common.stride_text("scales", 50, 1, [50, 2], 1)),
-        ({**two, "scales": [good["scales"], zeros(50, 3)]}, ValueError,
-         f"scales[1]: shape [50, 3], {apart}"),
         *(({**given, "scales": zeros(*shape)}, ValueError,
            f"scales: shape {list(shape)}, {counts}") for shape in [(0,), (3,), (2, 1), (50, 2)]),
         ({**given, "scales": zeros(2).half()}, TypeError,
@@ -167,8 +142,6 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
         ({"indices": torch.arange(4)}, ValueError, common.count_text(name, 3, [3, 2, 4], 4)),
         ({"indices": torch.tensor([4, 50, 51])}, IndexError,
          common.index_text("indices", 50, 1, 50)),
-        ({"indices": torch.tensor([-4, 2**40, -50])}, IndexError,
-         common.index_text("indices", 1099511627776, 1, 50)),
     ]  # fmt: skip
     return table
 
@@ -209,14 +182,10 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
         ({**two, "cache": [cache, cache]}, ValueError, common.overlap_text("cache[1]", "cache[0]")),
         ({**two, "cache": [slots, cache], "parts": [rows, good["parts"]]}, ValueError,
          common.overlap_text("parts[0]", "cache[1]")),
-        ({**two, "cache": [cache, slots], "parts": [good["parts"], rows]}, ValueError,
-         common.overlap_text("parts[1]", "cache[0]")),
         ({**two, "scales": [scales, scales]}, ValueError,
          common.overlap_text("scales[1]", "scales[0]")),
         ({**two, "cache": [cache, slots], "scales": [good["scales"], scales]}, ValueError,
          common.overlap_text("scales[1]", "cache[0]")),
-        ({**two, "cache": [slots, cache], "scales": [scales, good["scales"]]}, ValueError,
-         common.overlap_text("cache[1]", "scales[0]")),
         # without a format
         ({"format": None}, ValueError, "scales: given without a format, expected None"),
         ({**plain, "scale_rule": "fp32"}, ValueError,
@@ -226,9 +195,6 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
         ({**plain, "cache": zeros(50, 4, 2), "parts": zeros(3, 1, 2)}, ValueError,
          "parts: rows of 8 bytes (shape [3, 1, 2]), expected 32 bytes as in cache (shape "
          "[50, 4, 2])"),
-        ({**plain, "cache": zeros(50, 4, 2), "parts": [zeros(3, 1, 1), zeros(3, 1, 1)]}, ValueError,
-         "cache: rows of 32 bytes (shape [50, 4, 2]), expected 8 bytes, those of the parts "
-         "together"),
         ({**parts, "cache": zeros(50, 9)}, ValueError,
          "cache: rows of 36 bytes (shape [50, 9]), expected 32 bytes, those of the parts together"),
         ({**parts, "cache": zeros(5, 2, 10, 4).transpose(1, 2),
@@ -236,22 +202,14 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
          "cache: rows that are not contiguous (shape [5, 10, 2, 4]), expected contiguous rows"),
         ({**parts, "cache": zeros(1, 8).expand(50, 8)}, ValueError,
          common.apart_text("cache", 0, [50, 8])),
-        ({**parts, "parts": [zeros(4, 6), zeros(3, 2)]}, ValueError,
-         common.count_text("parts[0]", 4, [4, 6], 3)),
         ({**parts, "parts": [zeros(3, 6), zeros(4, 2)]}, ValueError,
          common.count_text("parts[1]", 4, [4, 2], 3)),
         ({**parts, "parts": [zeros(3, 12)[:, ::2], zeros(3, 2)]}, ValueError,
          common.stride_text("parts[0]", 2, 1, [3, 6], 1)),
         ({**parts, "cache": [zeros(50, 6), zeros(49, 2)]}, ValueError,
          "cache[1]: 49 rows (shape [49, 2]), expected 50 rows as in cache[0]"),
-        ({**parts, "cache": [values[:100].view(50, 2)] * 2, "parts": [zeros(3, 2)] * 2}, ValueError,
-         common.overlap_text("cache[1]", "cache[0]")),
         ({**parts, "cache": values[:80].view(10, 8),
           "parts": [zeros(3, 6), values[9:15].view(3, 2)]}, ValueError,
          common.overlap_text("parts[1]", "cache")),
-        ({**parts, "cache": values[:80].view(10, 8), "indices": memory[9:12]}, ValueError,
-         common.overlap_text("indices", "cache")),
-        ({**parts, "indices": torch.tensor([4, 50, 51])}, IndexError,
-         common.index_text("indices", 50, 1, 50)),
     ]  # fmt: skip
     return table

@@ -9,10 +9,8 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, bytes_of, distinct, host_buffer, make_buffer, to_index
+from buffers import INT_DTYPES, Buffer, distinct, host_buffer, make_buffer, to_index
 from contract import Case
-from hypothesis import given
-from hypothesis import strategies as st
 from mistakes import Mistake
 from ref import ref_h2d_gather
 from stems import OpCheck, Rows
@@ -113,34 +111,6 @@ def test_count(device: torch.device, dtype: torch.dtype, count: int) -> None:
         run_and_compare(dst, src, pairs, (1, 0), **how)
 
 
-@given(data=st.data())
-def test_blocks_that_meet_are_refused(data: st.DataObject) -> None:
-    """Whatever the strides: those of a destination with each other, and with those of a source."""
-    draw = data.draw
-    layers, piece = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    memory = torch.arange(256).to(torch.uint8)
-    views = []
-    for _ in range(2):
-        shape = (layers, draw(st.integers(1, 5)), piece)
-        strides = (draw(st.integers(0, 20)), draw(st.integers(0, 20)), 1)
-        views.append(memory.as_strided(shape, strides, draw(st.integers(0, 60))))
-    dst, src = views
-    written, read = bytes_of(dst), bytes_of(src)
-    before = memory.clone()
-    pairs = torch.tensor([[src.shape[1] - 1, 0]])
-    if len(set(written)) < len(written):
-        with pytest.raises(ValueError, match=r"^copy_blocks: dst: rows of .* that overlap"):
-            copy_blocks(src, dst, pairs)
-    elif written != read and set(written) & set(read):
-        with pytest.raises(ValueError, match=r"^copy_blocks: dst: overlaps src"):
-            copy_blocks(src, dst, pairs)
-    else:
-        last = src[:, -1].clone()
-        copy_blocks(src, dst, pairs)
-        before.as_strided(dst.shape, dst.stride(), dst.storage_offset())[:, 0] = last
-    assert torch.equal(memory, before)
-
-
 def test_within_one_cache(device: torch.device) -> None:
     """Copy on write: what other requests still read is left as it is."""
     cache = torch.randint(0, 256, (LAYERS, 9, 2, 64), dtype=torch.uint8, device=device)
@@ -176,44 +146,6 @@ def test_in_a_cuda_graph(direction: str) -> None:
         torch.cuda.synchronize()
         ref_copy_blocks(twin.view, src.view, pairs, 1, 0, number)
         assert dst.same(twin)
-
-
-@pytest.mark.cuda
-def test_the_engine_in_a_cuda_graph() -> None:
-    """Its copies are of the blocks that the pairs named when it was captured."""
-    device = torch.device("cuda")
-    dst, src = buffers_for(device, "h2d", (1, 1), 4096)
-    pairs = pairs_of(CPU)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        copy_blocks(src.view, dst.view, pairs, method="engine")
-    twin = dst.twin()
-    ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
-    pairs.fill_(-1)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert dst.same(twin)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
-def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
-    """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
-    device = torch.device("cuda")
-    dst, src = buffers_for(device, "d2h", (1, 1), 4096)
-    pairs = pairs_of(pairs_on)
-    new = torch.randint_like(src.whole, 0, 256)
-    torch.cuda.synchronize()
-    twin = dst.twin()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(20_000_000)
-        src.whole.copy_(new)
-        copy_blocks(src.view, dst.view, pairs, method=method)
-        if pairs_on.type == "cpu":
-            pairs.fill_(0)
-        torch.cuda.current_stream().synchronize()
-    ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
-    assert dst.same(twin)
 
 
 class CopyBlocks(Case):

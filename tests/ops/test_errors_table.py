@@ -36,10 +36,12 @@ def good_arguments(op: str) -> dict[str, Any]:
 def test_mistake(op: str, change: dict[str, Any], kind: type[Exception], text: str) -> None:
     good = good_arguments(op)
     before = {name: tensor.clone() for name, tensor in flat(good).items()}
+    versions = [tensor._version for tensor in flat(good).values()]
     with pytest.raises(kind) as caught:
         getattr(jitkern, op)(**{**good, **change})
     assert type(caught.value) is kind
     assert str(caught.value) == f"{op}: {text}"
+    assert [tensor._version for tensor in flat(good).values()] == versions
     for name, tensor in flat(good).items():
         assert same_bits(tensor, before[name])
 

@@ -65,15 +65,6 @@ def test_signals_of_an_empty_copy(device: torch.device) -> None:
             assert all(map(signals.done, range(LAYERS)))
 
 
-def test_a_copy_that_fails_signals_nothing() -> None:
-    """On the CPU the flags are set after the copy."""
-    src, dst, *_ = sides(CPU, "h2d", make_page_first, 64)
-    signals = LayerSignals(LAYERS, CPU)
-    with pytest.raises(IndexError):
-        copy_blocks(src, dst, torch.tensor([[0, BLOCKS]]), src_block_dim=0, signals=signals)
-    assert not any(map(signals.done, range(LAYERS)))
-
-
 @pytest.mark.cuda
 def test_signals_are_refused_in_a_graph() -> None:
     device = torch.device("cuda")

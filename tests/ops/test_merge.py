@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -288,36 +287,10 @@ def test_in_place(device: torch.device, n: int, dim: int, layout: str) -> None:
                 assert buffer.same(twin)
 
 
-def test_one_tensor_several_times(device: torch.device) -> None:
-    """Among the partials, and then in place of all of them."""
-    outs, lses = partials(device, 1, 9, 2, 40)
-    out, lse = outs[0].clone(), lses[0].clone()
-    merge_states([out] * 4, [lse] * 4, output=out, lse=lse, base="2")
-    assert_merged((out, lse), outs.expand(4, -1, -1, -1), lses.expand(4, -1, -1), base="2")
-
-
 SHAPE = (4, 2, 8)
 UNCHECKED: set[str] = set()
 RESULTS = {"output", "lse", "scale"}
 MIXED_DEVICES = [(name, "cuda:0 as in output") for name in ("lse", "scale")]
-
-
-def test_the_operators(device: torch.device) -> None:
-    """Operators as an exported graph calls them."""
-    outs, lses = partials(device, 2, 5, 2, 8)
-    wanted = merge_states(outs, lses)
-    operator = torch.ops.jitkern.merge_states
-    assert_same(operator.default(list(outs), list(lses)), wanted)
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
-    assert operator.out(list(outs), list(lses), output=out, lse=lse) is None
-    assert_same((out, lse), wanted)
-    prefill = {"prefill_tokens_with_context": 2}
-    fewer = operator.default(list(outs), list(lses), **prefill)
-    assert_same(fewer, merge_state(outs[0], lses[0], outs[1], lses[1], **prefill))
-    with pytest.raises(
-        ValueError, match=re.escape("merge_states: partials: a list of 0, expected 1")
-    ):
-        operator.out([], [], output=out, lse=lse)
 
 
 def good_arguments() -> dict[str, Any]:

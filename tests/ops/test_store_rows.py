@@ -247,15 +247,6 @@ def test_parts_of_a_row(device: torch.device, sizes: tuple[int, int], paged: boo
     assert torch.equal(cache.whole.cpu(), whole)
 
 
-def test_parts_of_other_dtypes_than_the_cache(device: torch.device) -> None:
-    cache = torch.zeros(SLOTS, 656, dtype=torch.uint8, device=device)
-    values, rest = torch.randn(ROWS, 528 // 4), torch.randn(ROWS, 64).bfloat16()
-    where = torch.arange(ROWS, device=device)
-    store_rows(cache, where, (values.to(device), rest.to(device)))
-    assert torch.equal(cache[:ROWS, :528].cpu().view(torch.float32), values)
-    assert torch.equal(cache[:ROWS, 528:].cpu().view(torch.bfloat16), rest)
-
-
 @pytest.mark.parametrize("how", [{}, {"format": "fp8_ds_mla"}], ids=str)
 def test_an_index_past_the_end(device: torch.device, how: dict[str, Any]) -> None:
     values, rest = torch.ones(3, 512, device=device), torch.ones(3, 64, device=device).bfloat16()
@@ -320,15 +311,6 @@ def test_a_wide_row_with_one_scale(device: torch.device, dim: int) -> None:
     where, scale = torch.arange(ROWS, device=device), torch.tensor([0.7])
     store_rows(cache, where, rows.to(device), format="fp8", scales=scale.to(device))
     assert torch.equal(cache[:ROWS].cpu(), e4m3_bits(rows.float() / scale))
-
-
-def test_pages_of_one_slot(device: torch.device) -> None:
-    wide = torch.zeros(SLOTS, 1, 2, 20, dtype=torch.uint8, device=device)
-    rows, where = torch.randn(ROWS, 2, 16), torch.arange(ROWS, device=device)
-    one = torch.ones(1, device=device)
-    store_rows(wide[..., :16], where, rows.to(device), format="fp8", scales=one)
-    assert torch.equal(wide[:ROWS, 0, :, :16].cpu(), e4m3_bits(rows))
-    assert wide[..., 16:].count_nonzero() == 0
 
 
 # -- wrong arguments -------------------------------------------------------------------------------

@@ -173,7 +173,6 @@ OUTSIDE = [
     ({0: -1}, "src: bytes from -1 on in descriptor 2, expected from 0 on"),
     ({0: LEAST}, f"src: bytes from {LEAST} on in descriptor 2, expected from 0 on"),
     ({0: MOST}, f"src: bytes up to {MOST} in descriptor 2, expected at most 1000"),
-    ({0: MOST - 19}, f"src: bytes up to {MOST} in descriptor 2, expected at most 1000"),
     ({1: 881}, "dst: bytes up to 901 in descriptor 2, expected at most 900"),
     ({1: -7}, "dst: bytes from -7 on in descriptor 2, expected from 0 on"),
     ({1: MOST}, f"dst: bytes up to {MOST} in descriptor 2, expected at most 900"),
@@ -181,7 +180,6 @@ OUTSIDE = [
     ({0: 0, 2: 901}, "dst: bytes up to 951 in descriptor 2, expected at most 900"),
     ({2: MOST}, f"src: bytes up to {MOST} in descriptor 2, expected at most 1000"),
     ({2: -1}, "descriptors[:, 2]: -1 in descriptor 2, expected 0 or more"),
-    ({2: LEAST}, f"descriptors[:, 2]: {LEAST} in descriptor 2, expected 0 or more"),
 ]
 OUTSIDE_STRIDED = [
     ({3: -1}, "descriptors[:, 3]: -1 in descriptor 2, expected 0 or more"),
@@ -191,12 +189,9 @@ OUTSIDE_STRIDED = [
     ({3: 10, 5: 93}, "dst: bytes up to 907 in descriptor 2, expected at most 900"),
     ({3: 10, 5: -6}, "dst: bytes from -4 on in descriptor 2, expected from 0 on"),
     ({3: MOST, 4: 1}, f"src: bytes up to {MOST} in descriptor 2, expected at most 1000"),
-    ({3: MOST, 4: MOST}, f"src: bytes up to {MOST} in descriptor 2, expected at most 1000"),
     ({3: MOST, 4: LEAST}, f"src: bytes from {100 - MOST} on in descriptor 2, expected from 0 on"),
     ({3: 2, 4: LEAST}, f"src: bytes from {100 - MOST} on in descriptor 2, expected from 0 on"),
     ({3: 2**33, 5: 2**31}, f"dst: bytes up to {MOST} in descriptor 2, expected at most 900"),
-    ({3: 2**33, 5: 2**30}, f"dst: bytes up to {(2**33 - 1) * 2**30 + 70} in descriptor 2, expected"
-     " at most 900"),
     ({3: 2**63 - 1, 4: 0, 5: -1}, "dst: bytes from -9223372036854775756 on in descriptor 2, "
      "expected from 0 on"),
 ]  # fmt: skip

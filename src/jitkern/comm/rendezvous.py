@@ -359,13 +359,7 @@ class Rendezvous:
             ends = {rank: self._end_of(store, rank) for rank in self._others}
             # Read after `ends`: a value that a rank gave before it ended counts.
             absent = [rank for rank in self._others if not store.check([keys[rank]])]
-            ended: Missing = {}
-            for rank in absent:
-                end = ends[rank]
-                if isinstance(end, CommError):
-                    raise end
-                if end:
-                    ended[rank] = end
+            ended = {rank: end for rank in absent if (end := ends[rank])}
             if ended or (is_last and absent):
                 raise _RanksMissing(ended or dict.fromkeys(absent, _NOT_COME))
         values = [self._unpacked(key, store.get(key), kind)[0] for key in keys]
@@ -375,18 +369,11 @@ class Rendezvous:
         self._last_keys = keys
         return values
 
-    def _end_of(self, store: Store, rank: int) -> str | CommError | None:
-        """Return why another rank cannot come any more, None if it can.
-
-        The error of a position that is not jitkern's is returned: if the rank has given its value,
-        the exchange is complete.
-        """
+    def _end_of(self, store: Store, rank: int) -> str | None:
+        """Return why another rank cannot come any more, None if it can."""
         if self.peers[rank].has_ended():
             return _ENDED
-        try:
-            position = self._position_of(store, rank)
-        except CommError as error:
-            return error
+        position = self._position_of(store, rank)
         return None if position is None else position.end
 
     def _ask(

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <optional>
-#include <shared_mutex>
 #include <thread>
 
 namespace jitkern {
@@ -12,27 +10,6 @@ namespace jitkern {
 namespace {
 
 constexpr i64 kAlignBytes = 128;
-
-struct Pool {
-  u64 begin;
-  u64 end;
-  const char* device_address;  // null: closed
-};
-
-std::shared_mutex pools_mutex;
-std::atomic<bool> any_pool{false};
-std::atomic<u64> num_closed{0};
-auto& pools = *new std::vector<Pool>();  // tensors may outlive static objects
-
-// The pool that contains [begin, end), if there is one.
-std::optional<Pool> pool_of(u64 begin, u64 end) {
-  if (!any_pool.load(std::memory_order_relaxed)) return std::nullopt;
-  const std::shared_lock<std::shared_mutex> lock(pools_mutex);
-  for (const Pool& pool : pools) {
-    if (pool.begin <= begin && begin < pool.end && end <= pool.end) return pool;
-  }
-  return std::nullopt;
-}
 
 i64 now_ns() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -63,36 +40,7 @@ u64 mapped_end(const Rows& rows, const MemoryRange& first) {
 
 }  // namespace
 
-void add_pool(const char* begin, i64 num_bytes, const char* device_address) {
-  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  pools.push_back({address(begin), address(begin) + static_cast<u64>(num_bytes), device_address});
-  any_pool = true;
-}
-
-u64 num_pools_closed() { return num_closed; }
-
-void close_pool(const char* begin) {
-  ++num_closed;
-  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  for (Pool& pool : pools) {
-    if (pool.begin == address(begin)) pool.device_address = nullptr;
-  }
-}
-
-void forget_pool(u64 begin) {
-  const std::lock_guard<std::shared_mutex> lock(pools_mutex);
-  const auto is_pool = [begin](const Pool& pool) { return pool.begin == begin; };
-  pools.erase(std::remove_if(pools.begin(), pools.end(), is_pool), pools.end());
-}
-
 char* mapped_rows(const Rows& rows, const char* cure) {
-  if (const auto pool = pool_of(rows.begin, rows.end)) {
-    if (pool->device_address == nullptr) {
-      rows.value_error("memory of a PinnedPool that was closed",
-                       "an open pool, or a copy on a GPU");
-    }
-    return const_cast<char*>(pool->device_address) + (rows.begin - pool->begin);
-  }
   const MemoryRange first = memory_range(rows.data);
   if (!is_mapped(first)) rows.value_error("pageable host memory", cure);
   if (const u64 end = mapped_end(rows, first); end < rows.end) {
@@ -104,7 +52,6 @@ char* mapped_rows(const Rows& rows, const char* cure) {
 }
 
 u64 registration_end(u64 at) {
-  if (const auto pool = pool_of(at, at + 1)) return pool->device_address != nullptr ? pool->end : 0;
   const MemoryRange range = memory_range(reinterpret_cast<const void*>(at));
   return is_mapped(range) ? address(range.begin) + static_cast<u64>(range.bytes) : 0;
 }

@@ -4,6 +4,7 @@
 
 #include <jitkern/launch.h>
 
+#include <atomic>
 #include <deque>
 #include <mutex>
 
@@ -20,13 +21,8 @@ char* mapped_rows(const Rows& rows, const char* cure = kPinCure);
 // not go; 0 if the byte is not pinned. The device's context is current.
 u64 registration_end(u64 at);
 
-// Pools of pinned memory; the driver is not asked about their rows. Tensors may keep the memory of
-// a closed pool; mapped_rows refuses their rows.
-void add_pool(const char* begin, i64 num_bytes, const char* device_address);
-void close_pool(const char* begin);
-void forget_pool(u64 begin);
-// The number of pools closed so far. Addresses looked up before the last one may be gone.
-u64 num_pools_closed();
+// The number of PinnedPools closed so far. Addresses looked up before the last one may be gone.
+inline std::atomic<u64> num_pools_closed{0};
 
 // A device's ring of pinned memory for small copies to it, made at first use and never freed.
 class Uploads {

@@ -114,7 +114,6 @@ class PinnedMemory {
     } catch (const tvm::ffi::Error&) {
       return;  // during a capture, or at the end of the process: the memory stays
     }
-    forget_pool(address(base_));
     munmap(reserved_, static_cast<size_t>(reserved_bytes()));
   }
 
@@ -163,8 +162,7 @@ class PinnedMemory {
     return error;
   }
 
-  // Registers the memory for all GPUs and with the ops' address checks. RuntimeError with the
-  // driver's text.
+  // Registers the memory for all GPUs. RuntimeError with the driver's text.
   void register_it(int ordinal, Array<int64_t> streams) {
     ordinal_ = ordinal;
     streams_ = std::move(streams);
@@ -174,7 +172,6 @@ class PinnedMemory {
                                              kHostAllocPortable | kHostAllocDeviceMap),
                  "cuMemHostRegister");
     is_registered_ = true;
-    add_pool(base_, bytes_, memory_range(base_).device_address);
   }
 
   // Waits for the GPUs and unregisters the memory; tensors keep it.
@@ -184,7 +181,7 @@ class PinnedMemory {
     const RelaxedCapture relaxed;  // another thread may capture
     JITKERN_CU(cuMemHostUnregister, base_);
     is_registered_ = false;
-    close_pool(base_);
+    ++num_pools_closed;
   }
 
  private:

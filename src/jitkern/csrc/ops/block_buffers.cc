@@ -208,7 +208,7 @@ const BufferEntry* BlockBuffers::table(const LaunchScope& scope, const char* op,
   const std::lock_guard<std::mutex> lock(mutex_);
   Table& table = tables_[scope.device.ordinal];
   const bool is_host = !on_cuda();
-  const u64 num_closed = num_pools_closed();
+  const u64 num_closed = num_pools_closed;
   if (table.on_gpu != nullptr && (!is_host || table.num_closed == num_closed)) return table.on_gpu;
   std::vector<BufferEntry> mapped = entries_;
   for (size_t i = 0; is_host && !tensors_.empty() && i < mapped.size(); ++i) {

@@ -39,7 +39,7 @@ class BlockBuffers : public tvm::ffi::Object {
   bool is_empty() const { return num_blocks_ == 0 || entries_[0].piece_bytes == 0; }
 
   // The entries in the memory of the scope's GPU, with its addresses. ValueError if host memory is
-  // not pinned or belongs to a closed pool, and at first use while a graph is captured.
+  // not pinned, as that of a closed pool, and at first use while a graph is captured.
   const BufferEntry* table(const LaunchScope& scope, const char* op, const char* arg);
   // Whether one copy of the engine may cover any part of a buffer in host memory.
   bool is_one_registration(i64 layer) const;
@@ -60,7 +60,7 @@ class BlockBuffers : public tvm::ffi::Object {
 
   struct Table {
     const BufferEntry* on_gpu = nullptr;
-    u64 num_closed = 0;  // num_pools_closed() when addresses were looked up
+    u64 num_closed = 0;  // num_pools_closed when addresses were looked up
   };
 
   std::vector<tvm::ffi::Tensor> tensors_;  // empty: addresses are trusted

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "common.h"
-#include "formats.h"
+#include "formats_cpu.h"
 #include "store_host.h"
 
 namespace jitkern {
@@ -18,19 +18,6 @@ struct FormatSide {
   const Tensor& values;
   std::optional<Rows> rest;
   const Tensor* scales;  // in a tensor of their own, or null
-};
-
-// What a kernel is compiled for, beside the types of indices and the width of vectors.
-struct FormatShape {
-  i64 groups;
-  i64 group;
-  i64 rest_bytes;
-  int type;
-
-  bool operator==(const FormatShape& other) const {
-    return groups == other.groups && group == other.group && rest_bytes == other.rest_bytes &&
-           type == other.type;
-  }
 };
 
 struct FormatCall {
@@ -73,14 +60,6 @@ struct FormatCall {
   Few<CacheRows, 6> read_;
   u64 bits_[2];  // addresses and strides of each table that bound the width of vectors
 };
-
-// Calls `use` with a constant of the FloatType `type`.
-template <class Use>
-void with_float_type(int type, const Use& use) {
-  type == kFloat32   ? use(std::integral_constant<int, kFloat32>())
-  : type == kFloat16 ? use(std::integral_constant<int, kFloat16>())
-                     : use(std::integral_constant<int, kBFloat16>());
-}
 
 // An argument that is a tensor or a list of two, with the names of its items in messages.
 struct ListArg {

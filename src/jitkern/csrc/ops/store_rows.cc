@@ -1,8 +1,6 @@
 // store_rows on the host: rows of several parts, and rows in the formats of engines.
 #include <jitkern/launch.h>
 
-#include <cstring>
-
 #include "formats_host.h"
 #include "store_host.h"
 
@@ -14,41 +12,6 @@ constexpr ListArg kRows{"parts", {"parts[0]", "parts[1]"}};
 constexpr const char* kOp = "store_rows";
 const FaultSite kIndicesSite = fault_site(kOp, "indices");
 
-template <int kType>
-void store_table(const FormatCall& call, const FormatTable& table, const FormatShape& shape,
-                 i64 row, i64 slot) {
-  const RowFormat& format = call.row;
-  for (i64 g = 0; g < shape.groups; ++g) {
-    const auto* values = reinterpret_cast<const Bits<kType>*>(
-        table.values + row * table.values_row_stride + g * table.values_group_stride);
-    char* scale_at = table.scales + g * table.scale_strides.head_stride;
-    if (!format.is_given()) scale_at += table.scale_strides.offset_of<true>(slot);
-    float scale;
-    if (format.is_given()) {
-      scale = load_scale(format, scale_at);
-    } else {
-      float amax = 0;
-      for (i64 i = 0; i < shape.group; ++i) {
-        amax = larger_magnitude(amax, float_of<kType>(values[i]));
-      }
-      scale = scale_of(amax, format.largest(), call.params.rule);
-      store_scale(format, scale_at, scale);
-    }
-    const float inverse = 1.0f / scale;
-    auto* payload = reinterpret_cast<unsigned char*>(table.payload) +
-                    table.strides.offset_of<true>(slot) + g * table.strides.head_stride;
-    for (i64 i = 0; i < shape.group; ++i) {
-      const float value = float_of<kType>(values[i]);
-      // Given scales divide, as in vLLM; the others multiply by the inverse.
-      const float scaled = format.is_given() ? value / scale : value * inverse;
-      payload[i] = format.is_int8 ? int8_bits(scaled) : bits_as<kFloat8E4M3>(scaled);
-    }
-  }
-  if (shape.rest_bytes == 0) return;
-  std::memcpy(table.payload + table.strides.offset_of<true>(slot) + table.rest_offset,
-              table.rest + row * table.rest_row_stride, static_cast<size_t>(shape.rest_bytes));
-}
-
 void store_by_cpu(const FormatCall& call) {
   const FormatParams& p = call.params;
   check_indices(call.indices, p.num_slots, p.skip);
@@ -57,9 +20,7 @@ void store_by_cpu(const FormatCall& call) {
       const i64 slot = index_at(row);
       if (!is_below(slot, p.num_slots) || slot == p.skip) continue;
       for (int t = 0; t < call.num_tables; ++t) {
-        with_float_type(call.shapes[t].type, [&](const auto type) {
-          store_table<decltype(type)::value>(call, p.tables[t], call.shapes[t], row, slot);
-        });
+        store_row(p.tables[t], call.row, p.rule, call.shapes[t], row, slot);
       }
     }
   });
