@@ -15,8 +15,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import harness, measure  # noqa: E402
-from bench.case import Case, Context, Impl  # noqa: E402
+from bench import cases, harness, measure, report  # noqa: E402
+from bench.case import Case, Context, Impl, Row  # noqa: E402
 
 CPU = Context(device="cpu", quick=True)
 
@@ -83,6 +83,35 @@ def test_short_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name in ("gb_s", "percent_of_ceiling", "ratio_to_best_peer"):
         assert all(row[name] > 0 for row in ours)
     assert "jitkern" in capsys.readouterr().out
+
+
+def test_results_of_other_benchmarks_stay(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+
+    for machine, op, kept in (
+        ("here", "store", {"store"}),
+        ("here", "index", {"store", "index"}),
+        ("there", "index", {"index"}),
+    ):
+        row = Row(op, "c", "jitkern", "ours", median_us=1.0)
+        result = report.payload({"device": "cuda", "name": machine}, [row], quick=True)
+        harness.write(path, result)
+        assert set(report.read(path)["benchmarks"]) == kept
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("op", cases.NAMES)
+def test_quick_run_on_a_gpu(op: str, tmp_path: Path) -> None:
+    if op == "peer" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    path = tmp_path / "out.json"
+    assert harness.main([op, "--quick", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["benchmarks"][op]["rows"]
+    expected = ("does not compile for this row size", "No module named", "load_inline")
+    expected += ("not here: ",)  # a peer's sources, which are fetched for a comparison
+    failed = [row for row in rows if row["error"] and not any(e in row["error"] for e in expected)]
+    assert not failed
 
 
 def test_the_tables_of_the_docs_are_those_of_the_results() -> None:

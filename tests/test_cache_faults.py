@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SLOW, Children, sound, wait_until, write_sources
+from children import MALLORY, SLOW, Children, needs_root, sound, wait_until, write_sources
 from needs import needs_cxx, needs_nvrtc
 
 from jitkern.cache.lock import read_holder
@@ -90,6 +90,24 @@ def test_a_stopped_holder_is_named_and_passed(
         holder.send_signal(signal.SIGCONT)
     assert children.report(holder)["elf"]
     assert sound(cache_dir)
+
+
+@needs_root
+@needs_cxx
+def test_a_cache_of_somebody_else_is_named_and_not_used(
+    children: Children, sources: Path, cache_dir: Path
+) -> None:
+    """A library of anybody's was loaded into processes of root."""
+    children.run(sources / "tiny.cc")
+    subprocess.run(["chown", "-R", f"{MALLORY}:{MALLORY}", str(cache_dir)], check=True)
+    before = [(path, path.lstat().st_mtime_ns) for path in sorted(cache_dir.rglob("*"))]
+    report = children.run(sources / "tiny.cc")
+    assert (report["cached"], report["compiles"]) == (0, 1)
+    (warning,) = report["warnings"]
+    assert f"{cache_dir}: it belongs to uid {MALLORY}; chown -R 0 {cache_dir} if all " in warning
+    assert "what this process compiles is kept in memory " in warning
+    # Neither locks nor times of use.
+    assert [(path, path.lstat().st_mtime_ns) for path in sorted(cache_dir.rglob("*"))] == before
 
 
 THREADS = """

@@ -6,8 +6,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ from needs import needs_cxx
 
 from jitkern.arch import Arch
 from jitkern.cache import get
+from jitkern.cache.entry import META_NAME
 from jitkern.cache.store import Cache
 from jitkern.compilers import cxx
 from jitkern.compilers.sources import CSRC, include_dirs
@@ -214,6 +217,33 @@ def test_without_a_compiler_the_error_says_what_to_install(
 )
 def test_which_versions_fit(built_against: str, installed: str, fits: bool) -> None:
     assert host.fits(built_against, installed) is fits
+
+
+def test_the_shipped_library_is_portable(built: Path) -> None:
+    (library,), (meta,) = built.rglob("*.so"), built.rglob(META_NAME)
+    assert '"tvm_ffi": ' in meta.read_text()
+    for path in (str(built.parent), sys.prefix):
+        assert path not in meta.read_text()
+        assert path.encode() not in library.read_bytes()
+    if shutil.which("objdump") is None:
+        pytest.skip("needs objdump")
+    command = ["objdump", "-p", str(library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needed = [line.split()[1] for line in text.splitlines() if "NEEDED" in line]
+    assert "libtvm_ffi.so" in needed
+    assert not any("cuda" in name for name in needed)  # found by dlopen if there is one
+    assert "RPATH" not in text
+    assert "RUNPATH" not in text
+
+
+def test_a_fork_keeps_the_module(shipped: Path) -> None:
+    assert host.module()["answer"]() == 42
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork with threads, 3.12
+        pid = os.fork()
+    if pid == 0:
+        os._exit(0 if host.module()["answer"]() == 42 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def kernels(**image: Any) -> Mock:

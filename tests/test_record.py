@@ -19,6 +19,7 @@ from tiny import SM_90, Use, put, tiny, write_lines
 
 import jitkern
 import jitkern.ops.store
+from jitkern import fs
 from jitkern.cache import get
 from jitkern.cache.get import freeze, unfreeze
 from jitkern.compilers.sources import CSRC
@@ -123,6 +124,24 @@ def test_log_goes_to_stderr_where_nobody_configured_logging(
     env = {"JITKERN_LOG": "1", "PYTHONPATH": python_path(TESTS)}
     code = "from tiny import SM_90, tiny; tiny().image(SM_90)"
     assert "compiled" in forked_python(code, env=env).stderr
+
+
+def test_private_names_cannot_be_guessed() -> None:
+    names = {fs.private_name() for _ in range(100)}
+    assert len({name[-16:] for name in names}) == 100
+    assert {name[:-17] for name in names} == {f"{os.uname().nodename}.{os.getpid()}"}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_may_write_what_is_written(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "plain", b"x")
+        put(tmp_path / "used.jsonl", "tiny")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"plain": 0o644 & ~umask, "used.jsonl": 0o644 & ~umask}
 
 
 def test_a_file_is_replaced_and_never_written_to(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 from ranks import CALL_S, LATE_S, Pool, Rank, all_do, all_tell, errors
@@ -57,6 +58,20 @@ def test_a_rank_ends_or_hangs(some: Pool, number: int) -> None:
     assert ranks[0].refuses("call()").startswith("Comm")
     assert ranks[0].ask("lives()")
     ranks[1].kill()
+
+
+def test_a_rank_dies_in_the_middle_of_a_collective(pool: Pool) -> None:
+    ranks = ranks_of(pool, 3)
+    all_tell(ranks, "body('large', repeat_s=60.0)")
+    time.sleep(0.3)
+    ranks[1].kill()
+    others = [ranks[0], ranks[2]]
+    for answer in errors(others, BOUND_S):
+        assert gone(1, ranks[1]) in answer["error"] and "has ended" in answer["error"]
+        assert answer["missing"] == [1] and answer["number"] > 0, answer
+    for rank in others:  # and they end by themselves
+        rank.tell(f"leave(destroy={rank is ranks[2]})")
+        assert rank.wait(10) == 0
 
 
 def test_a_rank_is_late(some: Pool) -> None:

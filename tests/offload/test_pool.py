@@ -158,6 +158,20 @@ def test_is_pinned_and_of_use_to_the_ops() -> None:
         jitkern.h2d_gather(table, rows, pairs)
 
 
+@pytest.mark.cuda
+def test_freed_while_a_copy_reads_it() -> None:
+    """The copy gets what was there: giving the memory back waits for the GPU."""
+    count = 64 * MIB
+    target = torch.zeros(count, dtype=torch.uint8, device="cuda")
+    for turn in range(3):
+        tensor = PinnedPool(count).tensor()
+        tensor.fill_(turn + 1)
+        torch.cuda._sleep(20_000_000)
+        target.copy_(tensor, non_blocking=True)
+        del tensor
+        assert target.eq(turn + 1).all()
+
+
 NUM_BYTES = (5 << 20) + 24
 NUM_RANKS = 3
 NAME = f"test-{os.getpid()}"

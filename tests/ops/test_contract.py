@@ -163,6 +163,23 @@ def test_out_of_range(
     assert all(map(Buffer.same, buffers, twins))
 
 
+@each_case
+def test_nan_payloads_survive(device: torch.device, case: Case) -> None:
+    payloads = torch.tensor([0x7F800001, 0x7FC0DEAD, -1, 0x7FA00001], dtype=torch.int32)
+    buffers = case.buffers(device, (8,), torch.float32)
+    for i, buffer in enumerate(buffers):
+        row, item = torch.arange(len(buffer.view))[:, None], torch.arange(8)
+        buffer.view.view(torch.int32).copy_(payloads[(row + item + i) % 4])
+    case.run_and_compare(buffers, case.indices(device))
+
+
+@each_case
+def test_under_inference_mode(device: torch.device, case: Case) -> None:
+    with torch.inference_mode():
+        buffers = case.buffers(device, (8,), torch.float32)
+        case.run_and_compare(buffers, case.indices(device))
+
+
 @each_way_if(lambda case: case.large)
 def test_large_calls(device: torch.device, case: Case, how: dict[str, Any]) -> None:
     """Several threads on the CPU, the loop of a persistent kernel on CUDA."""

@@ -148,6 +148,46 @@ def test_in_a_cuda_graph(direction: str) -> None:
         assert dst.same(twin)
 
 
+@pytest.mark.cuda
+def test_the_engine_in_a_cuda_graph() -> None:
+    """Its copies are of the blocks that the pairs named when it was captured."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "h2d", (1, 1), 4096)
+    pairs = pairs_of(CPU)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_blocks(src.view, dst.view, pairs, method="engine")
+    twin = dst.twin()
+    ref_copy_blocks(twin.view, src.view, pairs, 1, 1)
+    pairs.fill_(-1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert dst.same(twin)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
+@pytest.mark.cuda
+@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
+def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
+    """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
+    device = torch.device("cuda")
+    dst, src = buffers_for(device, "d2h", (1, 1), 4096)
+    pairs = pairs_of(pairs_on)
+    new = torch.randint_like(src.whole, 0, 256)
+    torch.cuda.synchronize()
+    twin = dst.twin()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(20_000_000)
+        src.whole.copy_(new)
+        copy_blocks(src.view, dst.view, pairs, method=method)
+        if pairs_on.type == "cpu":
+            pairs.fill_(0)
+        torch.cuda.current_stream().synchronize()
+    ref_copy_blocks(twin.view, src.view, pairs_of(pairs_on), 1, 1)
+    assert dst.same(twin)
+
+
 class CopyBlocks(Case):
     """Blocks of one layer."""
 

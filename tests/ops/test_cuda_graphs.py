@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import tvm_ffi
 from buffers import random_bytes
 from ref import ref_indexing, ref_store
 from torch import Tensor
@@ -50,6 +54,21 @@ def test_a_large_gather_in_a_graph() -> None:
     jitkern.check()
 
 
+def test_the_next_call_raises_an_earlier_fault_and_does_nothing() -> None:
+    cache, rows = device_bytes(SLOTS), device_bytes(4, 1)
+    before = cache.clone()
+    store_cache(cache, before.clone(), torch.full((4,), SLOTS + 3, device="cuda"), rows, rows)
+    torch.cuda.synchronize()
+    slots = torch.arange(4, device="cuda")
+    with pytest.raises(IndexError, match="store_cache: indices: index 503 at position"):
+        indexing(cache, slots)
+    with_other = before.clone()
+    store_cache(cache, with_other, slots, rows, rows)  # told once, forgotten
+    torch.cuda.synchronize()
+    assert torch.equal(cache[:4], rows)
+    assert torch.equal(cache[4:], before[4:])
+
+
 @pytest.mark.parametrize("rows", [SLOTS, 40_000], ids=["small", "large"])
 def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     """Both ways over the bus at once, 50 times; large gathers each with scratch memory."""
@@ -69,6 +88,37 @@ def test_a_gather_and_a_scatter_on_two_streams(rows: int) -> None:
     torch.cuda.synchronize()
     assert torch.equal(arrived[there[:, 1]].cpu(), incoming[there[:, 0].cpu()])
     assert torch.equal(written, outgoing.cpu().flip(0))
+
+
+class Foreign:
+    """A tensor that says no more than DLPack does, and orders no streams."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **_: object) -> Any:
+        return torch.utils.dlpack.to_dlpack(self._tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.__dlpack_device__()
+
+
+@pytest.mark.parametrize("kind", [lambda one: one, tvm_ffi.from_dlpack], ids=["dlpack", "ffi"])
+def test_without_a_tensor_of_torch_its_current_stream_is_taken(kind: Callable[[Any], Any]) -> None:
+    """Other calls and modes, without a GPU: tests/fault_child.py."""
+    rows, cache = torch.zeros(5, 8, device="cuda"), torch.zeros(5, 8, device="cuda")
+    indices = torch.arange(5, device="cuda")
+    to, where, new = (kind(Foreign(one)) for one in (cache, indices, rows))
+    store_cache(to, None, where, new)  # compiles
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # cycles, of some 2 GHz
+        rows.fill_(3)
+        store_cache(to, None, where, new)
+        found = cache.clone()
+    stream.synchronize()
+    assert torch.equal(found, torch.full_like(found, 3))
 
 
 @pytest.mark.multigpu

@@ -8,8 +8,8 @@ from typing import Any
 import mistakes as common
 import pytest
 import torch
-from buffers import INT_DTYPES, Buffer, make_buffer, out_of_range, to_index
-from cache_layouts import LAYOUTS, SLOTS, paged_caches
+from buffers import INT_DTYPES, Buffer, host_buffer, make_buffer, out_of_range, to_index
+from cache_layouts import BLOCKS, LAYOUTS, PAGE, SLOTS, paged_caches
 from contract import Case, store_bits
 from mistakes import Mistake, zeros
 from ref import ref_indexing, same_bits
@@ -78,6 +78,14 @@ def test_pages(
     ranges = {"vocab_range": (3, SLOTS - 5), "added_range": (SLOTS, 4)}
     rows = make_buffer((24, heads, dim), device=device, seed=1, gap=9)
     gather_pages(cache.view, indices.view(24).to(device) + 2, rows, **ranges)
+
+
+def test_pages_in_pinned_memory(device: torch.device) -> None:
+    host = host_buffer((BLOCKS, 2, PAGE, 2, 48), torch.uint8, device)
+    indices = torch.arange(SLOTS, device=device)
+    output = make_buffer((SLOTS, 2, 48), device=device)
+    indexing(host.view[:, 1], indices, output=output.view)
+    assert same_bits(output.view.cpu(), host.view[:, 1].flatten(0, 1))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -219,6 +227,15 @@ def test_no_indices_no_rows_no_vocabulary(device: torch.device) -> None:
     assert indexing(weights, to_index([], torch.int64, device), **empty).shape == (0, 40)
     with out_of_range(device, "index 0 at position 1, expected below 0"):
         indexing(weights, to_index([-1, 0], torch.int64, device), **empty)
+
+
+def test_ranges_of_a_table_in_host_memory(device: torch.device) -> None:
+    weights = host_buffer((VOCAB, 5), torch.float32, device).view
+    indices = torch.arange(100, device=device) * 7 % 80 - 3
+    ranges: Any = {"vocab_range": (30, 20), "added_range": (5, 21), "vocab_size": 77}
+    expected = ref_indexing(weights, indices.cpu(), (30, 20), (5, 21))
+    assert same_bits(indexing(weights, indices, **ranges), expected)
+    check(device)
 
 
 _RANGE = "expected (start, length) with start >= 0, start + length < 2^63 and 0 <= length <= "

@@ -148,6 +148,18 @@ def free_gpu() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.slow
+@pytest.mark.parametrize("row_bytes", [1, 2, 656, 8192])
+@pytest.mark.usefixtures("free_gpu")
+def test_caches_of_20_gb_on_the_gpu(row_bytes: int) -> None:
+    num_rows = CUDA_GB * 10**9 // row_bytes
+    caches = (torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device="cuda") for _ in "kv")
+    for cache, new, _ in store_and_look(*caches):
+        written = sum(int(part.count_nonzero()) for part in cache.view(-1).split(GIB))
+        assert written == new.numel()  # and nothing else, anywhere
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
 @pytest.mark.usefixtures("free_gpu")
 def test_more_than_2_32_vectors_in_one_launch() -> None:
     """4.4e9 one-byte rows: flat vector numbers go beyond 32 bits."""
