@@ -167,8 +167,6 @@ def test_the_engine_in_a_cuda_graph() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
-@pytest.mark.cuda
-@pytest.mark.parametrize(("pairs_on", "method"), ways(torch.device("cuda")), ids=str)
 def test_the_current_stream(pairs_on: torch.device, method: str) -> None:
     """In order behind what is on it; pairs on the CPU may be changed once the call is back."""
     device = torch.device("cuda")
