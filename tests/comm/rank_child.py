@@ -78,8 +78,11 @@ def join(path: str, rank: int, size: int, timeout_s: float = 60.0) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", **options)
 
 
-def body(name: str) -> None:
+def body(name: str, repeat_s: float = 0.0) -> None:
+    until = time.monotonic() + repeat_s
     bodies.BODIES[name](comm, device)
+    while time.monotonic() < until:
+        bodies.BODIES[name](comm, device)
 
 
 def fork(code: str) -> str:
@@ -97,6 +100,12 @@ def fork(code: str) -> str:
         text = file.read()
     _, status = os.waitpid(pid, 0)
     return signal.Signals(status).name if os.WIFSIGNALED(status) else text
+
+
+def leave(destroy: bool) -> None:
+    if destroy:
+        dist.destroy_process_group()
+    raise SystemExit
 
 
 # -- a rendezvous ----------------------------------------------------------------------------------
