@@ -108,8 +108,11 @@ def rows_mistakes(good: dict[str, Any], name: str) -> list[Mistake]:
          f"{name}[0]: shape [3], expected [rows, dim]"),
         # the rest of a row
         ({**mla, name: zeros(3, 512)}, ValueError,
-         "cache: rows of 656 bytes (shape [50, 656]), expected 528 bytes for "
-         f"{name} (shape [3, 512])"),
+         f"{name}: 528 bytes per row in this format (shape [3, 512]), expected 656 as in cache "
+         "(shape [50, 656]); give a second tensor of 128 bytes per row"),
+        ({**mla, name: zeros(3, 640)}, ValueError,
+         f"cache: rows of 656 bytes (shape [50, 656]), expected 660 bytes for {name} (shape "
+         "[3, 640])"),
         ({**mla, name: [zeros(3, 512), zeros(4, 64).half()]}, ValueError,
          common.count_text(f"{name}[1]", 4, [4, 64], 3)),
         ({**mla, name: [zeros(3, 512), zeros(3, 128).half()[:, ::2]]}, ValueError,
@@ -197,6 +200,10 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
          "[50, 4, 2])"),
         ({**parts, "cache": zeros(50, 9)}, ValueError,
          "cache: rows of 36 bytes (shape [50, 9]), expected 32 bytes, those of the parts together"),
+        ({**parts, "cache": zeros(5, 10, 656, dtype=torch.uint8)}, ValueError,
+         "cache: rows of 6560 bytes (shape [5, 10, 656]), expected 32 bytes, those of the parts "
+         "together; without format= the parts are stored as they are (rows of 656 bytes: "
+         "format='fp8_ds_mla')"),
         ({**parts, "cache": zeros(5, 2, 10, 4).transpose(1, 2),
           "parts": [zeros(3, 2, 3), zeros(3, 2, 1)]}, ValueError,
          "cache: rows that are not contiguous (shape [5, 10, 2, 4]), expected contiguous rows"),

@@ -306,6 +306,12 @@ def mistakes() -> list[Mistake]:
            f"k: rows of 32 bytes (shape {shape}), expected 320 bytes as in k_cache "
            "(shape [5, 10, 2, 4]); for [blocks, page, ...] pass shape [3, 2, 4]")
           for shape in ([3, 8], [3, 4, 2], [3, 1, 2, 4])),
+        ({"k_cache": zeros(5, 10, 4, 4), "k": zeros(3, 2, 4)}, ValueError,
+         "k: rows of 32 bytes (shape [3, 2, 4]), expected 640 bytes as in k_cache (shape "
+         "[5, 10, 4, 4]); read as pages, a slot of k_cache is [4, 4]"),
+        ({"k_cache": zeros(5, 10, 9)}, ValueError,
+         "k: rows of 32 bytes (shape [3, 8]), expected 360 bytes as in k_cache (shape "
+         "[5, 10, 9]); read as pages, a slot of k_cache is [9]"),
         # one head into [slots, 4 heads, dim], whose heads have as many bytes
         *(({"k_cache": zeros(50, 4, 2), "v_cache": zeros(50, 4, 2), **new}, ValueError,
            f"{argument}: rows of 8 bytes (shape [3, 1, 2]), expected 32 bytes as in "

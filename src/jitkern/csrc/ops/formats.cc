@@ -215,9 +215,15 @@ CacheRows FormatCall::set_cache(const FormatSide& side, const FormatShape& shape
   CacheRows rows = CacheRows::of(cache, expected, side.values, has_heads ? 2 : 1);
   if (rows.row_bytes != expected) {
     const bool is_paged = cache.dl->ndim == (has_heads ? 4 : 3) && bytes_from(cache, 2) != expected;
+    const i64 row_bytes = is_paged ? bytes_from(cache, 2) : rows.row_bytes;
+    if (row.has_rest && !side.rest && row_bytes > expected) {
+      side.values.value_error(
+          str(expected, " bytes per row in this format (shape ", side.values.shape_text(), ")"),
+          str(row_bytes, " as in ", cache.arg, " (shape ", cache.shape_text(),
+              "); give a second tensor of ", row_bytes - expected, " bytes per row"));
+    }
     cache.value_error(
-        str("rows of ", is_paged ? bytes_from(cache, 2) : rows.row_bytes, " bytes (shape ",
-            cache.shape_text(), ")"),
+        str("rows of ", row_bytes, " bytes (shape ", cache.shape_text(), ")"),
         str(expected, " bytes for ", side.values.arg, " (shape ", side.values.shape_text(), ")",
             side.rest ? str(" and ", side.rest->arg, " (", side.rest->dtype_name(), ", shape ",
                             side.rest->shape_text(), ")")

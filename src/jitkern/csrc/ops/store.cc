@@ -41,7 +41,7 @@ struct Table {
   // What to pass instead of rows of another size than the cache's.
   std::string hint() const {
     const DLTensor &pages = *cache.dl, &values = *rows.dl;
-    if (pages.ndim < 4) return "";
+    if (pages.ndim < 4) return slot_note();
     if (bytes_from(cache, 2) == rows.row_bytes) {
       std::vector<int64_t> shape(pages.shape + 1, pages.shape + pages.ndim);
       shape[0] = values.shape[0];
@@ -49,7 +49,15 @@ struct Table {
     }
     const bool is_hnd = pages.ndim == 4 && values.ndim == 3 && pages.shape[1] == values.shape[1] &&
                         pages.shape[3] == values.shape[2];
-    return is_hnd ? "; for [blocks, heads, page, dim] pass .transpose(1, 2)" : "";
+    return is_hnd ? "; for [blocks, heads, page, dim] pass .transpose(1, 2)" : slot_note();
+  }
+
+  // A cache with one dimension more than the rows was meant as pages.
+  std::string slot_note() const {
+    const DLTensor& pages = *cache.dl;
+    if (pages.ndim < 3 || pages.ndim != rows.dl->ndim + 1) return "";
+    return str("; read as pages, a slot of ", cache.arg, " is ",
+               shape_text(pages.shape + 2, pages.ndim - 2));
   }
 
   void check(const Rows& k_cache, const Indices& indices) const {
@@ -244,6 +252,13 @@ void store_v(AnyView v_cache, AnyView indices, AnyView v, AnyView skip) {
 JITKERN_EXPORT_OP(store_cache, store);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(store_v_cache_now, store_v);
 
+// DeepSeek's rows without the name of their format.
+std::string format_note(const Tensor& cache) {
+  if (cache.dl->ndim < 2 || bytes_from(cache, cache.dl->ndim - 1) != 656) return "";
+  return "; without format= the parts are stored as they are (rows of 656 bytes: "
+         "format='fp8_ds_mla')";
+}
+
 // The bytes of a cache's rows that a part is stored in.
 CacheRows bytes_of_rows(const CacheRows& cache, i64 offset, i64 bytes) {
   CacheRows part = cache;
@@ -281,7 +296,8 @@ void store_parts(const Tensors& caches, const Indices& indices, const Tensors& p
       CacheRows::of(caches[0], first_bytes + last_bytes, parts[0], parts[0].dl->ndim - 1);
   if (cache.row_bytes != first_bytes + last_bytes) {
     cache.value_error(str("rows of ", cache.row_bytes, " bytes (shape ", cache.shape_text(), ")"),
-                      str(first_bytes + last_bytes, " bytes, those of the parts together"));
+                      str(first_bytes + last_bytes, " bytes, those of the parts together",
+                          format_note(caches[0])));
   }
   if (cache.num_heads > 1) {
     cache.value_error(str("rows that are not contiguous (shape ", cache.shape_text(), ")"),
