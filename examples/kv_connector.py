@@ -105,9 +105,14 @@ def key_value(layer: int, tokens: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve prompts that share their beginnings; return 1 if a byte is wrong."""
-    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--prompts", type=int, default=12, help="that share three beginnings")
+    num_prompts = parser.parse_args(argv).prompts
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    num_blocks, num_prompts = 32, 12
+    num_blocks = 32
     print(f"{num_prompts} prompts, {LAYERS} layers of {num_blocks} blocks on {device}", flush=True)
     shape = (num_blocks, BLOCK, HEADS, HEAD_DIM)
     k, v = ([torch.zeros(shape, dtype=DTYPE, device=device) for _ in range(LAYERS)] for _ in "kv")

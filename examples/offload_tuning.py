@@ -69,10 +69,13 @@ def fastest(case: Case) -> Case:
 def main(argv: Sequence[str] | None = None) -> int:
     """Time both ways; return 1 if the result is wrong."""
     default = default_case()
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=default.layers)
-    parser.add_argument("--tokens", type=int, default=default.tokens)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--layers", type=int, default=default.layers, help="of the model")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="of the prompt")
+    parser.add_argument("--repeats", type=int, default=5, help="of each timed run")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if default.device.type == "cpu":

@@ -104,10 +104,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Decode; return 1 if a result is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of decoding")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of the graph")
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--page-size", type=int, default=16, help="in tokens")
     parser.add_argument("--most-tokens", type=int, default=48, help="per request")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -262,10 +262,13 @@ def slices_and_nonzero(x: Tensor, y: Tensor, *, start: int, page_size: int) -> i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve a day; return 1 if a slot is lost or the two comparisons differ."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--page-size", type=int, default=1, help="tokens")
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--cache-tokens", type=int, default=200_000)
+    parser.add_argument("--requests", type=int, default=3000, help="to simulate")
+    parser.add_argument("--cache-tokens", type=int, default=200_000, help="of all prefixes")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if args.page_size < 1 or args.requests < 1:

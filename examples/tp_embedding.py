@@ -49,12 +49,20 @@ def milliseconds(call: Callable[[], object], device: torch.device, repeats: int 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="An embedding split over ranks.")
-    parser.add_argument("--vocab-size", type=int, default=32_003)  # a prime
-    parser.add_argument("--num-added", type=int, default=5)
-    parser.add_argument("--hidden-size", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--method", choices=["auto", "peer", "all_reduce"], default="auto")
+    parser = argparse.ArgumentParser(
+        description="An embedding split over ranks.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--vocab-size", type=int, default=32_003, help="a prime")
+    parser.add_argument("--num-added", type=int, default=5, help="to the vocabulary")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="of a row")
+    parser.add_argument("--tokens", type=int, default=512, help="in a batch")
+    parser.add_argument(
+        "--method",
+        choices=["auto", "peer", "all_reduce"],
+        default="auto",
+        help="how rows come from other ranks",
+    )
     args = parser.parse_args(argv)
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --nproc-per-node 2 examples/tp_embedding.py")

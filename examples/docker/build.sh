@@ -8,5 +8,6 @@
 case ${1:-} in -*) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit ;; esac
 set -eu
 archs=${1:-9.0,10.0}
-JITKERN_RECORD=examples/own_kernel/run.jsonl python examples/own_kernel/own_kernel.py --warm "${archs%%,*}"
+JITKERN_RECORD=examples/own_kernel/run.jsonl \
+    python examples/own_kernel/own_kernel.py --warm "${archs%%,*}"
 docker build -f examples/docker/Dockerfile --build-arg "ARCHS=$archs" -t own-kernel .

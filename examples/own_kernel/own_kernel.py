@@ -83,7 +83,10 @@ def warm(dim: int, archs: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare with PyTorch; return 1 if a value is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--dim", type=int, default=576, help="values per row")
     parser.add_argument("--warm", metavar="A[,A]", help="compile for these GPUs as well: 9.0,10.0")
     args = parser.parse_args(argv)
