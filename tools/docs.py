@@ -9,6 +9,7 @@ from pathlib import Path
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -30,7 +31,11 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Give README's list of examples a page, and the source of each example a page of its own."""
     text = (_ROOT / "README.md").read_text().partition("\n## Examples\n")[2].partition("\n## ")[0]
     pages = {"index": "# Examples\n" + _README_LINK.sub(r"](\1.md)", text)}
-    for name in _README_LINK.findall(text):
+    listed = _README_LINK.findall(text)
+    examples = {path.name for path in (_ROOT / "examples").glob("[!._]*")}
+    if missing := examples.difference(listed):
+        raise PluginError(f"README.md, Examples: no line for {sorted(missing)}")
+    for name in listed:
         path = _ROOT / "examples" / name
         sources = sorted(filter(Path.is_file, path.iterdir())) if path.is_dir() else [path]
         blocks = [
