@@ -68,11 +68,11 @@ jitkern ~ `PeerCommunicator` | torch.distributed ~ torch.distributed (NCCL 2.28.
 
 residency | residency | residency | {} missing | us | lists, missing rows
 rows: batch 1, 0 % of 2048 rows of 656 B ~ 1, 0 % | batch 1, 5 % of 2048 rows of 656 B ~ 1, 5 % | batch 1, 20 % of 2048 rows of 656 B ~ 1, 20 % | batch 1, 100 % of 2048 rows of 656 B ~ 1, 100 % | batch 4, 0 % of 2048 rows of 656 B ~ 4, 0 % | batch 4, 5 % of 2048 rows of 656 B ~ 4, 5 % | batch 4, 20 % of 2048 rows of 656 B ~ 4, 20 % | batch 4, 100 % of 2048 rows of 656 B ~ 4, 100 % | batch 16, 0 % of 2048 rows of 656 B ~ 16, 0 % | batch 16, 5 % of 2048 rows of 656 B ~ 16, 5 % | batch 16, 20 % of 2048 rows of 656 B ~ 16, 20 % | batch 64, 0 % of 2048 rows of 656 B ~ 64, 0 % | batch 64, 5 % of 2048 rows of 656 B ~ 64, 5 % | batch 64, 20 % of 2048 rows of 656 B ~ 64, 20 % | batch 1, 20 % of 2048 rows of 512 B ~ 1, 20 %, 512 B | batch 16, 20 % of 2048 rows of 512 B ~ 16, 20 %, 512 B | batch 1, 20 % of 2048 rows of 1152 B ~ 1, 20 %, 1,152 B | batch 16, 20 % of 2048 rows of 1152 B ~ 16, 20 %, 1,152 B | batch 1, 25 % of 8 rows of 4194304 B ~ 1, 2 of 8 experts of 4 MiB
-jitkern ~ `swap_in` | sglang | vLLM || jitkern, resolve alone ~ `resolve` | h2d_gather of the misses ~ fetch of the misses | h2d_gather of all rows ~ fetch of all rows
+jitkern ~ `swap_in` | sglang | vLLM ~ vLLM, table full || jitkern, resolve alone ~ `resolve` | h2d_gather of the misses ~ fetch of the misses | h2d_gather of all rows ~ fetch of all rows
 
 residency-vllm | residency-vllm | residency | {} % of 2048 rows of 656 B missing | us | lists, missing rows
 batch 1, 0 ~ 1, 0 % | batch 1, 5 ~ 1, 5 % | batch 1, 20 ~ 1, 20 % | batch 16, 0 ~ 16, 0 % | batch 16, 5 ~ 16, 5 % | batch 16, 20 ~ 16, 20 %
-jitkern ~ `swap_in` | sglang | vLLM ~ vLLM, twice the bound
+jitkern ~ `swap_in` | sglang | vLLM
 """  # noqa: E501
 
 # The unit, the key of a result and its divisor, and which number is the best. The first calls of
