@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--prompts", type=int, default=12, help="that share three beginnings")
+    parser.add_argument(
+        "--prompts", type=int, default=12, help="prompts; three beginnings are shared"
+    )
     num_prompts = parser.parse_args(argv).prompts
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_blocks = 32

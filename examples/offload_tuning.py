@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layers", type=int, default=default.layers, help="of the model")
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="of the prompt")
-    parser.add_argument("--repeats", type=int, default=5, help="of each timed run")
+    parser.add_argument("--layers", type=int, default=default.layers, help="layers of the model")
+    parser.add_argument("--tokens", type=int, default=default.tokens, help="tokens of the prompt")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each kind")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if default.device.type == "cpu":

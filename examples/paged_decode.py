@@ -108,9 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=60, help="of decoding")
+    parser.add_argument("--steps", type=int, default=60, help="decode steps")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of the graph")
-    parser.add_argument("--page-size", type=int, default=16, help="in tokens")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
     parser.add_argument("--most-tokens", type=int, default=48, help="per request")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -266,9 +266,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--page-size", type=int, default=1, help="tokens")
-    parser.add_argument("--requests", type=int, default=3000, help="to simulate")
-    parser.add_argument("--cache-tokens", type=int, default=200_000, help="of all prefixes")
+    parser.add_argument("--page-size", type=int, default=1, help="tokens per page")
+    parser.add_argument("--requests", type=int, default=3000, help="requests to simulate")
+    parser.add_argument(
+        "--cache-tokens", type=int, default=200_000, help="tokens that the cache holds"
+    )
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args(argv)
     if args.page_size < 1 or args.requests < 1:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="rows of the pool")
     parser.add_argument("--top", type=int, default=256, help="rows that a step attends to")
     parser.add_argument("--parts", type=int, default=4, help="steps whose rows stay on the GPU")
-    parser.add_argument("--steps", type=int, default=12, help="of decoding")
+    parser.add_argument("--steps", type=int, default=12, help="decode steps")
     parser.add_argument("--drift", type=float, default=0.2, help="change of the query per step")
     args = parser.parse_args(argv)
     if not 0 < args.top <= args.tokens or args.parts < 1:
