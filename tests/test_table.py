@@ -47,7 +47,10 @@ LINES = {
         "    from jitkern.ops.twice import write_twice as write_twice",
     ),
     "mkdocs.yml": ("  - Ops:", "      - write_twice: ops/twice.md"),
-    "docs/index.md": ("## Which function do I need?", "\n- Rows twice: [`write_twice`](ops/twice.md)"),
+    "docs/index.md": (
+        "## Which function do I need?",
+        "\n- Rows twice: [`write_twice`](ops/twice.md)",
+    ),
 }
 
 # In the copy, after its tests: what is found by asking.
