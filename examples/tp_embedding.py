@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="An embedding split over ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--vocab-size", type=int, default=32_003, help="rows of the table")  # a prime
+    parser.add_argument("--vocab-size", type=int, default=32_003, help="rows of the table")
     parser.add_argument("--num-added", type=int, default=5, help="tokens added to the vocabulary")
     parser.add_argument("--hidden-size", type=int, default=1024, help="values per row")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a batch")
