@@ -213,12 +213,12 @@ def sparse(context: int) -> list[str]:
     for batch, share in product((1, 8, 32, 64), (5, 20)):
         rows = _rows("sparse", "sparse", f"batch {batch}, context {context}, {share} % missing")
         ours = rows["jitkern"]["params"]
-        cells = [f"{rows[name]['median_us'] / 1e3:.2f}" for name in SPARSE]
+        cells = [three_digits(rows[name]["median_us"] / 1e3) for name in SPARSE]
         link = rows["the missing bytes by the copy engine"]["median_us"] / 1e3
         cells += [f"{ours['to_resident']:.2f}", f"{ours['tokens_per_s']:,.0f}", f"{link:.2f}"]
         body.append([f"{batch}, {share} %", *cells])
     heads = ["ms per step; requests, missing rows", *SPARSE.values()]
-    heads += ["map / all on the GPU", "tokens per s with the map", "link, at the engine's speed"]
+    heads += ["map / all on the GPU", "tokens per s with the map", "missing bytes, copy engine"]
     return _markdown(heads, body)
 
 
@@ -230,7 +230,8 @@ def sparse_memory() -> list[str]:
         for name in ("all rows on the GPU", "jitkern"):
             params = rows[name]["params"]
             megabytes = f"{params['request_bytes'] / 1e6:.0f}"
-            body.append([f"{context:,}, {SPARSE[name]}", megabytes, str(params["batch_in_80_gb"])])
+            fits = f"{params['batch_in_80_gb']:,}"
+            body.append([f"{context:,}, {SPARSE[name]}", megabytes, fits])
     return _markdown(["context, rows", "MB of GPU memory per request", "requests in 80 GB"], body)
 
 
