@@ -15,9 +15,9 @@ NAMES = {
     "jitkern.nn": ("TPEmbedding",),
     "jitkern.offload": (
         *("BlockBuffers", "DescriptorRing", "LayerSignals", "MissPlan", "OffloadEngine"),
-        *("OverlapMonitor", "OverlapSnapshot", "PinnedPool", "PoolStats", "ResidencyCounts"),
-        *("ResidencyMap", "RingServer", "Run", "Share", "Slot", "SlotPipeline", "copy_blocks"),
-        "memcpy_2d_async",
+        *("OverlapMonitor", "OverlapStats", "PinnedPool", "PipelineRun", "PipelineSlot"),
+        *("PoolShare", "PoolStats", "ResidencyMap", "ResidencyStats", "RingServer"),
+        *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
     ),
     "jitkern.typing": (
         *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper", "EmbeddingMethod"),
