@@ -160,16 +160,16 @@ def bursts(count: int) -> Times:
 def check_slots_are_taken_and_given_back_in_a_run() -> None:
     pipeline = pipeline_of(2, max_slots=8)
     took = go(pipeline, "load", bursts(220))
-    depth = pipeline.depth
+    depth = pipeline.num_slots
     assert 3 <= depth <= 8, depth
     assert len(pipeline._free) == depth
     best = total_ms(iterations(bursts(220)), 8)
     worst = total_ms(iterations(bursts(220)), 2)
     assert took < best + 0.1 * (worst - best) + 10, (took, best, worst)
     go(pipeline, "load", [(1.0, 3.0, 0.0)] * 400)
-    assert pipeline.depth == 2, pipeline.depth
+    assert pipeline.num_slots == 2, pipeline.num_slots
     go(pipeline, "load", bursts(100))
-    depth = pipeline.depth
+    depth = pipeline.num_slots
     assert depth > 2
     assert sorted(slot.index for slot in pipeline._free) == list(range(depth))
 
@@ -185,7 +185,7 @@ def check_no_memory_for_more() -> None:
 
     pipeline._streams.add_slot = add_slot  # type: ignore[method-assign]
     go(pipeline, "load", bursts(200))
-    assert pipeline.depth == 3
+    assert pipeline.num_slots == 3
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     monitor = OverlapMonitor(num_timed_iterations=10, name="weights")
     pipeline = pipeline_of(device, 3, monitor=monitor)
     nothing = monitor.stats()
-    assert (nothing.num_iterations, nothing.depth, nothing.num_alarms) == (0, 3, 0)
+    assert (nothing.num_iterations, nothing.num_slots, nothing.num_alarms) == (0, 3, 0)
     assert math.isnan(nothing.ratio) and math.isnan(nothing.compute_ms)
     blocks = host_blocks(7, device)
     list(pipeline.load(blocks, copy=bring))
@@ -71,7 +71,7 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     assert now.compute_ms > 0 and now.transfer_ms > 0
     assert now.ratio == pytest.approx(now.compute_ms / now.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        now.depth = 4  # type: ignore[misc]
+        now.num_slots = 4  # type: ignore[misc]
 
 
 def test_means_of_a_window() -> None:
@@ -107,9 +107,9 @@ def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     assert alarms[0].ratio == 0.5
     assert caplog.messages == [
         "pipeline: compute takes 0.50 times as long as its copies, expected at least 1.50 "
-        "(1 ms and 2 ms, 100 % of iterations stalled, depth 3)",
+        "(1 ms and 2 ms, 100 % of iterations stalled, 3 slots)",
         "pipeline: compute takes 1.40 times as long as its copies, expected at least 1.50 "
-        "(1.4 ms and 1 ms, 0 % of iterations stalled, depth 3)",
+        "(1.4 ms and 1 ms, 0 % of iterations stalled, 3 slots)",
     ]
 
 
@@ -118,9 +118,9 @@ def test_a_monitor_is_of_one_pipeline() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(cpu, monitor=monitor)
     list(pipeline.load(host_blocks(3, cpu), copy=bring))
-    assert (monitor.stats().num_iterations, monitor.stats().depth) == (3, 3)
+    assert (monitor.stats().num_iterations, monitor.stats().num_slots) == (3, 3)
     pipeline.close()
-    assert (monitor.stats().num_iterations, monitor.stats().depth) == (3, 0)
+    assert (monitor.stats().num_iterations, monitor.stats().num_slots) == (3, 0)
     text = "SlotPipeline: monitor: that of another pipeline, expected a new one"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         pipeline_of(cpu, monitor=monitor)

@@ -42,7 +42,7 @@ class OverlapStats:
     moved_bytes: int  # in all iterations; each copy counts as a whole slot
     gb_per_s: float  # speed of the copies, both directions together
     num_alarms: int  # how often the ratio fell below the limit
-    depth: int  # slots of the pipeline; 0 after it is closed
+    num_slots: int  # slots of the pipeline; 0 after it is closed
 
 
 class OverlapMonitor:
@@ -117,7 +117,7 @@ class OverlapMonitor:
             moved_bytes=self._num_copies * self._slot_bytes,
             gb_per_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
             num_alarms=self._num_alarms,
-            depth=0 if pipeline is None else pipeline.depth,
+            num_slots=0 if pipeline is None else pipeline.num_slots,
         )
 
     # -- called by the pipeline --------------------------------------------------------------------
@@ -147,9 +147,9 @@ class OverlapMonitor:
             now = self.stats()
             _log.warning(
                 "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
-                "(%.3g ms and %.3g ms, %.0f %% of iterations stalled, depth %d)",
+                "(%.3g ms and %.3g ms, %.0f %% of iterations stalled, %d slots)",
                 *(now.name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
-                *(100 * now.stall_share, now.depth),
+                *(100 * now.stall_share, now.num_slots),
             )
             if self._on_alarm is not None:
                 self._on_alarm(now)

@@ -279,8 +279,8 @@ class SlotPipeline:
         self._free.clear()
 
     @property
-    def depth(self) -> int:
-        """The number of slots."""
+    def num_slots(self) -> int:
+        """The number of slots now; 0 after ``close``."""
         return len(self._all)
 
     def __enter__(self) -> SlotPipeline:
@@ -298,7 +298,7 @@ class SlotPipeline:
                 self._end()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{self.depth} slots"
+        state = "closed" if self._is_closed else f"{self.num_slots} slots"
         return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
     # -- runs --------------------------------------------------------------------------------------
@@ -467,4 +467,4 @@ class SlotPipeline:
         monitor._update()
         if self._controller is not None and self._controller.depth != self._wanted:
             # A captured graph holds the addresses of all slots.
-            self._resize(max(self._controller.depth, self.depth if self._was_captured else 0))
+            self._resize(max(self._controller.depth, self.num_slots if self._was_captured else 0))
