@@ -26,7 +26,7 @@ Row = tuple[float, float, float]
 
 class FakePipeline:
     slot_bytes = 1 << 20
-    depth = 3
+    num_slots = 3
 
     def __init__(self, monitor: OverlapMonitor) -> None:
         self.monitor = monitor

@@ -131,7 +131,9 @@ def test_prefill_tokens_with_context(
 ) -> None:
     """Later tokens are copied from `b`, whatever their lse, and `a` is not read there."""
     how = {"lse_layout": lse_layout, "base": "2"}
-    (partial_a, partial_b), (lse_a, lse_b) = partials(device, 2, 9, 3, 40, dtype, lse_layout=lse_layout)
+    (partial_a, partial_b), (lse_a, lse_b) = partials(
+        device, 2, 9, 3, 40, dtype, lse_layout=lse_layout
+    )
     partial_b[6:, :, ::3] = -0.0
     (lse_b[6] if lse_layout == "tokens_heads" else lse_b[:, 6]).fill_(-0.0)
     partial_b.nan_to_num_(0.5)
