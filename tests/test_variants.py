@@ -42,7 +42,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken() -> str:
-    found = tiny().find(SM_90)
+    found = tiny()._find(SM_90)
     assert found is not None
     assert tiny()._lookup(SM_90).loaded == found.loaded
     return found.loaded.decode()
@@ -104,7 +104,7 @@ def test_whose_cubins_run_on_an_arch(arch: str, lower: list[str]) -> None:
 
 def loaded(arch: Arch) -> tuple[str, str, bytes] | None:
     """Source, arch of the entry, and code; None if it would have to be compiled."""
-    found = tiny().find(arch)
+    found = tiny()._find(arch)
     return None if found is None else (found.source, found.entry.key.arch, found.loaded)
 
 
