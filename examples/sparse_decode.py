@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rate = f"{args.batch / seconds:.0f} tokens/s, {1e3 * seconds:.2f} ms per step"
         print(f"{type(decoder.rows).__name__}: {rate}, {decoder.row_bytes / 1e9:.2f} GB for rows")
         if isinstance(decoder.rows, Offloaded):
-            hits, misses, num_bytes = decoder.rows.map.counts()
+            hits, misses, num_bytes = decoder.rows.map.stats()
             print(f"{misses / (hits + misses):.1%} missing, {num_bytes / 1e6:.2f} MB fetched")
     print(f"{wrong} of {args.steps} steps differ")
     return int(wrong > 0)

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = cache[slots[0]]  # attention reads them in place
         wrong += not torch.equal(rows.cpu(), pool[tokens[0].cpu()])
         hits_before, bytes_before = hits, num_bytes
-        hits, _, num_bytes = residency.counts()
+        hits, _, num_bytes = residency.stats()
         share = (hits - hits_before) / args.top
         print(f"step {step}: {share:.0%} on the GPU, {num_bytes - bytes_before} bytes fetched")
     check(device)

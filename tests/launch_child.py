@@ -57,7 +57,7 @@ def check_indexing_takes_its_splits_from_python() -> None:
     for row_bytes, splits in ((16, 1), (656, 1), (1024, 1), (1040, 2), (8192, 8)):
         kernel = index.kernel(row_bytes, 16, 4)
         assert kernel.args[:2] == (str(row_bytes), str(splits))
-        assert kernel.launch_config == (128, 1, 4, splits)
+        assert kernel._launch_config == (128, 1, 4, splits)
     table, output = cuda(50, 2048), cuda(100, 2048)
     jitkern.indexing(table, cuda(100, dtype=torch.int32), output=output)
     assert "grid 200,1,1 block 128,1,1" in log()  # 100 rows, 8 warps each
@@ -93,7 +93,7 @@ def check_wrong_facts_are_errors() -> None:
     driver.fake_kernel(b"jitkern_index_36B_v4_i32", ctypes.c_uint64(8), 128)
     bad("jitkern: a kernel's parameters are 8 bytes on the device and 144 on the host", 9)
     kernel = index.kernel(44, 4, 4)
-    kernel.launch_config = ()
+    kernel._launch_config = ()
     with patch.dict(host._builders, {"indexing": lambda **_: kernel}):
         bad(not_compiled, 11)
 

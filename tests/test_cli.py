@@ -75,8 +75,11 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
             "warm --rowbytes=656",
             "--rowbytes=656; did you mean --row-bytes? (see: jitkern warm --help)\n",
         ),
-        ("warm --row-bytes 6 --op stroe", "; did you mean store?\n"),
-        ("warm --op indexing --arch 9.0", "warm: --row-bytes: missing, expected for 'indexing'\n"),
+        ("warm --row-bytes 6 --op stroe", "; did you mean store_cache?\n"),
+        (
+            "warm --op indexing --arch 9.0",
+            "--row-bytes: not given, expected for 'indexing', such as 656\n",
+        ),
         ("warm --replay no.jsonl", "warm: --replay: 'no.jsonl', expected a file\n"),
         ("warm --arch 9.0", "--arch: expected along with --row-bytes, "),
         ("warm --check --out x", "warm: --out: 'x', expected none: a check writes nothing\n"),

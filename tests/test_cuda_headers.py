@@ -49,7 +49,7 @@ def test_headers_that_nvrtc_brings(empty_cache: Path, bare_machine: Callable[...
     quoted = ("cuda_fp16.h", "mma.h")
     names = (f'"{name}"' if name in quoted else f"<{name}>" for name in REAL)
     module = load(bare_machine(), *names, body=in_blocks(USES))
-    assert module.lookup(SM_90).entry.variant == find.find_nvrtc().id
+    assert module._lookup(SM_90).entry.variant == find.find_nvrtc().id
 
 
 def test_texts_that_no_key_holds() -> None:
@@ -65,8 +65,8 @@ def test_a_plain_kernel_searches_nothing(
 ) -> None:
     monkeypatch.setattr(find, "_installed_headers", lambda *_: pytest.fail("searched"))
     monkeypatch.setattr(device.toolchain, "find_nvrtc", lambda: OLD)
-    assert load(tmp_path, '"jitkern/copy.cuh"').cuda_headers() == CudaHeaders()
-    assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>").cuda_headers() == CudaHeaders()
+    assert load(tmp_path, '"jitkern/copy.cuh"')._cuda_headers() == CudaHeaders()
+    assert load(tmp_path, "<cstdint>", "<vector>", "<math.h>")._cuda_headers() == CudaHeaders()
 
 
 def test_where_headers_are(bare_machine: Callable[..., Path]) -> None:
@@ -106,7 +106,7 @@ def test_headers_of_another_toolkit_are_compiled_anew(
         put(include / "cuda_runtime_api.h", f"#define CUDART_VERSION  {version}\n")
         put(include / "cuda_fp16.h", f"#define VALUE {version}\n")
         module = load(include.parents[1], '"cuda_fp16.h"', body="*p.out = VALUE")
-        lookup = module.lookup(SM_90)
+        lookup = module._lookup(SM_90)
         assert lookup.entry.variant == f"{find.find_nvrtc().id}+cuda-{version}"
         return str(lookup.source)
 

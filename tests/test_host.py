@@ -248,7 +248,7 @@ def test_a_fork_keeps_the_module(shipped: Path) -> None:
 
 def kernels(**image: Any) -> Mock:
     """What a builder returns: a module whose `image` returns or raises this."""
-    return Mock(exports=("one", "two"), launch_config=(7, 8), image=Mock(**image))
+    return Mock(exports=("one", "two"), _launch_config=(7, 8), image=Mock(**image))
 
 
 def test_ops_resolve_through_python(shipped: Path) -> None:

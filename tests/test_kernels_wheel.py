@@ -105,7 +105,7 @@ def test_what_is_asked_for_last(beside: Path, empty_cache: Path) -> None:
     module, arch = kernel(ROW_BYTES, 16, 4), Arch(9, 0)
     assert [cache.origin for cache in get.caches()][-2:] == ["shipped", get.KERNELS]
     get.user_cache().publish(get.build(DeviceImage(module, arch)))
-    assert module.lookup(arch).source == "cached"
+    assert module._lookup(arch).source == "cached"
     kernel.cache_clear()
 
 

@@ -32,30 +32,30 @@ def test_device_route_compiles_when_asked_and_once(folder: Path, empty_cache: Pa
     before = compiles()
     module = tiny()
     assert not empty_cache.exists()
-    first = module.lookup(SM_90)
+    first = module._lookup(SM_90)
     assert (first.source, compiles() - before) == ("compiled", 1)
     assert first.path is not None and first.path.is_relative_to(empty_cache)
-    assert module.lookup(SM_90).source == "memo"
-    again = tiny().lookup(SM_90)
+    assert module._lookup(SM_90).source == "memo"
+    again = tiny()._lookup(SM_90)
     assert (again.source, again.loaded, again.path) == ("cached", first.loaded, first.path)
     assert module.image(SM_90).startswith(b"\x7fELF")
     assert module.image(Arch(8, 0)) != module.image(SM_90)
     assert compiles() - before == 2
     # One that another compiler made counts only without a compiler: see test_variants.py.
-    foreign = new_entry(tiny(5).key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
+    foreign = new_entry(tiny(5)._key(SM_90), "nvrtc-99.9", {"tiny.cubin": b"foreign"})
     Cache(empty_cache).publish(foreign)
-    assert tiny(5).lookup(SM_90).source == "compiled"
-    meta = module.lookup(SM_90).entry.meta
+    assert tiny(5)._lookup(SM_90).source == "compiled"
+    meta = module._lookup(SM_90).entry.meta
     assert (meta["toolchain"], meta["kind"]) == (find_nvrtc().id, "cubin")
     assert (meta["describe"]["args"], module.name) == (["4"], "tiny_4")
 
 
 def test_what_makes_another_kernel(folder: Path) -> None:
     """No failing test told when flags, or the arch, were left out of the key."""
-    keys = {str(tiny(**how).key(SM_90)) for how in ({}, {"extra_cuda_cflags": ["-DX"]})}
-    keys |= {str(tiny(5).key(SM_90)), str(tiny().key(Arch(8, 0)))}
+    keys = {str(tiny(**how)._key(SM_90)) for how in ({}, {"extra_cuda_cflags": ["-DX"]})}
+    keys |= {str(tiny(5)._key(SM_90)), str(tiny()._key(Arch(8, 0)))}
     (folder / "half.cuh").write_text("__device__ inline int half(int n) { return n / 3; }\n")
-    keys.add(str(tiny().key(SM_90)))
+    keys.add(str(tiny()._key(SM_90)))
     assert len(keys) == 5
 
 
@@ -89,7 +89,7 @@ def test_places_in_order(
     shared = tmp_path / "shared"
     empty_cache.rename(shared)
     use(CACHE_PATH=f"{tmp_path / 'nothing'}:{shared}")
-    found = tiny().lookup(SM_90)
+    found = tiny()._lookup(SM_90)
     assert found.source == "cached" and found.path is not None
     assert found.path.is_relative_to(shared)
     assert not empty_cache.exists()
@@ -98,7 +98,7 @@ def test_places_in_order(
     monkeypatch.setattr(get, "SHIPPED", shared)
     get._caches.cache_clear()
     before = stats().shipped
-    assert tiny().lookup(SM_90).source == "shipped"
+    assert tiny()._lookup(SM_90).source == "shipped"
     assert tiny().image(SM_90) == image
     assert stats().shipped == before + 2
     get._caches.cache_clear()
@@ -120,7 +120,7 @@ sys.addaudithook(forbidden)
 for n in range(4, 12):
     module = jitkern.load_jit("tiny", str(n), device_files=[sys.argv[1]],
                               device_wrappers=[("tiny", f"Tiny<{n}>")])
-    assert module.lookup(Arch(9, 0)).source == "cached"
+    assert module._lookup(Arch(9, 0)).source == "cached"
 ours = set(sys.modules) - theirs
 names = [name for name in ours if name.partition(".")[0] in ("cuda", "ninja", "filelock", "torch")]
 maps = open("/proc/self/maps").read()
@@ -184,7 +184,7 @@ def test_a_name_means_one_file(folder: Path) -> None:
         (lambda: load_aot("x"), ValueError, "load_aot: cpp_files, cuda_files: all empty, expected"),
         (lambda: load_aot("x", cpp_files=["scale.cc"], extra_ldflags=["-g", '-DX="a']), ValueError,
          "load_aot: extra_ldflags: '-DX=\"a': No closing quotation, expected words quoted as in"),
-        (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected one"),
+        (lambda: tiny().launch("nope", grid=1), ValueError, "launch: export: 'nope', expected '"),
         (lambda: Arch.parse(90), TypeError, "arch: 90, expected a str"),
         (lambda: load_jit("x", cuda_files=["single.cu"]), ToolchainError, r".*JITKERN_ARCH=9\.0"),
     ],

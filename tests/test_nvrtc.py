@@ -112,4 +112,4 @@ def test_options_compile(tmp_path: Path, empty_cache: Path) -> None:
     flags += ["-maxrregcount=32", "-DNAME='\"a b\"'"]
     body = 'static_assert(__cplusplus >= 202002L, ""); auto f = [] { return 1; }; *p.out = f()'
     module = load(tmp_path, body=body, extra_cuda_cflags=flags)
-    assert "Used" in module.lookup(SM_90).entry.meta["log"]
+    assert "Used" in module._lookup(SM_90).entry.meta["log"]

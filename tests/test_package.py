@@ -67,7 +67,7 @@ assert jitkern.indexing(table, torch.tensor([2])).tolist() == [[6, 7, 8]]
 from jitkern.arch import Arch
 from jitkern.ops.index import kernel
 if len(sys.argv) > 1:
-    assert kernel(12, 4, 8).lookup(Arch(9, 0)).source == "cached"
+    assert kernel(12, 4, 8)._lookup(Arch(9, 0)).source == "cached"
 print(*sorted(set(sys.modules) - before))
 """
 

@@ -63,7 +63,7 @@ def test_frozen_to_warn_compiles_with_a_warning(
     with pytest.warns(RuntimeWarning) as caught:
         assert tiny(5).image(SM_90)
     (warning,) = caught
-    key = tiny(5).key(SM_90)
+    key = tiny(5)._key(SM_90)
     (variant,) = (path.name for path in (empty_cache / "v1" / str(key)).iterdir())
     assert str(warning.message) == (
         f"jitkern: {key}/{variant}: not found in {empty_cache}, {shipped}, and jitkern is frozen "
@@ -75,7 +75,7 @@ def test_frozen_to_warn_compiles_with_a_warning(
 def test_an_unknown_mode_freezes_nothing() -> None:
     with pytest.raises(ValueError) as raised:
         freeze("sometimes")  # type: ignore[arg-type]
-    assert str(raised.value) == "freeze: mode: 'sometimes', expected raise or warn"
+    assert str(raised.value) == "freeze: mode: 'sometimes', expected 'raise' or 'warn'"
     assert get._freeze_mode() is None
 
 

@@ -102,6 +102,8 @@ def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
         is_communicator = COMMUNICATOR.search(str(parameter.annotation)) is not None
         if (name == "comm") != is_communicator:
             yield name, "is comm, if it is a communicator"
+        if name in ("count", "counts") and "Tensor" not in str(parameter.annotation):
+            yield name, "is num_*, unless a kernel reads it"
         if name[0] == "_":
             yield name, "is not private"
     if {"src", "dst"} <= {*names} and names[:2] != ["src", "dst"]:
@@ -134,13 +136,23 @@ def test_public_names_follow_the_rules() -> None:
 TYPES = {*import_module("jitkern.typing").__all__, *public_objects(), "ReduceOp"}
 TYPES |= {"Any", "Callable", "Iterable", "Literal", "PathLike", "ProcessGroup", "Sequence"}
 TYPES |= {"False", "None", "Tensor"}
-INTERNAL = {f"DeviceModule.{name}" for name in ("cuda_headers", "find", "key", "lookup")}
 
 
-@pytest.mark.parametrize("name", sorted(public_objects().keys() - INTERNAL))
+@pytest.mark.parametrize("name", sorted(public_objects()))
 def test_types_in_signatures_are_public(name: str) -> None:
     value = public_objects()[name]
     value = getattr(value, "fget", value.__init__ if inspect.isclass(value) else value)
     get_type_hints(value)  # raises NameError for a name that only a type checker sees
     annotations = " ".join(map(str, getattr(value, "__annotations__", {}).values()))
     assert {*re.findall(r"(?<![\w.'])[A-Z]\w+", annotations)} <= TYPES
+
+
+def test_figures_are_returned_by_stats() -> None:
+    returned = {
+        name: str(signature.return_annotation)
+        for name, signature in signatures()
+        if not inspect.isclass(public_objects()[name])
+    }
+    by_stats = {name: text for name, text in returned.items() if name.split(".")[-1] == "stats"}
+    assert by_stats == {name: text for name, text in returned.items() if text.endswith("Stats")}
+    assert len(by_stats) == 4

@@ -33,7 +33,7 @@ def publish(
 ) -> None:
     notes = {"kind": kind, "built_unix_s": built_unix_s}
     files = {f"tiny.{kind}": variant.encode()}
-    cache.publish(new_entry(tiny().key(arch), variant, files, notes))
+    cache.publish(new_entry(tiny()._key(arch), variant, files, notes))
 
 
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,9 +42,9 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken() -> str:
-    found = tiny().find(SM_90)
+    found = tiny()._find(SM_90)
     assert found is not None
-    assert tiny().lookup(SM_90).loaded == found.loaded
+    assert tiny()._lookup(SM_90).loaded == found.loaded
     return found.loaded.decode()
 
 
@@ -99,12 +99,12 @@ SM_80, SM_89 = Arch(8, 0), Arch(8, 9)
     ],
 )
 def test_whose_cubins_run_on_an_arch(arch: str, lower: list[str]) -> None:
-    assert list(map(str, Arch.parse(arch).lower_minors)) == lower
+    assert list(map(str, Arch.parse(arch)._lower_minors)) == lower
 
 
 def loaded(arch: Arch) -> tuple[str, str, bytes] | None:
     """Source, arch of the entry, and code; None if it would have to be compiled."""
-    found = tiny().find(arch)
+    found = tiny()._find(arch)
     return None if found is None else (found.source, found.entry.key.arch, found.loaded)
 
 
@@ -131,7 +131,7 @@ def test_after_freeze_a_lower_minor_serves(
     publish(variants, NEW, 1e9, arch=SM_80)
     monkeypatch.setattr(jit_device, "compiler_id", lambda: NEW)
     jitkern.freeze()
-    assert tiny().lookup(SM_89).entry.key.arch == "8.0"
+    assert tiny()._lookup(SM_89).entry.key.arch == "8.0"
 
 
 @pytest.mark.parametrize("wheel_has", [OLD, NEW])

@@ -116,7 +116,7 @@ NO_ARCHS = (
         (
             {"ops": ["merge_state", "store_cache"], "row_bytes": [656]},
             ValueError,
-            "warm: head_dims: missing, expected for 'merge_state'",
+            "warm: head_dims: not given, expected for 'merge_state', such as 64",
         ),
         (
             {"ops": ["store"], "row_bytes": [656], "head_dims": [64]},

@@ -100,7 +100,7 @@ def _symmetric(ranks: Ranks) -> Callable[[int], dict[str, Call]]:
 def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
     """Measure rows of one pool; raise on all ranks unless each gets the rows that it should."""
     from jitkern.comm import PeerMemory, peer_gather, peer_scatter
-    from jitkern.offload import PinnedPool, Share
+    from jitkern.offload import PinnedPool, PoolShare
 
     count, gib = (262_144, 0.25 if quick else 16) if ranks.on_gpu else (4096, 0.01)
     where = f"{count:,} rows of {ROW_BYTES} B, a pool of {gib:g} GiB, {ranks.where}"
@@ -111,7 +111,7 @@ def _moved_rows(ranks: Ranks, comm: Any, quick: bool) -> Iterator[Row]:
     memory = PeerMemory(count * ROW_BYTES, ranks.cpu_group)
     caches = [memory.remote(rank, (count, ROW_BYTES), torch.uint8) for rank in range(ranks.size)]
     own = caches[ranks.rank]
-    share = Share(f"bench-{os.getppid()}", ranks.cpu_group, timeout_s=120)
+    share = PoolShare(f"bench-{os.getppid()}", ranks.cpu_group, timeout_s=120)
     with host_pool.trusted():
         pool = PinnedPool(int(gib * host_pool.GIB), share=share)
     source = host_pool.rows_of(pool.tensor(), gib, ROW_BYTES)

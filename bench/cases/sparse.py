@@ -22,7 +22,7 @@ from bench.case import Context, Row, error_row
 from bench.peers import host_pool
 from bench.ranks import Call, Ranks
 from bench.timing import cuda_timer
-from jitkern.offload import MissPlan, PinnedPool, Share
+from jitkern.offload import MissPlan, PinnedPool, PoolShare
 
 NEEDS_GPU = True
 
@@ -105,7 +105,7 @@ class Timed:
 
     def counts(self) -> tuple[int, int, int]:
         torch.cuda.synchronize()
-        return self.decoder.rows.map.counts()
+        return self.decoder.rows.map.stats()
 
 
 def run(ctx: Context) -> Iterator[Row]:
@@ -264,7 +264,7 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
     context = 32768
     for batch in (8,) if quick else (32, 8):
         args = arguments(batch, context)
-        share = Share(f"bench-sparse-{os.getppid()}-{batch}", ranks.cpu_group, timeout_s=120)
+        share = PoolShare(f"bench-sparse-{os.getppid()}-{batch}", ranks.cpu_group, timeout_s=120)
         num_bytes = batch * context * args.layers * example.ROW_BYTES
         with host_pool.trusted():
             FromPool.pool = PinnedPool(num_bytes, share=share).tensor()

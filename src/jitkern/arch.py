@@ -62,7 +62,7 @@ class Arch(NamedTuple):
         return f"compute_{self.number}{self.suffix}"
 
     @property
-    def lower_minors(self) -> tuple["Arch", ...]:
+    def _lower_minors(self) -> tuple["Arch", ...]:
         """The archs whose cubins run here as well: same major, lower minor, the nearest first."""
         if self.suffix or self in _TEGRA:
             return ()

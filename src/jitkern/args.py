@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from jitkern.names import did_you_mean
+
 if TYPE_CHECKING:
     import torch
 
@@ -68,9 +70,14 @@ def seconds_arg(
 
 
 def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
-    """Return `value` if it is one of `choices`."""
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{call}: {name}: {value!r}, expected one of {', '.join(choices)}")
+    """Return `value` if it is one of `choices`. C++ has the same in ops/common.cc."""
+    *others, last = map(repr, choices)
+    expected = f"{', '.join(others)} or {last}" if others else last
+    if not isinstance(value, str):
+        raise TypeError(f"{call}: {name}: {type_text(value)}, expected {expected}")
+    if value not in choices:
+        hint = did_you_mean(value, choices)
+        raise ValueError(f"{call}: {name}: {value!r}, expected {expected}{hint}")
     return value
 
 

@@ -115,9 +115,10 @@ def unknown_variables() -> list[str]:
     """Return a line for each ``JITKERN_*`` that is no variable of jitkern."""
     names = sorted(name for name in os.environ if name.startswith("JITKERN_"))
     known = f"; there are {', '.join(VARIABLES)}"
+    by_stem = {variable.removeprefix("JITKERN_"): variable for variable in VARIABLES}
     return [
         f"{name}: no setting of this name, so it does nothing"
-        f"{did_you_mean(name, VARIABLES, 'JITKERN_') or known}"
+        f"{did_you_mean(name.removeprefix('JITKERN_'), by_stem) or known}"
         for name in names
         if name not in VARIABLES
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 # ``__all__`` of each package, which is not imported to look for a name. tests/test_package.py
 # compares it with what the package imports.
@@ -15,9 +15,9 @@ NAMES = {
     "jitkern.nn": ("TPEmbedding",),
     "jitkern.offload": (
         *("BlockBuffers", "DescriptorRing", "LayerSignals", "MissPlan", "OffloadEngine"),
-        *("OverlapMonitor", "OverlapSnapshot", "PinnedPool", "PoolStats", "ResidencyCounts"),
-        *("ResidencyMap", "RingServer", "Run", "Share", "Slot", "SlotPipeline", "copy_blocks"),
-        "memcpy_2d_async",
+        *("OverlapMonitor", "OverlapStats", "PinnedPool", "PipelineRun", "PipelineSlot"),
+        *("PoolShare", "PoolStats", "ResidencyMap", "ResidencyStats", "RingServer"),
+        *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
     ),
     "jitkern.typing": (
         *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper", "EmbeddingMethod"),
@@ -36,30 +36,26 @@ ELSEWHERE = {
 }
 
 
-def did_you_mean(name: object, names: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str]) -> str:
     """Return the end of an error: the known name that is most like an unknown one, if one is.
 
-    All have the `prefix`, which is not compared.
+    A mapping has what to suggest for each name.
     """
     from difflib import get_close_matches
 
-    stems = [known.removeprefix(prefix) for known in names]
-    similar = get_close_matches(str(name).removeprefix(prefix), stems, 1)
-    return f"; did you mean {prefix}{similar[0]}?" if similar else ""
+    suggestions = names if isinstance(names, Mapping) else {known: known for known in names}
+    similar = get_close_matches(name, suggestions, 1)
+    return f"; did you mean {suggestions[similar[0]]}?" if similar else ""
 
 
 def no_attribute(package: str, name: str) -> AttributeError:
     """Return the error of an unknown name, with the most similar name of all packages."""
-    from difflib import get_close_matches
-
     names = [f"{home}.{public}" for home, publics in NAMES.items() for public in publics]
     names += [*NAMES, *(f"jitkern.{public}" for public in sys.modules["jitkern"].__all__)]
     full_names = {full_name.rpartition(".")[2]: full_name for full_name in names}
     full_names |= {there: f"jitkern.{here}" for there, here in ELSEWHERE.items()}
-    similar = get_close_matches(name, full_names, 1)
-    hint = f"; did you mean {full_names[similar[0]]}?" if similar else ""
     # Python adds a suggestion of its own to an error without `obj`.
-    text = f"module {package!r} has no attribute {name!r}{hint}"
+    text = f"module {package!r} has no attribute {name!r}{did_you_mean(name, full_names)}"
     return AttributeError(text, obj=sys.modules[package])
 
 

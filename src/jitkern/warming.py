@@ -187,7 +187,7 @@ def warm(
             came = "none given, JITKERN_ARCH is not set, and there is no GPU to ask"
             raise ArgumentError("archs", f"{came}; expected one, such as 9.0")
         if (oldest := min(for_archs)) < SUPPORTED_ARCHS[0]:
-            expected = f"{SUPPORTED_ARCHS[0]} or newer: not all ops compile before"
+            expected = f"{SUPPORTED_ARCHS[0]} or newer, which the ops need"
             raise ArgumentError("archs", f"{oldest}, expected {expected}")
         outcomes += op_jobs(wanted_ops, for_archs)
     outcomes += recorded_jobs(recorded, wanted_archs)
@@ -229,12 +229,14 @@ def sized_ops(
     names = list(stems) if ops is None else _listed("ops", ops)
     for op in names:
         if op not in stems:
-            expected = ", ".join(known.function for known in KERNEL_OPS)
-            hint = did_you_mean(op, stems)
-            raise ArgumentError("ops", f"{op!r}, expected one of {expected}{hint}")
+            listed = [known.function for known in KERNEL_OPS]
+            suggestions = {known.stem: known.function for known in KERNEL_OPS}
+            hint = did_you_mean(str(op), suggestions | {name: name for name in listed})
+            raise ArgumentError("ops", f"{op!r}, expected one of {', '.join(listed)}{hint}")
         size = size_of[op]
         if ops is not None and not sizes[size]:
-            raise ArgumentError(size.name, f"missing, expected for {op!r}")
+            such_as = (*size.choices, *size.example.split(","))[0]
+            raise ArgumentError(size.name, f"not given, expected for {op!r}, such as {such_as}")
     for size, values in sizes.items():
         for value in values:
             if not size.accepts(value):
@@ -293,7 +295,7 @@ def recorded_jobs(recorded: Iterable[Specialisation], archs: Sequence[Arch] = ()
 
 
 def _of_kernel(kernel: DeviceModule, arch: Arch) -> Outcome:
-    find, build = partial(kernel.find, arch), partial(kernel.lookup, arch)
+    find, build = partial(kernel._find, arch), partial(kernel._lookup, arch)
     is_ours = kernel.files[0].is_relative_to(CSRC)
     name_in_profilers = kernel.exports[0] if is_ours else ""
     args = ", ".join(kernel.args)

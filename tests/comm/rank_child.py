@@ -48,7 +48,7 @@ from jitkern.comm import (
 )
 from jitkern.errors import CommTimeoutError
 from jitkern.host import library as host
-from jitkern.offload import PinnedPool, Share
+from jitkern.offload import PinnedPool, PoolShare
 from jitkern.offload.memory import PinnedMemory
 
 torch.set_num_threads(1)  # ranks share the cores of a small machine
@@ -314,7 +314,7 @@ def rows(name: str, count: int = 500) -> bool:
 
 
 def _rows(name: str, count: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    share = Share(name)
+    share = PoolShare(name)
     pool = PinnedPool(2 * count * 656, share=share).tensor([2 * count, 656], torch.uint8)
     memory = PeerMemory(count * 656, None, device=device)
     generator = torch.Generator().manual_seed(count)
@@ -377,7 +377,7 @@ def as_cpu(view: Any, real: Any = peer_memory.as_torch) -> torch.Tensor:
 
 
 def words(pool: PinnedPool) -> torch.Tensor:
-    return pool.tensor([pool.stats.num_bytes // 8], torch.int64)
+    return pool.tensor([pool.stats().num_bytes // 8], torch.int64)
 
 
 def instead_of(step: str, then: Callable[[], object]) -> None:

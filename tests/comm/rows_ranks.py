@@ -61,7 +61,7 @@ class Ranks:
 
     def finish(self) -> None:
         for reducer in self.reducers:
-            reducer.synchronize()
+            reducer._synchronize()
 
     def reset(self) -> None:
         self.finish()

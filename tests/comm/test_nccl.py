@@ -32,7 +32,7 @@ MISTAKES = {
     "all_reduce(ones(3, on='cpu'))": "all_reduce: x: on cpu, expected on cuda:0, as the comm",
     "all_reduce(ones(3, on='cuda:1'))": "all_reduce: x: on cuda:1, expected on",
     "all_reduce(ones(3, dtype=torch.int16))": "all_reduce: x: dtype int16, expected int8, uint8,",
-    "all_reduce(ones(3), 'mean')": "all_reduce: op: 'mean', expected one of sum, prod, max,",
+    "all_reduce(ones(3), 'mean')": "all_reduce: op: 'mean', expected 'sum', 'prod', 'max',",
     "all_gather(ones(3), ones(3))": "all_gather: output: 3 items, expected {three}, 3 for each of",
     "all_reduce(taken(torch.ones(4, 4).t()))": "all_reduce: x: not contiguous",
 }

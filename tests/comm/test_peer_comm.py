@@ -141,5 +141,5 @@ test_mistakes = refusals(
     ({"device_timeout_s": 0}, ValueError, "device_timeout_s: 0, expected above 0"),
     ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
     ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),
-    ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected one of auto, one_shot"),
+    ({"algorithm": "ring"}, ValueError, "algorithm: 'ring', expected 'auto', 'one_shot'"),
 )

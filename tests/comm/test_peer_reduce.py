@@ -154,12 +154,12 @@ MISTAKES = {
     "all_reduce(ones(3), output=ones(3).half())": "TypeError: all_reduce: output: dtype float16,",
     "all_reduce(ones(3), output=ones(4))": "ValueError: all_reduce: output: 4 items, expected 3,",
     "all_reduce(x[:4], output=x[1:5])": "ValueError: all_reduce: output: memory of x, expected",
-    "all_reduce(ones(3), 'max')": "ValueError: all_reduce: op: 'max', expected one of sum",
+    "all_reduce(ones(3), 'max')": "ValueError: all_reduce: op: 'max', expected 'sum'",
     "all_reduce(ones(3), algorithm='ring')": "ValueError: all_reduce: algorithm: 'ring', expected",
     "all_reduce(ones(3).requires_grad_())": "RuntimeError: all_reduce: x",
     "all_reduce(unaligned)": "ValueError: all_reduce: x: memory that is not aligned",
     "reduce_scatter(ones(3), ones(5))": "ValueError: reduce_scatter: x: 5 items, expected 6,",
-    "reduce_scatter(x[:3], x, 'avg')": "ValueError: reduce_scatter: op: 'avg', expected one of sum",
+    "reduce_scatter(x[:3], x, 'avg')": "ValueError: reduce_scatter: op: 'avg', expected 'sum'",
     "reduce_scatter(x[:3], x)": "ValueError: reduce_scatter: output: memory of x, expected",
 }
 

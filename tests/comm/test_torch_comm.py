@@ -46,7 +46,7 @@ WRONG = {
     "all_reduce(torch.ones(2, device='meta'))": "ValueError: all_reduce: x: on meta, expected",
     "all_reduce(torch.ones(2).to_sparse())": "ValueError: all_reduce: x: torch.sparse_coo,",
     "all_reduce(ones(2).requires_grad_())": "RuntimeError: all_reduce: x: requires a gradient,",
-    "all_reduce(ones(2), 'mean')": "ValueError: all_reduce: op: 'mean', expected one of sum,",
+    "all_reduce(ones(2), 'mean')": "ValueError: all_reduce: op: 'mean', expected 'sum',",
     "all_reduce(ones(2) > 0)": "TypeError: all_reduce: x: torch.bool, expected one of float16,",
     "all_gather(ones(5), ones(3))": "ValueError: all_gather: output: 5 items, expected 6,",
     "all_gather(ones(6).int(), ones(3))": "TypeError: all_gather: output: torch.int32,",

@@ -131,7 +131,7 @@ def test_a_second_call_is_refused(engine: SimpleNamespace) -> None:
 
 
 def test_another_communicator_is_refused(engine: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match="enable: comm: 'gloo', expected one of nccl, peer"):
+    with pytest.raises(ValueError, match="enable: comm: 'gloo', expected 'nccl' or 'peer'"):
         minisgl.enable("gloo")  # type: ignore[arg-type]
 
 

@@ -175,7 +175,7 @@ test_wrong_arguments = refusals(
     ({"comm": SilentComm(2, 2)}, ValueError,
      "comm: rank 2 of 2, expected a rank of 0 to world_size - 1"),
     ({"method": "nccl"}, ValueError,
-     "method: 'nccl', expected one of auto, peer, all_reduce"),
+     "method: 'nccl', expected 'auto', 'peer' or 'all_reduce'"),
     ({"method": "peer"}, ValueError,
      "group: None, expected the ranks' gloo group or store for method='peer'"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),

@@ -45,7 +45,7 @@ def capture(begins: int) -> int:
 def check_registered_once_and_freed_with_its_last_tensor() -> None:
     pool = PinnedPool(SIZE)
     assert log() == REGISTERED
-    assert pool.stats.is_registered and "pinned" in repr(pool)
+    assert pool.stats().is_registered and "pinned" in repr(pool)
     tensor = pool.tensor([100], torch.int64)
     address = tensor.data_ptr()
     del pool
@@ -67,7 +67,7 @@ def check_closing_unregisters_and_keeps_the_tensors() -> None:
     assert log() == FREED
     pool.close()
     assert log() == ""
-    assert not pool.stats.is_registered and "closed" in repr(pool)
+    assert not pool.stats().is_registered and "closed" in repr(pool)
     tensor[:] = 3
     assert tensor.sum() == 3 * SIZE
     raises(RuntimeError, "PinnedPool.tensor: the pool is closed", pool.tensor)
@@ -95,7 +95,7 @@ def check_a_capture_keeps_it_open() -> None:
         with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), CAPTURED):
             raises(RuntimeError, "close: a graph is captured on the current stream; .*", pool.close)
             assert "unregister" not in log()
-            assert pool.stats.is_registered
+            assert pool.stats().is_registered
             del pool, tensor
             gc.collect()
             assert "unregister" not in log() and is_mapped(address)

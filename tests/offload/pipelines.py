@@ -53,7 +53,7 @@ def check_is_ready(pipeline: SlotPipeline) -> None:
     """Check that the caller's stream is current, no slot is missing, and the next run works."""
     device = pipeline.device
     assert device.type == "cpu" or torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert len(pipeline._free) == pipeline.depth
+    assert len(pipeline._free) == pipeline.num_slots
     blocks = host_blocks(9, device)
     for slot in pipeline.update(blocks, load=bring, store=take):
         slot.tensor.add_(1)

@@ -85,12 +85,12 @@ def check_copies_that_hide_and_that_do_not() -> None:
     ):
         monitor, (load_ms, compute_ms, _) = OverlapMonitor(num_timed_iterations=19), times
         took = go(pipeline_of(4, monitor=monitor), kind, [times] * 20)
-        snapshot, copies = monitor.snapshot(), 2 if kind == "update" else 1
-        assert (snapshot.compute_ms, snapshot.transfer_ms) == (compute_ms, load_ms), snapshot
-        assert (snapshot.stall_ms, snapshot.stall_share) == (stall_ms, stall_ms / 3), snapshot
-        assert snapshot.ratio == compute_ms / load_ms, snapshot
-        assert snapshot.moved_bytes == 20 * copies * MIB, snapshot
-        assert abs(snapshot.gb_per_s - copies * MIB / 1e6 / load_ms) < 1e-9, snapshot
+        stats, copies = monitor.stats(), 2 if kind == "update" else 1
+        assert (stats.compute_ms, stats.transfer_ms) == (compute_ms, load_ms), stats
+        assert (stats.stall_ms, stats.stall_share) == (stall_ms, stall_ms / 3), stats
+        assert stats.ratio == compute_ms / load_ms, stats
+        assert stats.moved_bytes == 20 * copies * MIB, stats
+        assert abs(stats.gb_per_s - copies * MIB / 1e6 / load_ms) < 1e-9, stats
         assert stall_ms or took == 2 + 20 * 3
 
 
@@ -103,8 +103,8 @@ def check_a_late_host_is_no_stall() -> None:
         # The compute stream is idle for a while after the body.
         pipeline._streams.next(-1, 0)
         work(7.0)
-    snapshot = monitor.snapshot()
-    assert (snapshot.compute_ms, snapshot.stall_ms) == (2.0, 0.0), snapshot
+    stats = monitor.stats()
+    assert (stats.compute_ms, stats.stall_ms) == (2.0, 0.0), stats
 
 
 def check_sessions_do_not_wait_for_each_other() -> None:
@@ -115,15 +115,15 @@ def check_sessions_do_not_wait_for_each_other() -> None:
         go(pipeline, "load", [(4.0, 5.0, 0.0)] * 4)
         machine.current = CALLERS[0]
         work(100.0)
-    snapshot = monitor.snapshot()
-    assert snapshot.num_iterations == 12 and snapshot.stall_share == 0.0, snapshot
+    stats = monitor.stats()
+    assert stats.num_iterations == 12 and stats.stall_share == 0.0, stats
     chained = OverlapMonitor()
     pipeline = pipeline_of(2, monitor=chained)
     with pipeline:
         for _ in range(3):
             for _ in pipeline.load(range(4), copy=lambda tensor, block: work(6.0)):
                 work(5.0)
-    assert chained.snapshot().stall_share == 11 / 12, chained.snapshot()
+    assert chained.stats().stall_share == 11 / 12, chained.stats()
 
 
 def check_captures_are_not_timed() -> None:
@@ -137,8 +137,8 @@ def check_captures_are_not_timed() -> None:
     assert machine.current == CAPTURING
     driver.fake_capture_of(ctypes.c_void_p(CAPTURING), 0)
     go(pipeline, "update", [(2.0, 3.0, 1.0)] * 10)
-    snapshot = monitor.snapshot()
-    assert (snapshot.num_iterations, snapshot.compute_ms) == (20, 3.0), snapshot
+    stats = monitor.stats()
+    assert (stats.num_iterations, stats.compute_ms) == (20, 3.0), stats
 
 
 def check_events_are_given_back() -> None:
@@ -160,16 +160,16 @@ def bursts(count: int) -> Times:
 def check_slots_are_taken_and_given_back_in_a_run() -> None:
     pipeline = pipeline_of(2, max_slots=8)
     took = go(pipeline, "load", bursts(220))
-    depth = pipeline.depth
+    depth = pipeline.num_slots
     assert 3 <= depth <= 8, depth
     assert len(pipeline._free) == depth
     best = total_ms(iterations(bursts(220)), 8)
     worst = total_ms(iterations(bursts(220)), 2)
     assert took < best + 0.1 * (worst - best) + 10, (took, best, worst)
     go(pipeline, "load", [(1.0, 3.0, 0.0)] * 400)
-    assert pipeline.depth == 2, pipeline.depth
+    assert pipeline.num_slots == 2, pipeline.num_slots
     go(pipeline, "load", bursts(100))
-    depth = pipeline.depth
+    depth = pipeline.num_slots
     assert depth > 2
     assert sorted(slot.index for slot in pipeline._free) == list(range(depth))
 
@@ -185,7 +185,7 @@ def check_no_memory_for_more() -> None:
 
     pipeline._streams.add_slot = add_slot  # type: ignore[method-assign]
     go(pipeline, "load", bursts(200))
-    assert pipeline.depth == 3
+    assert pipeline.num_slots == 3
 
 
 if __name__ == "__main__":

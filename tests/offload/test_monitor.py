@@ -15,7 +15,7 @@ import torch
 from pipelines import bring, host_blocks, pipeline_of, sync, take
 from ref import refusals
 
-from jitkern.offload import OverlapMonitor, OverlapSnapshot
+from jitkern.offload import OverlapMonitor, OverlapStats
 from jitkern.offload.monitor import _ROW
 
 SLOT_BYTES = 60
@@ -26,7 +26,7 @@ Row = tuple[float, float, float]
 
 class FakePipeline:
     slot_bytes = 1 << 20
-    depth = 3
+    num_slots = 3
 
     def __init__(self, monitor: OverlapMonitor) -> None:
         self.monitor = monitor
@@ -52,8 +52,8 @@ class FakePipeline:
 def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     monitor = OverlapMonitor(num_timed_iterations=10, name="weights")
     pipeline = pipeline_of(device, 3, monitor=monitor)
-    nothing = monitor.snapshot()
-    assert (nothing.num_iterations, nothing.depth, nothing.num_alarms) == (0, 3, 0)
+    nothing = monitor.stats()
+    assert (nothing.num_iterations, nothing.num_slots, nothing.num_alarms) == (0, 3, 0)
     assert math.isnan(nothing.ratio) and math.isnan(nothing.compute_ms)
     blocks = host_blocks(7, device)
     list(pipeline.load(blocks, copy=bring))
@@ -61,17 +61,17 @@ def test_counts_of_every_kind_of_run(device: torch.device) -> None:
     with pipeline:
         list(pipeline.update(blocks, load=bring, store=take))
     sync(device)
-    now = monitor.snapshot()
+    now = monitor.stats()
     assert now.name == "weights"
     assert now.num_iterations == 21
     assert now.moved_bytes == SLOT_BYTES * (7 + 7 + 14)
     for _ in pipeline.load(blocks, copy=bring):
         break
-    assert monitor.snapshot().num_iterations == 22  # a body that ends its run counts
+    assert monitor.stats().num_iterations == 22  # a body that ends its run counts
     assert now.compute_ms > 0 and now.transfer_ms > 0
     assert now.ratio == pytest.approx(now.compute_ms / now.transfer_ms)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        now.depth = 4  # type: ignore[misc]
+        now.num_slots = 4  # type: ignore[misc]
 
 
 def test_means_of_a_window() -> None:
@@ -79,7 +79,7 @@ def test_means_of_a_window() -> None:
     fake = FakePipeline(monitor)
     fake.add([(9.0, 9.0, 9.0)] * 5 + [(2.0, 1.0, 0.0), (4.0, 2.0, 1.0), (2.0, 1.0, 1.0)])
     fake.add([(4.0, 4.0, 2.0)])
-    now = monitor.snapshot()
+    now = monitor.stats()
     assert now.num_iterations == 9
     assert (now.compute_ms, now.transfer_ms, now.stall_ms) == (3.0, 2.0, 1.0)
     assert now.ratio == 1.5
@@ -89,7 +89,7 @@ def test_means_of_a_window() -> None:
 
 
 def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
-    alarms: list[OverlapSnapshot] = []
+    alarms: list[OverlapStats] = []
     monitor = OverlapMonitor(num_timed_iterations=4, min_ratio=1.5, on_alarm=alarms.append)
     fake = FakePipeline(monitor)
     with caplog.at_level(logging.WARNING, "jitkern.offload"):
@@ -107,9 +107,9 @@ def test_one_alarm_for_a_crossing(caplog: pytest.LogCaptureFixture) -> None:
     assert alarms[0].ratio == 0.5
     assert caplog.messages == [
         "pipeline: compute takes 0.50 times as long as its copies, expected at least 1.50 "
-        "(1 ms and 2 ms, 100 % of iterations stalled, depth 3)",
+        "(1 ms and 2 ms, 100 % of iterations stalled, 3 slots)",
         "pipeline: compute takes 1.40 times as long as its copies, expected at least 1.50 "
-        "(1.4 ms and 1 ms, 0 % of iterations stalled, depth 3)",
+        "(1.4 ms and 1 ms, 0 % of iterations stalled, 3 slots)",
     ]
 
 
@@ -118,9 +118,9 @@ def test_a_monitor_is_of_one_pipeline() -> None:
     monitor = OverlapMonitor()
     pipeline = pipeline_of(cpu, monitor=monitor)
     list(pipeline.load(host_blocks(3, cpu), copy=bring))
-    assert (monitor.snapshot().num_iterations, monitor.snapshot().depth) == (3, 3)
+    assert (monitor.stats().num_iterations, monitor.stats().num_slots) == (3, 3)
     pipeline.close()
-    assert (monitor.snapshot().num_iterations, monitor.snapshot().depth) == (3, 0)
+    assert (monitor.stats().num_iterations, monitor.stats().num_slots) == (3, 0)
     text = "SlotPipeline: monitor: that of another pipeline, expected a new one"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         pipeline_of(cpu, monitor=monitor)

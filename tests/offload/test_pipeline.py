@@ -259,7 +259,7 @@ def test_a_closed_one(device: torch.device) -> None:
     assert "SlotPipeline(3 slots of (3, 5), torch.float32, on " in repr(pipeline)
     pipeline.close()
     pipeline.close()
-    assert pipeline.depth == 0 and "closed" in repr(pipeline)
+    assert pipeline.num_slots == 0 and "closed" in repr(pipeline)
     text = "SlotPipeline: the pipeline is closed; make another one"
     for use in (*(lambda run=run: list(run) for run in runs(pipeline, blocks)), pipeline.__enter__):
         with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):

@@ -91,10 +91,10 @@ def test_nothing_is_synchronised(monitored: bool) -> None:
             for _ in p.store(blocks, copy=take):
                 pass
         if monitor is not None:
-            monitor.snapshot()
+            monitor.stats()
     torch.cuda.synchronize()
     if monitor is not None:
-        assert monitor.snapshot().num_iterations == 120
+        assert monitor.stats().num_iterations == 120
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
@@ -129,7 +129,7 @@ def test_in_a_graph(depth: int, mode: str) -> None:
     torch.cuda.synchronize()
     assert all(block.eq(10).all() for block in blocks)
     assert total.item() == 6 * WORDS * sum(range(1, 11))
-    assert p._monitor.snapshot().num_iterations == 24  # type: ignore[union-attr]
+    assert p._monitor.stats().num_iterations == 24  # type: ignore[union-attr]
 
 
 def test_a_capture_inside_a_session_is_refused() -> None:

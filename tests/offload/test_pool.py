@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 import jitkern
 from jitkern.errors import ShareError
-from jitkern.offload import PinnedPool, Share, memory
+from jitkern.offload import PinnedPool, PoolShare, memory
 
 MIB = 1 << 20
 
@@ -30,7 +30,7 @@ def test_exactly_as_many_bytes(num_bytes: int) -> None:
         whole = pool.tensor()
         assert (whole.dtype, whole.shape) == (torch.uint8, (num_bytes,))
         assert whole.data_ptr() % (2 * MIB) == 0
-        assert pool.stats.num_bytes == num_bytes
+        assert pool.stats().num_bytes == num_bytes
         assert not whole.any()
         whole.fill_(7)
         assert whole.untyped_storage().nbytes() == num_bytes
@@ -69,13 +69,13 @@ def test_says_what_it_is() -> None:
             r"touched in \d\.\d\d s(, registered in \d\.\d\d s)?\)"
         )
         assert re.fullmatch(text, repr(pool)), repr(pool)
-        assert pool.stats.is_registered == torch.cuda.is_available()
+        assert pool.stats().is_registered == torch.cuda.is_available()
     assert "64 MiB, closed" in repr(pool)
 
 
 def shared(name: Any, rank: Any, size: int, timeout_s: float = 1.0) -> dict[str, Any]:
     ranks: Any = {"rank": rank, "world_size": size, "timeout_s": timeout_s}
-    return {"num_bytes": 8, "share": Share(name, HashStore(), **ranks)}
+    return {"num_bytes": 8, "share": PoolShare(name, HashStore(), **ranks)}
 
 
 test_mistakes = refusals(
@@ -86,7 +86,7 @@ test_mistakes = refusals(
     ({"num_bytes": "64 GB"}, ValueError, "num_bytes: '64 GB', expected bytes such as 1048576, '51"),
     ({"num_bytes": [4]}, TypeError, "num_bytes: list, expected an int, or a text such as '64G'"),
     ({"num_bytes": 6.4e6}, TypeError, "num_bytes: float, expected an int, or a text such as '64G'"),
-    ({"num_bytes": 8, "share": "kv"}, TypeError, "share: str, expected a Share or None"),
+    ({"num_bytes": 8, "share": "kv"}, TypeError, "share: str, expected a PoolShare or None"),
     (shared(3, 0, 1), ValueError, "share: name: 3, expected 1 to 200 letters"),
     (shared("a/b", 0, 1), ValueError, "share: name: 'a/b', expected 1 to"),
     (shared("a", None, 1), TypeError, "share 'a': rank: None, expected an"),
@@ -113,13 +113,13 @@ def test_mistakes_of_tensors() -> None:
 def test_bytes_as_text() -> None:
     for text, num_bytes in (("4096", 4096), ("3k", 3 * 1024), ("2M", 2 * MIB), ("1MiB", MIB)):
         with PinnedPool(text) as pool:
-            assert pool.stats.num_bytes == len(pool.tensor()) == num_bytes
+            assert pool.stats().num_bytes == len(pool.tensor()) == num_bytes
 
 
 def test_a_share_without_a_group() -> None:
     text = "^PinnedPool: share 'a': group: torch.distributed is not initialised; call"
     with pytest.raises(ShareError, match=text):
-        PinnedPool(8, share=Share("a"))
+        PinnedPool(8, share=PoolShare("a"))
 
 
 def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_memory_that_linux_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatc
 def test_is_pinned_and_of_use_to_the_ops() -> None:
     pool = PinnedPool(5000 * 41 * 4)
     table = pool.tensor([5000, 41], torch.int32)
-    assert table.is_pinned() and pool.stats.is_registered
+    assert table.is_pinned() and pool.stats().is_registered
     table.random_()
     rows = torch.zeros(700, 41, dtype=torch.int32, device="cuda")
     pairs = torch.stack([torch.randperm(5000)[:700], torch.randperm(700)], dim=1).cuda()
@@ -181,7 +181,7 @@ def tell_make(pool: Pool, ranks: list[Rank]) -> None:
     path = pool.path()
     for number, rank in enumerate(ranks):
         where = f"dist.FileStore({path!r}, -1), rank={number}, world_size={NUM_RANKS}, timeout_s=60"
-        share = f"Share({NAME!r}, {where})"
+        share = f"PoolShare({NAME!r}, {where})"
         rank.tell(f"held = PinnedPool({NUM_BYTES}, share={share}); table = words(held)")
 
 
@@ -194,7 +194,7 @@ def three(pool: Pool) -> list[Rank]:
 
 
 def test_all_have_the_same_memory(three: list[Rank]) -> None:
-    assert all_do(three, "held.stats.num_bytes") == [NUM_BYTES] * NUM_RANKS
+    assert all_do(three, "held.stats().num_bytes") == [NUM_BYTES] * NUM_RANKS
     all_do(three, "table[1000 * {rank}] = {rank} + 5")
     assert all_do(three, "table[:3000:1000].tolist()") == [[5, 6, 7]] * NUM_RANKS
 
@@ -203,7 +203,7 @@ def test_what_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    share = Share("test-after", HashStore(), rank=0, world_size=1)
+    share = PoolShare("test-after", HashStore(), rank=0, world_size=1)
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(memory.PinnedMemory, "register", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -251,7 +251,7 @@ def test_two_launches_take_one_name() -> None:
     stores, order = [HashStore(), HashStore()], [(0, 0), (1, 1), (0, 1), (1, 0)]
 
     def make(launch: int, rank: int) -> torch.Tensor:
-        share = Share("kv-host-pool", stores[launch], rank=rank, world_size=2, timeout_s=20)
+        share = PoolShare("kv-host-pool", stores[launch], rank=rank, world_size=2, timeout_s=20)
         return PinnedPool(4096, share=share).tensor()
 
     with ThreadPoolExecutor(4) as threads:
@@ -274,7 +274,7 @@ def test_two_pools_at_once_do_not_count_the_same_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory.PinnedMemory, "_touch_part", touch)
 
     def make(number: int) -> None:
-        share = None if number < 2 else Share("kv", HashStore(), rank=0, world_size=1)
+        share = None if number < 2 else PoolShare("kv", HashStore(), rank=0, world_size=1)
         PinnedPool(4 * MIB, share=share)
 
     with ThreadPoolExecutor(3) as threads:

@@ -156,7 +156,7 @@ class World:
             self.map.check(i)  # slot_of_row is the inverse
         for buffer, wanted in zip(self.cache.buffers, self.wanted, strict=True):
             assert wanted.same(buffer)
-        assert self.map.counts() == tuple(self.counts)
+        assert self.map.stats() == tuple(self.counts)
 
     def step(
         self, lists: list[list[int]], *, shape: Sequence[int] | None = None, text: str = "",
@@ -374,7 +374,7 @@ def test_replays_with_other_rows_and_a_shrinking_batch(slots: int) -> None:
         count.fill_(used)
         with no_synchronisation():
             graph.replay()
-            world.map.counts()
+            world.map.stats()
         world.compare(slots_out, plan, world.expect(lists, count=used))
 
 

@@ -206,16 +206,16 @@ def mistakes_of_many(good: dict[str, Any]) -> list[Mistake]:
 def mistakes_of_two() -> list[Mistake]:
     """The checks are those of lists: what is shown is that each has the right name."""
     table: list[Mistake] = [
-        ({"out_b": zeros(*SHAPE).half()}, TypeError,
-         "out_b: dtype float16, expected float32 as in out_a"),
+        ({"partial_b": zeros(*SHAPE).half()}, TypeError,
+         "partial_b: dtype float16, expected float32 as in partial_a"),
         ({"lse_b": zeros(*LSE_SHAPE).half()}, TypeError, "lse_b: dtype float16, expected float32"),
-        ({"out_b": zeros(4, 2, 9)}, ValueError,
-         "out_b: shape [4, 2, 9], expected shape [4, 2, 8] as in out_a"),
-        ({"lse_b": zeros(4, 3)}, ValueError, layouts_text("lse_b", [4, 3], "out_a")),
-        ({"out_a": zeros(0, 2, 2**28)}, ValueError,
-         "out_a: dim 268435456, expected 1 to 268435455"),
+        ({"partial_b": zeros(4, 2, 9)}, ValueError,
+         "partial_b: shape [4, 2, 9], expected shape [4, 2, 8] as in partial_a"),
+        ({"lse_b": zeros(4, 3)}, ValueError, layouts_text("lse_b", [4, 3], "partial_a")),
+        ({"partial_a": zeros(0, 2, 2**28)}, ValueError,
+         "partial_a: dim 268435456, expected 1 to 268435455"),
     ]  # fmt: skip
-    for name in ("out_a", "lse_a", "out_b", "lse_b"):
+    for name in ("partial_a", "lse_a", "partial_b", "lse_b"):
         table += not_partials(name, zeros(*(SHAPE if "out" in name else LSE_SHAPE)))
     prefill = "prefill_tokens_with_context"
     table += [

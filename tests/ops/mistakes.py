@@ -11,7 +11,7 @@ from fake_gpu import OnCuda
 from torch import Tensor
 
 ROWS, SLOTS = 3, 50
-COPY_FOR_READS = "; .contiguous() makes a copy, for tensors that are only read"
+COPY_FOR_READS = "; .contiguous() makes a copy"  # ends errors of tensors that are only read
 Mistake = tuple[dict[str, Any], type[Exception], str]
 
 
@@ -19,10 +19,12 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(*shape, dtype=dtype)
 
 
-def stride_text(argument: str, stride: int, dim: int, shape: list[int], expected: int) -> str:
+def stride_text(
+    argument: str, stride: int, dim: int, shape: list[int], expected: int, cure: str = ""
+) -> str:
     return (
         f"{argument}: stride {stride} in dimension {dim} of shape {shape}, expected contiguous "
-        f"rows, stride {expected}{COPY_FOR_READS}"
+        f"rows, stride {expected}{cure}"
     )
 
 
@@ -122,13 +124,13 @@ def not_ints(*arguments: str, optional: bool = False) -> list[Mistake]:
 
 
 def not_rows(
-    name: str, shape: list[int], *, written: bool = False, like: str = ""
+    name: str, shape: list[int], *, written: bool = False, like: str = "", cure: str = ""
 ) -> list[Mistake]:
     """What is no table of contiguous rows, or not `like` that other one of float32."""
     rows, items = shape
     table: list[Mistake] = [
         ({name: torch.tensor(1.0)}, ValueError, f"{name}: shape [], expected at least 1 dimension"),
-        ({name: zeros(items, rows).t()}, ValueError, stride_text(name, rows, 1, shape, 1)),
+        ({name: zeros(items, rows).t()}, ValueError, stride_text(name, rows, 1, shape, 1, cure)),
     ]
     if written:
         expanded = zeros(1, items).expand(shape)
@@ -168,7 +170,7 @@ def read_only(good: dict[str, Any], *arguments: str) -> list[Mistake]:
     return table
 
 
-def bad_indices(argument: str, good: Tensor) -> list[Mistake]:
+def bad_indices(argument: str, good: Tensor, cure: str = COPY_FOR_READS) -> list[Mistake]:
     """Indices of a wrong dtype, and some that are not contiguous."""
     mistakes: list[Mistake] = [
         ({argument: good.to(dtype)}, TypeError,
@@ -182,7 +184,7 @@ def bad_indices(argument: str, good: Tensor) -> list[Mistake]:
     spread = torch.stack([good, good], dim=-1)[..., 0]
     last = good.dim() - 1
     came = f"not contiguous (stride 2 in dimension {last} of shape {list(good.shape)})"
-    text = f"{argument}: {came}, expected a contiguous tensor{COPY_FOR_READS}"
+    text = f"{argument}: {came}, expected a contiguous tensor{cure}"
     return [*mistakes, ({argument: spread}, ValueError, text)]
 
 
@@ -219,6 +221,8 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
         ({"pairs": (torch.arange(3), torch.arange(3))}, TypeError,
          "pairs: list or tuple, expected a tensor, such as torch.stack((src, dst), 1)"),
         ({"pairs": torch.zeros(2, 3, dtype=torch.int32)}, ValueError,
+         f"pairs: shape [2, 3], {wanted}"),
+        ({"pairs": torch.zeros(3, 2, dtype=torch.int32).T}, ValueError,
          f"pairs: shape [2, 3], {wanted}"),
         ({"dst": memory.view(torch.float32), "pairs": memory[7].view(2, 2)}, ValueError,
          overlap_text("pairs", "dst")),

@@ -212,7 +212,7 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
         ({**parts, "parts": [zeros(3, 6), zeros(4, 2)]}, ValueError,
          common.count_text("parts[1]", 4, [4, 2], 3)),
         ({**parts, "parts": [zeros(3, 12)[:, ::2], zeros(3, 2)]}, ValueError,
-         common.stride_text("parts[0]", 2, 1, [3, 6], 1)),
+         common.stride_text("parts[0]", 2, 1, [3, 6], 1, common.COPY_FOR_READS)),
         ({**parts, "cache": [zeros(50, 6), zeros(49, 2)]}, ValueError,
          "cache[1]: 49 rows (shape [49, 2]), expected 50 rows as in cache[0]"),
         ({**parts, "cache": values[:80].view(10, 8),

@@ -91,11 +91,11 @@ def test_no_kernel_spills(op: str) -> None:
         verbose = load_jit(
             op,
             *kernel.args,
-            device_files=[f"jitkern:ops/{file}" for file in kernel.key(arch).describe["files"]],
+            device_files=[f"jitkern:ops/{file}" for file in kernel._key(arch).describe["files"]],
             device_wrappers=kernel.wrappers,
             extra_cuda_cflags=["--ptxas-options=-v"],
         )
-        log = verbose.lookup(arch).entry.meta["log"]
+        log = verbose._lookup(arch).entry.meta["log"]
         spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", log)]
         assert spilled, log
         assert max(spilled) <= getattr(own_tests(STEMS[op]), "ALLOWED_SPILL_BYTES", 0), log

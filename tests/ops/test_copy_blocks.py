@@ -242,7 +242,8 @@ def mistakes() -> list[Mistake]:
     table += common.not_num_sms() + common.not_words(
         "method", "'auto', 'sm' or 'engine'", "gpu", optional=True
     )
-    wanted = "expected shape [..., 2] of (source block, destination block)"
+    wanted = "expected shape [..., 2] of (source block, destination block); a tuple of "
+    wanted += "two vectors works too"
     memory = torch.zeros(3, 50, 4, dtype=torch.int64)
     shared = (
         "dst: rows of 32 bytes that overlap, 0 and 32 bytes apart (shape [3, 50, 8]), expected "

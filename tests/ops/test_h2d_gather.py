@@ -137,7 +137,7 @@ def mistakes() -> list[Mistake]:
         *common.pair_mistakes(good, "src"),
         *common.not_words("method", "'auto' or 'sm'", "cpu", "both", optional=True),
         *common.not_tensors(good, "slot_map", optional="slot_map"),
-        *common.bad_indices("slot_map", good["slot_map"]),
+        *common.bad_indices("slot_map", good["slot_map"], cure=""),
         ({"slot_map": torch.arange(4)}, ValueError, f"slot_map: shape [4], {of_map}"),
         ({"slot_map": torch.zeros(3, 1, dtype=torch.int32)}, ValueError,
          f"slot_map: shape [3, 1], {of_map}"),

@@ -320,7 +320,7 @@ def mistakes() -> list[Mistake]:
     good = good_arguments()
     table = common.not_tensors(good, "weights", "indices", "output", optional="output")
     table += common.bad_indices("indices", good["indices"])[:-1]  # they need not be contiguous
-    equally_spaced = f"expected equally spaced rows{common.COPY_FOR_READS}"
+    equally_spaced = "expected equally spaced rows"
     memory = torch.zeros(3, 4, dtype=torch.int64)
     table += [
         ({"output": zeros(3, 8, dtype=torch.float16)}, TypeError,

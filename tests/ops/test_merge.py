@@ -131,20 +131,22 @@ def test_prefill_tokens_with_context(
 ) -> None:
     """Later tokens are copied from `b`, whatever their lse, and `a` is not read there."""
     how = {"lse_layout": lse_layout, "base": "2"}
-    (out_a, out_b), (lse_a, lse_b) = partials(device, 2, 9, 3, 40, dtype, lse_layout=lse_layout)
-    out_b[6:, :, ::3] = -0.0
+    (partial_a, partial_b), (lse_a, lse_b) = partials(
+        device, 2, 9, 3, 40, dtype, lse_layout=lse_layout
+    )
+    partial_b[6:, :, ::3] = -0.0
     (lse_b[6] if lse_layout == "tokens_heads" else lse_b[:, 6]).fill_(-0.0)
-    out_b.nan_to_num_(0.5)
+    partial_b.nan_to_num_(0.5)
     flat = lse_b.view(-1)
     flat[1::8], flat[2::8], flat[3::8] = -INF, INF, NAN
-    every = merge_state(out_a, lse_a, out_b, lse_b, **how)
-    assert_merged(every, (out_a, out_b), (lse_a, lse_b), **how)
+    every = merge_state(partial_a, lse_a, partial_b, lse_b, **how)
+    assert_merged(every, (partial_a, partial_b), (lse_a, lse_b), **how)
     for tokens in (0, 1, 4, 8, 9, 10, 2**63 - 1):
-        a, of_a = out_a.clone(), lse_a.clone()
+        a, of_a = partial_a.clone(), lse_a.clone()
         a[tokens:] = NAN
         (of_a if lse_layout == "tokens_heads" else of_a.t())[tokens:] = NAN
-        result = merge_state(a, of_a, out_b, lse_b, **how, prefill_tokens_with_context=tokens)
-        for here, wanted in ((slice(tokens), every), (slice(tokens, None), (out_b, lse_b))):
+        result = merge_state(a, of_a, partial_b, lse_b, **how, prefill_tokens_with_context=tokens)
+        for here, wanted in ((slice(tokens), every), (slice(tokens, None), (partial_b, lse_b))):
             of_here = here if lse_layout == "tokens_heads" else (slice(None), here)
             same = wanted[0][here], wanted[1][of_here]
             assert_same((result[0][here], result[1][of_here]), same)
@@ -324,8 +326,8 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
 
 
 def arguments_of_two() -> dict[str, Any]:
-    partials = {"out_a": torch.ones(SHAPE), "lse_a": torch.zeros(SHAPE[:2])}
-    partials |= {"out_b": torch.ones(SHAPE), "lse_b": torch.zeros(SHAPE[:2])}
+    partials = {"partial_a": torch.ones(SHAPE), "lse_a": torch.zeros(SHAPE[:2])}
+    partials |= {"partial_b": torch.ones(SHAPE), "lse_b": torch.zeros(SHAPE[:2])}
     how = {"base": "2", "lse_layout": "tokens_heads", "prefill_tokens_with_context": 2}
     return {**partials, "output": torch.zeros(SHAPE), "lse": torch.zeros(SHAPE[:2]), **how}
 

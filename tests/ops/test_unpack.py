@@ -334,7 +334,8 @@ def mistakes() -> list[Mistake]:
         ({"descriptors": torch.zeros(3, 2, dtype=torch.int64).t()}, ValueError,
          f"descriptors: not contiguous (stride 2 in dimension 1 of shape [2, 3]), {cure}"),
         ({"dst": torch.zeros(8, 50).t()}, ValueError,
-         f"dst: not contiguous (stride 50 in dimension 1 of shape [50, 8]), {cure}"),
+         "dst: not contiguous (stride 50 in dimension 1 of shape [50, 8]), expected a contiguous "
+         "tensor"),
         ({"src": torch.ones(20, 16)[:, ::2]}, ValueError,
          f"src: not contiguous (stride 2 in dimension 1 of shape [20, 8]), {cure}"),
         ({"dst": memory, "src": memory[49]}, ValueError, overlap_text("dst", "src")),

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
+from jitkern.args import choice_arg
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key
 from jitkern.cache.stats import Source
@@ -50,11 +51,10 @@ def freeze(mode: FreezeMode = "raise") -> None:
     ----------
     mode : {"raise", "warn"}
         Raise FrozenError for a missing kernel, or compile it after a RuntimeWarning with the same
-        text. Another mode is a ValueError.
+        text. Raises ValueError for another mode.
     """
     global _frozen
-    if mode not in ("raise", "warn"):
-        raise ValueError(f"freeze: mode: {mode!r}, expected raise or warn")
+    choice_arg("freeze", "mode", mode, get_args(FreezeMode))
     _frozen = mode
 
 

@@ -124,7 +124,8 @@ def _host_module() -> str:
     from jitkern.host import library as host
 
     lookup = host.find()
-    return f"{lookup.source}, in {lookup.ms:.0f} ms"
+    time = f"{lookup.ms:.0f} ms" if lookup.ms < 1000 else f"{lookup.ms / 1000:.1f} s"
+    return f"{lookup.source} in {time}"
 
 
 def gpu(count: int) -> Check:
@@ -199,7 +200,7 @@ def kernels_wheel(gpus: Sequence[Arch] = ()) -> str:
     archs = {entry.key.arch for entry in wheel.entries()}
     served = [version]
     for gpu in dict.fromkeys(gpus):
-        usable = [str(arch) for arch in (gpu, *gpu.lower_minors) if str(arch) in archs]
+        usable = [str(arch) for arch in (gpu, *gpu._lower_minors) if str(arch) in archs]
         kernels = f"kernels for {usable[0]}" if usable else "no kernels"
         served.append(f"{kernels} for GPUs of {gpu}")
     return ", ".join(served)
@@ -213,4 +214,4 @@ def _trial(device: str) -> str:
     rows = torch.tensor([7, 0, 3], device=device)
     if not torch.equal(jitkern.indexing(table, rows), table[rows]):
         raise UnsupportedError("the result differs from PyTorch's; report it, with this table")
-    return "right"
+    return "correct"

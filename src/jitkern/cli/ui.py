@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         # argparse suggests a choice from Python 3.14 on.
         if action.choices is not None and value not in action.choices:
             text = f"{value!r}, expected {', '.join(action.choices)}"
-            raise argparse.ArgumentError(action, f"{text}{did_you_mean(value, action.choices)}")
+            raise argparse.ArgumentError(action, f"{text}{did_you_mean(value, [*action.choices])}")
 
 
 def require_torch() -> None:

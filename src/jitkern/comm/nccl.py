@@ -208,7 +208,7 @@ class PyNCCLCommunicator(Closing):
     # -- registered memory -------------------------------------------------------------------------
 
     def get_buffer(self) -> int:
-        """Return the address of ``buffer``; 0 if there is none."""
+        """Return the address of ``buffer``, 0 if there is none: mini-sglang's method."""
         return self.buffer.data_ptr()
 
     # -- the end -----------------------------------------------------------------------------------
@@ -230,7 +230,9 @@ class PyNCCLCommunicator(Closing):
         finally:
             self._end("has closed it")
 
-    destroy = close  # mini-sglang's name
+    def destroy(self) -> None:
+        """Alias of ``close``: mini-sglang's name."""
+        self.close()
 
     def abort(self) -> None:
         """End the communicator at once; its operations on the GPU end with wrong results."""

@@ -120,7 +120,7 @@ class PeerCommunicator(Closing):
         if self.reducer is None:
             return
         # A rank whose GPU is late would write to workspaces that others have cleared.
-        self.reducer.synchronize()
+        self.reducer._synchronize()
         self._peers.barrier()
         self.reducer.reset()
         self._peers.barrier()

@@ -117,7 +117,7 @@ class PeerReducer:
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
         # C++ guards its own kernels with the barrier, and with the address of the word that says
         # whether an earlier barrier has timed out.
-        self.barrier_in_cpp: tuple[Any, int] = self._cpp.device_barrier, int(self._cpp.intact())
+        self._barrier_in_cpp: tuple[Any, int] = self._cpp.device_barrier, int(self._cpp.intact())
 
     @staticmethod
     def workspace_bytes_for(world_size: int, max_bytes: int = 2 << 20) -> int:
@@ -197,7 +197,7 @@ class PeerReducer:
         """
         self._cpp.reset()
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for this rank's GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

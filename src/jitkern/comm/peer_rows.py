@@ -109,7 +109,7 @@ def peer_gather(
     if reducer is None:
         h2d_gather(src, dsts[0], pairs, num_sms=num_sms, order=order)
         return
-    args = (src, list(dsts), pairs, num_sms, order, reducer.rank, *reducer.barrier_in_cpp)
+    args = (src, list(dsts), pairs, num_sms, order, reducer.rank, *reducer._barrier_in_cpp)
     names = _GATHER_NAMES[world_size]
     call_cpp("peer_gather", _gather.call, args, names, tuple(dsts), (src,), (pairs,))
 
@@ -132,7 +132,7 @@ def peer_scatter(
     if reducer is None:
         d2h_scatter(src, dst, pairs, num_sms=num_sms)
         return
-    args = (src, dst, pairs, num_sms, reducer.rank, reducer.world_size, *reducer.barrier_in_cpp)
+    args = (src, dst, pairs, num_sms, reducer.rank, reducer.world_size, *reducer._barrier_in_cpp)
     call_cpp("peer_scatter", _scatter.call, args, "dst src pairs", (dst,), (src,), (pairs,))
 
 

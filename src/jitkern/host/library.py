@@ -195,7 +195,7 @@ class HostModule(Buildable["Module"]):
                 "install g++ (apt install g++) or a jitkern wheel"
             )
         # A warning, which Python shows without any logging setup: the build takes long.
-        _log.warning("jitkern: building the host module with c++, once, in 15 to 120 s: it %s", why)
+        _log.warning("jitkern: building the host module with c++, once, in up to 120 s: it %s", why)
         entry = self.compile(folder=self._checkout_folder())
         if HostModule(self._csrc).key.digest != self.key.digest:
             raise JitkernError(f"{NAME}: a source changed while it was built; call it again")
@@ -365,4 +365,4 @@ def _resolve(
     spec = {str(name): int(value) for name, value in zip(names, values, strict=True)}
     kernels = _builders[op_name](**spec)
     image = kernels.image(Arch(*divmod(arch, 10)))
-    return image, tuple(kernels.exports), tuple(kernels.launch_config)
+    return image, tuple(kernels.exports), tuple(kernels._launch_config)

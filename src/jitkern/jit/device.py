@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from jitkern.arch import Arch
+from jitkern.args import choice_arg
 from jitkern.cache import stats
 from jitkern.cache.entry import Entry, Key, new_entry
 from jitkern.cache.get import Buildable, Lookup, find, get_or_build
@@ -82,8 +83,8 @@ class DeviceModule:
         include_dirs = list(map(Path, options.get("extra_include_paths", ())))
         includes = [str(f.relative_to(CSRC) if f.is_relative_to(CSRC) else f) for f in self.files]
         unit = render(includes, self.wrappers, params)
-        self.closure: Closure = include_closure(unit, include_dirs=[*include_dirs, *INCLUDE_DIRS])
-        self.launch_config: tuple[int, ...] = ()
+        self._closure: Closure = include_closure(unit, include_dirs=[*include_dirs, *INCLUDE_DIRS])
+        self._launch_config: tuple[int, ...] = ()
         self._images: dict[Arch, Lookup[bytes]] = {}
         self._params, self._cpu = params, cpu
         self._launchers: dict[str, Callable[..., Any]] = {}
@@ -98,7 +99,7 @@ class DeviceModule:
         Raises CompileError if the code does not compile. If it is in no cache: FrozenError after
         ``freeze``, ToolchainError if there is no compiler.
         """
-        return self.lookup(arch).loaded
+        return self._lookup(arch).loaded
 
     def launch(
         self,
@@ -156,8 +157,7 @@ class DeviceModule:
             The first call on a device, or on the CPU, must compile the code and cannot.
         """
         if export not in self.exports:
-            known = ", ".join(self.exports)
-            raise ValueError(f"launch: export: {export!r}, expected one of {known}")
+            choice_arg("launch", "export", export, self.exports)
         launch = self._launchers.get("") or self._make_launcher()
         kinds = set(map(type, args))
         members = args if _PLAIN.issuperset(kinds) else tuple(map(_readable, args))
@@ -195,12 +195,12 @@ class DeviceModule:
         # If two threads race, both use the launcher of the first.
         return self._launchers.setdefault("", launcher)
 
-    def lookup(self, arch: Arch) -> Lookup[bytes]:
+    def _lookup(self, arch: Arch) -> Lookup[bytes]:
         """Find the code for `arch`, or build it, and tell where it came from."""
         return self._looked_up(arch, get_or_build)
 
-    def find(self, arch: Arch) -> Lookup[bytes] | None:
-        """Like ``lookup``, but return None instead of compiling."""
+    def _find(self, arch: Arch) -> Lookup[bytes] | None:
+        """Like ``_lookup``, but return None instead of compiling."""
         return self._looked_up(arch, find)
 
     def _looked_up(self, arch: Arch, look: Callable[[DeviceImage], _F]) -> _F | Lookup[bytes]:
@@ -214,28 +214,28 @@ class DeviceModule:
                 record(self._used._replace(arch=str(arch)))
         return lookup
 
-    def launched_with(self, *configs: KernelConfig, shape: tuple[int, int]) -> DeviceModule:
+    def _launched_with(self, *configs: KernelConfig, shape: tuple[int, int]) -> DeviceModule:
         """Tell C++ how to launch these kernels of jitkern's own; return the module.
 
         Each kernel has a config. `shape` are the last two arguments of the ``KernelTable``'s
         ``ShapeOf``.
         """
         flat = [int(value) for config in configs for value in (config.num_threads, config.use_pdl)]
-        self.launch_config = (*flat, *shape)
+        self._launch_config = (*flat, *shape)
         return self
 
-    def cuda_headers(self) -> toolchain.CudaHeaders:
+    def _cuda_headers(self) -> toolchain.CudaHeaders:
         """Return CUDA's own headers that the sources may include."""
-        return toolchain.find_headers(self.closure.missing, toolchain.find_nvrtc())
+        return toolchain.find_headers(self._closure.missing, toolchain.find_nvrtc())
 
-    def key(self, arch: Arch) -> Key:
+    def _key(self, arch: Arch) -> Key:
         """Return the cache key of the code for `arch`."""
         content = {
             "route": "device",
             "abi": DEVICE_ABI,
             "name": self.op,
             "args": self.args,
-            "sources": self.closure.digest,
+            "sources": self._closure.digest,
             "options": self.options,
             "arch": str(arch),
         }
@@ -337,16 +337,16 @@ class DeviceImage(Buildable[bytes]):
     def __init__(self, module: DeviceModule, arch: Arch) -> None:
         self._module = module
         self._arch = arch
-        self.key: Key = module.key(arch)
+        self.key: Key = module._key(arch)
         self.variant: str = ""
         with suppress(ToolchainError):
-            headers = module.cuda_headers()
+            headers = module._cuda_headers()
             self.variant = "" if headers.are_missing else _variant(headers)
         self.has_compiler: bool = bool(self.variant)
 
     def usable_keys(self) -> Iterator[Key]:
         yield self.key
-        yield from map(self._module.key, self._arch.lower_minors)
+        yield from map(self._module._key, self._arch._lower_minors)
 
     def rank(self, meta: Mapping[str, Any]) -> int:
         """Rank first the entry of our compiler, then cubins of its CUDA's major version or older.
@@ -372,13 +372,13 @@ class DeviceImage(Buildable[bytes]):
             from jitkern.compilers import nvrtc  # a warm load does not need it
 
         module = self._module
-        headers = module.cuda_headers()
+        headers = module._cuda_headers()
         variant = _variant(headers)
         image = nvrtc.compile(
-            module.closure.source,
+            module._closure.source,
             # Not NAME.cu: a header of that name, the user's own file, would include itself.
             name=f"{module.name}.instance.cu",
-            headers=module.closure.headers,
+            headers=module._closure.headers,
             arch=self._arch,
             options=module.options,
             cuda_headers=headers,

@@ -26,7 +26,7 @@ _CALL = "OverlapMonitor"
 
 
 @dataclass(frozen=True)
-class OverlapSnapshot:
+class OverlapStats:
     """Results of an ``OverlapMonitor``. Means are over the monitor's last timed iterations.
 
     Ratios and times are NaN if no iteration has been timed.
@@ -42,7 +42,7 @@ class OverlapSnapshot:
     moved_bytes: int  # in all iterations; each copy counts as a whole slot
     gb_per_s: float  # speed of the copies, both directions together
     num_alarms: int  # how often the ratio fell below the limit
-    depth: int  # slots of the pipeline; 0 after it is closed
+    num_slots: int  # slots of the pipeline; 0 after it is closed
 
 
 class OverlapMonitor:
@@ -62,9 +62,9 @@ class OverlapMonitor:
         warning to ``jitkern.offload`` and calls `on_alarm`. Before the next alarm the ratio must
         rise 10 % above `min_ratio`.
     on_alarm : callable, optional
-        ``on_alarm(snapshot)``, called by the thread of the run between two iterations.
+        ``on_alarm(stats)``, called by the thread of the run between two iterations.
     name : str, optional
-        The pipeline's name in the log and in snapshots.
+        The pipeline's name in the log and in ``OverlapStats``.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OverlapMonitor:
         *,
         num_timed_iterations: int = 64,
         min_ratio: float = 1.5,
-        on_alarm: Callable[[OverlapSnapshot], object] | None = None,
+        on_alarm: Callable[[OverlapStats], object] | None = None,
         name: str = "pipeline",
     ) -> None:
         self._window = int_arg(_CALL, "num_timed_iterations", num_timed_iterations, 1, 2**31 - 1)
@@ -96,7 +96,7 @@ class OverlapMonitor:
         self._number, self._end = 0, 0.0
         self._stored: dict[float, float] = {}  # the end of each slot's last store
 
-    def snapshot(self) -> OverlapSnapshot:
+    def stats(self) -> OverlapStats:
         """Return the results so far, without iterations in flight. Any thread may call it."""
         pipeline = self._pipeline()
         with self._lock:
@@ -106,7 +106,7 @@ class OverlapMonitor:
         compute_ms, transfer_ms = _sums(timed)
         num_copies = sum((x.load_ms > 0) + (x.store_ms > 0) for x in timed)
         num_stalled = sum(x.stall_ms > _STALLED * (x.compute_ms + x.stall_ms) for x in timed)
-        return OverlapSnapshot(
+        return OverlapStats(
             name=self._name,
             num_iterations=self._num_iterations,
             compute_ms=_quotient(compute_ms, len(timed)),
@@ -117,7 +117,7 @@ class OverlapMonitor:
             moved_bytes=self._num_copies * self._slot_bytes,
             gb_per_s=_quotient(num_copies * self._slot_bytes, transfer_ms * 1e6),
             num_alarms=self._num_alarms,
-            depth=0 if pipeline is None else pipeline.depth,
+            num_slots=0 if pipeline is None else pipeline.num_slots,
         )
 
     # -- called by the pipeline --------------------------------------------------------------------
@@ -136,7 +136,7 @@ class OverlapMonitor:
     def _update(self) -> None:
         """Read a batch of times and raise an alarm if one is due."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread takes a snapshot and reads them
+            return  # another thread is in `stats` and reads them
         try:
             self._read()
             is_due = self._is_alarm_due()
@@ -144,12 +144,12 @@ class OverlapMonitor:
             self._lock.release()
         if is_due:
             self._num_alarms += 1
-            now = self.snapshot()
+            now = self.stats()
             _log.warning(
                 "%s: compute takes %.2f times as long as its copies, expected at least %.2f "
-                "(%.3g ms and %.3g ms, %.0f %% of iterations stalled, depth %d)",
+                "(%.3g ms and %.3g ms, %.0f %% of iterations stalled, %d slots)",
                 *(now.name, now.ratio, self._min_ratio, now.compute_ms, now.transfer_ms),
-                *(100 * now.stall_share, now.depth),
+                *(100 * now.stall_share, now.num_slots),
             )
             if self._on_alarm is not None:
                 self._on_alarm(now)

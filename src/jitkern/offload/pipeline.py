@@ -107,7 +107,7 @@ class Streams:
 
 
 @dataclass(eq=False)
-class Slot:
+class PipelineSlot:
     """A slot: its memory `tensor`, its `index`, and the `block` that it holds in this iteration."""
 
     index: int
@@ -115,7 +115,7 @@ class Slot:
     block: Any = None
 
 
-class Run(AbstractContextManager["Run"], Iterator[Slot]):
+class PipelineRun(AbstractContextManager["PipelineRun"], Iterator[PipelineSlot]):
     """One loop of a ``SlotPipeline``: an iterator over slots, in the order of the blocks.
 
     Returned by ``SlotPipeline.load``, ``store`` and ``update``. It starts at the first ``next`` and
@@ -126,7 +126,7 @@ class Run(AbstractContextManager["Run"], Iterator[Slot]):
     _thread = 0  # not started
     _steps: Any  # the generator of the slots
 
-    def __next__(self) -> Slot:
+    def __next__(self) -> PipelineSlot:
         if self._thread not in (0, threading.get_ident()):
             raise RuntimeError(f"{_CALL}: {_OTHER_THREAD}")
         return next(self._steps)  # type: ignore[no-any-return]
@@ -203,19 +203,19 @@ class SlotPipeline:
         self._monitor = monitor
         self._streams = Streams(self.device, monitor is not None, max_slots is not None)
         self.load_stream, self.compute_stream, self.store_stream = self._streams.all
-        self._free = deque[Slot]()  # the least recently used slot first
-        self._all: list[Slot] = []  # by index
+        self._free = deque[PipelineSlot]()  # the least recently used slot first
+        self._all: list[PipelineSlot] = []  # by index
         self._resize(depth)
         # Held by a run or by `with`, from the first wait for the caller's stream to the last.
         self._session = threading.Lock()
         self._in_with = self._is_captured = self._was_captured = self._is_closed = False
         self._thread = 0
-        self._run: weakref.ref[Run] | None = None  # the active run, if any
+        self._run: weakref.ref[PipelineRun] | None = None  # the active run, if any
         if monitor is not None:
             observe = None if self._controller is None else self._controller.observe
             monitor._attach(self, self._streams.harvest, observe)
 
-    def load(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
+    def load(self, blocks: Iterable[Any], *, copy: Copy) -> PipelineRun:
         """Iterate over slots into which blocks have been copied; the body reads them.
 
         Parameters
@@ -234,14 +234,14 @@ class SlotPipeline:
         """
         return self._new_run("load", blocks, {"copy": copy}, copy, None)
 
-    def store(self, blocks: Iterable[Any], *, copy: Copy) -> Run:
+    def store(self, blocks: Iterable[Any], *, copy: Copy) -> PipelineRun:
         """Iterate over slots that the body fills; each is copied to its block afterwards.
 
         ``copy(slot.tensor, block)`` queues that copy; see ``load`` for the rest.
         """
         return self._new_run("store", blocks, {"copy": copy}, None, copy)
 
-    def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> Run:
+    def update(self, blocks: Iterable[Any], *, load: Copy, store: Copy) -> PipelineRun:
         """Iterate over slots with copied blocks; after the body each is copied back to its block.
 
         ``load`` and ``store`` are as `copy` in the methods of these names. A block may be loaded
@@ -279,8 +279,8 @@ class SlotPipeline:
         self._free.clear()
 
     @property
-    def depth(self) -> int:
-        """The number of slots."""
+    def num_slots(self) -> int:
+        """The number of slots now; 0 after ``close``."""
         return len(self._all)
 
     def __enter__(self) -> SlotPipeline:
@@ -298,14 +298,14 @@ class SlotPipeline:
                 self._end()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else f"{self.depth} slots"
+        state = "closed" if self._is_closed else f"{self.num_slots} slots"
         return f"SlotPipeline({state} of {self._shape}, {self._dtype}, on {self.device})"
 
     # -- runs --------------------------------------------------------------------------------------
 
     def _new_run(
         self, name: str, blocks: Any, copies: dict[str, Any], load: Copy | None, store: Copy | None
-    ) -> Run:
+    ) -> PipelineRun:
         if not hasattr(blocks, "__iter__") and not hasattr(blocks, "__getitem__"):
             text = f"{type_text(blocks)}, expected an iterable"
             raise TypeError(f"{_CALL}.{name}: blocks: {text}")
@@ -313,18 +313,22 @@ class SlotPipeline:
             if not callable(copy):
                 text = f"{type_text(copy)}, expected a callable of a tensor and a block"
                 raise TypeError(f"{_CALL}.{name}: {argument}: {text}")
-        run = Run()
+        run = PipelineRun()
         run._steps = self._iterate(blocks, load, store, weakref.ref(run))
         return run
 
     def _iterate(
-        self, blocks: Iterable[Any], load: Copy | None, store: Copy | None, run: weakref.ref[Run]
-    ) -> Generator[Slot, None, None]:
+        self,
+        blocks: Iterable[Any],
+        load: Copy | None,
+        store: Copy | None,
+        run: weakref.ref[PipelineRun],
+    ) -> Generator[PipelineSlot, None, None]:
         """Iterate over the blocks; work is queued on the GPU in the order of this function."""
         remaining: Iterator[Any] | None = iter(blocks)
         # A lazy iterator may be slow: the compute before it is then ended first.
         is_lazy = not isinstance(blocks, list | tuple | range)
-        loaded = deque[Slot]()
+        loaded = deque[PipelineSlot]()
         error: Exception | None = None
         num_copies = (load is not None) + (store is not None)
         self._begin_run(run, COMPUTE if load is None else LOAD, COMPUTE if store is None else STORE)
@@ -366,7 +370,7 @@ class SlotPipeline:
             error = None  # its traceback references this frame
             self._end_run()
 
-    def _copy(self, access: int, slot: Slot, queue: Copy) -> None:
+    def _copy(self, access: int, slot: PipelineSlot, queue: Copy) -> None:
         self._streams.next(access, slot.index)
         self._streams.use(access)
         try:
@@ -374,7 +378,7 @@ class SlotPipeline:
         finally:
             self._streams.use(COMPUTE)
 
-    def _begin_run(self, run: weakref.ref[Run], first: int, last: int) -> None:
+    def _begin_run(self, run: weakref.ref[PipelineRun], first: int, last: int) -> None:
         if not self._is_inside():
             self._begin()
         elif self._active_run() is not None:
@@ -396,7 +400,7 @@ class SlotPipeline:
             if not self._in_with:
                 self._end()
 
-    def _active_run(self) -> Run | None:
+    def _active_run(self) -> PipelineRun | None:
         run = None if self._run is None else self._run()
         return None if run is None or run.is_over else run
 
@@ -443,7 +447,7 @@ class SlotPipeline:
         try:
             for index in range(len(self._all), depth):
                 tensor = self._streams.add_slot(index, self._shape, self._dtype, self.device)
-                self._all.append(Slot(index, tensor))
+                self._all.append(PipelineSlot(index, tensor))
                 self._free.append(self._all[-1])
         except torch.OutOfMemoryError:
             if is_first or self._controller is None:
@@ -463,4 +467,4 @@ class SlotPipeline:
         monitor._update()
         if self._controller is not None and self._controller.depth != self._wanted:
             # A captured graph holds the addresses of all slots.
-            self._resize(max(self._controller.depth, self.depth if self._was_captured else 0))
+            self._resize(max(self._controller.depth, self.num_slots if self._was_captured else 0))

@@ -26,7 +26,7 @@ _ALIGN_BYTES = 128  # a cache line, so that rows of whole lines are aligned
 
 
 @dataclass(frozen=True)
-class Share:
+class PoolShare:
     """This process's place among the processes of one node that share a pool.
 
     Parameters
@@ -74,7 +74,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
     ----------
     num_bytes : int or str
         Bytes, or a text such as ``"64G"``: 64 GiB, as the sizes of ``jitkern warm``.
-    share : Share, optional
+    share : PoolShare, optional
         One pool for all ranks of a node; every rank makes it, with the same name and bytes.
 
     Raises
@@ -89,13 +89,12 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         On every rank: a rank is missing, has ended or failed, or asked for other `num_bytes`.
     """
 
-    stats: PoolStats
     _used = 0  # bytes given to tensors
     _memory: PinnedMemory | None = None
 
-    def __init__(self, num_bytes: int | str, *, share: Share | None = None) -> None:
+    def __init__(self, num_bytes: int | str, *, share: PoolShare | None = None) -> None:
         num_bytes = _bytes_arg(num_bytes)
-        optional_arg("PinnedPool", "share", share, Share)
+        optional_arg("PinnedPool", "share", share, PoolShare)
         if share is None:
             with memory.taking(num_bytes):
                 pinned = PinnedMemory(num_bytes)
@@ -104,7 +103,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             pinned = _make_shared(num_bytes, share)
         self._pid = os.getpid()
         self._memory = pinned
-        self.stats = PoolStats(
+        self._stats = PoolStats(
             num_bytes, pinned.touch_s, pinned.register_s, pinned.numa_node, pinned.is_registered
         )
 
@@ -138,6 +137,10 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
             part = bytes_[begin : begin + num_bytes]
             return part.view(dtype).view(sizes)
 
+    def stats(self) -> PoolStats:
+        """Return the pool's bytes and NUMA node, and what it took to make it."""
+        return self._stats
+
     def close(self) -> None:
         """Wait for the GPUs and unregister the memory; a second call does nothing.
 
@@ -148,13 +151,13 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-            self.stats = replace(self.stats, is_registered=False)
+            self._stats = replace(self._stats, is_registered=False)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        stats = self.stats
+        stats = self._stats
         state = "pinned" if stats.is_registered else "pageable"
         state = "closed" if self._memory is None else state
         node = "" if stats.numa_node is None else f" on node {stats.numa_node}"
@@ -163,7 +166,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         return f"PinnedPool({size}, {state}{node}; touched in {stats.touch_s:.2f} s{registered})"
 
 
-def _make_shared(num_bytes: int, share: Share) -> PinnedMemory:
+def _make_shared(num_bytes: int, share: PoolShare) -> PinnedMemory:
     """Make the memory in all ranks, or in none: collective."""
     # Imported here, as in _meeting: only shared pools need the ranks.
     from jitkern.comm.descriptors import Descriptors, hand_over
@@ -186,7 +189,7 @@ def _make_shared(num_bytes: int, share: Share) -> PinnedMemory:
 
 
 @contextmanager
-def _meeting(share: Share, num_bytes: int) -> Iterator[Rendezvous]:
+def _meeting(share: PoolShare, num_bytes: int) -> Iterator[Rendezvous]:
     """Connect the ranks of a shared pool while they make it; turn errors into ShareError."""
     from jitkern.comm.rendezvous import Rendezvous
 

@@ -41,8 +41,8 @@ class MissPlan(NamedTuple):
         return cls(pairs, torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
-class ResidencyCounts(NamedTuple):
-    """What ``ResidencyMap.counts`` returns: totals since the map was made."""
+class ResidencyStats(NamedTuple):
+    """What ``ResidencyMap.stats`` returns: totals since the map was made."""
 
     hits: int
     """Rows that were in the cache."""
@@ -343,13 +343,13 @@ class ResidencyMap:
         if wrong:
             raise RuntimeError(f"ResidencyMap: state {state}: {wrong}")
 
-    def counts(self) -> ResidencyCounts:
+    def stats(self) -> ResidencyStats:
         """Return the numbers of hits, misses and fetched bytes so far.
 
         They are read without a synchronisation: a call counts when its kernel has ended. A row that
         is asked for twice in a call is a miss and a hit.
         """
-        return ResidencyCounts(*self._counts.sum(0).tolist())
+        return ResidencyStats(*self._counts.sum(0).tolist())
 
     def __repr__(self) -> str:
         size = f"{self.num_states} states of {self.num_slots} slots"

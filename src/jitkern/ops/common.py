@@ -54,4 +54,4 @@ def load_entries(
     wrappers = [(name, f"jitkern::{type_name}") for name, type_name, _ in entries]
     module = load_own(op, *args, device_files=[file], device_wrappers=wrappers)
     configs = [config for *_, config in entries]
-    return module.launched_with(*configs, shape=shape)
+    return module._launched_with(*configs, shape=shape)

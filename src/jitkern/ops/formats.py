@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
-from jitkern.host import library as host
+from jitkern.args import choice_arg
 from jitkern.jit.device import DeviceModule
 from jitkern.jit.template import KernelConfig, make_cpp_args
 from jitkern.ops._ops import FORMATS
@@ -39,9 +40,13 @@ _TYPES = ("f32", "f16", "bf16")  # FloatType of csrc/ops/floats.h, in its order
 _BF16 = 2
 _MOST_ELEMS = 16  # values of a lane's vector, as in csrc/ops/formats.cc
 
-# Numbers of Format for C++: names would take 0.1 us more. For other names `refuse` raises.
+# Numbers of Format for C++: names would take 0.1 us more.
 NUMBERS = {name: number for number, name in enumerate((None, *FORMATS), -1)}
-refuse = host.Function("refuse_format")
+
+
+def number_of(op: str, format: Any) -> int:  # noqa: A002 - the argument's name
+    """Return the number of a format. TypeError or ValueError for what names none."""
+    return NUMBERS[None if format is None else choice_arg(op, "format", format, FORMATS)]
 
 
 @cache

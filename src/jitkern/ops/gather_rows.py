@@ -101,7 +101,7 @@ def gather_rows(
     try:
         number = NUMBERS[format]
     except (KeyError, TypeError):
-        number = formats.refuse("gather_rows", format)
+        number = formats.number_of("gather_rows", format)
     written = as_tuple(outputs)
     if inference_mode.is_enabled() or dispatch.is_plain(
         written, as_tuple(cache) + as_tuple(scales)
@@ -131,7 +131,7 @@ def _run(
     count: torch.Tensor | None,
 ) -> None:
     outputs = (output,) if second is None else (output, second)
-    number = NUMBERS[format] if format in NUMBERS else formats.refuse("gather_rows", format)
+    number = formats.number_of("gather_rows", format)
     _now(cache, indices, outputs, number, scales, count)
 
 

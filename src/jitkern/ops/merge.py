@@ -21,7 +21,7 @@ LseLayout = Literal["tokens_heads", "heads_tokens"]
 Results = tuple["torch.Tensor", "torch.Tensor | None"]
 
 _NAMES = {
-    "merge_state": ("out_a", "lse_a", "out_b", "lse_b"),
+    "merge_state": ("partial_a", "lse_a", "partial_b", "lse_b"),
     "merge_states": ("partials", "lses"),
 }
 
@@ -126,9 +126,9 @@ _FUNCTIONS = {name: host.Function(name) for name in _NAMES}
 
 @overload
 def merge_state(
-    out_a: torch.Tensor,
+    partial_a: torch.Tensor,
     lse_a: torch.Tensor,
-    out_b: torch.Tensor,
+    partial_b: torch.Tensor,
     lse_b: torch.Tensor,
     *,
     output: torch.Tensor | None = None,
@@ -142,9 +142,9 @@ def merge_state(
 
 @overload
 def merge_state(
-    out_a: torch.Tensor,
+    partial_a: torch.Tensor,
     lse_a: torch.Tensor,
-    out_b: torch.Tensor,
+    partial_b: torch.Tensor,
     lse_b: torch.Tensor,
     *,
     output: torch.Tensor | None = None,
@@ -158,9 +158,9 @@ def merge_state(
 
 @dispatch.traced_as(lambda a, b, c, d, **rest: _through_torch("merge_state", (a, b, c, d), **rest))
 def merge_state(
-    out_a: torch.Tensor,
+    partial_a: torch.Tensor,
     lse_a: torch.Tensor,
-    out_b: torch.Tensor,
+    partial_b: torch.Tensor,
     lse_b: torch.Tensor,
     *,
     output: torch.Tensor | None = None,
@@ -178,15 +178,15 @@ def merge_state(
 
     Parameters
     ----------
-    out_a, out_b : Tensor
+    partial_a, partial_b : Tensor
         ``[tokens, heads, dim]``: the partial outputs.
     lse_a, lse_b : Tensor
         fp32 ``[tokens, heads]``, or ``[heads, tokens]`` with ``lse_layout="heads_tokens"``.
     prefill_tokens_with_context : int, optional
         Only the first N tokens have a partial `a`. For the other tokens, `output` and `lse` are
-        copies of `out_b` and `lse_b`.
+        copies of `partial_b` and `lse_b`.
     """
-    states = (out_a, lse_a, out_b, lse_b)
+    states = (partial_a, lse_a, partial_b, lse_b)
     options = (base, lse_layout, scale, prefill_tokens_with_context)
     return _merge("merge_state", states, states, output, lse, *options)
 
@@ -232,7 +232,7 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Merge results of attention over parts of the keys into the result over all keys.
 
-    For each token and head, with ``w_i = exp(lse_i - max)``, the result is ``sum(w_i * out_i) /
+    For each token and head, with ``w_i = exp(lse_i - max)``, the result is ``sum(w_i * partial_i) /
     sum(w_i)`` and its LSE is ``max + log(sum(w_i))``. Sums are computed in fp32, in the order of
     the partials, so that all ranks get the same bits. Asynchronous on the current stream. A CUDA
     graph can capture any call. Returns the result and its LSE.
@@ -293,7 +293,7 @@ def _as_list(name: str, stack: Any) -> Sequence[torch.Tensor]:
 
 def _merge(
     op: str,
-    states: tuple[Any, ...],  # out_a, lse_a, out_b, lse_b; or partials, lses
+    states: tuple[Any, ...],  # partial_a, lse_a, partial_b, lse_b; or partials, lses
     read: tuple[Any, ...],  # the tensors in `states`
     output: Any,
     lse: Any,
@@ -356,7 +356,7 @@ def _new_lse(like: torch.Tensor) -> torch.Tensor:
 
 
 def _named(op: str, states: tuple[Any, ...]) -> dict[str, Any]:
-    """Return tensors by their names, such as ``out_a`` or ``partials[3]``."""
+    """Return tensors by their names, such as ``partial_a`` or ``partials[3]``."""
     if op == "merge_state":
         return dict(zip(_NAMES[op], states, strict=True))
     lists = zip(_NAMES[op], states, strict=True)

@@ -130,7 +130,7 @@ def store_rows(
     try:
         number = NUMBERS[format]
     except (KeyError, TypeError):
-        number = formats.refuse("store_rows", format)
+        number = formats.number_of("store_rows", format)
     written = as_tuple(cache)
     if scales is not None and format in WRITES_SCALES:
         written += as_tuple(scales)
@@ -204,7 +204,7 @@ def _run(
 ) -> None:
     caches = (cache,) if v_cache is None else (cache, v_cache)
     scales = tuple(tensor for tensor in (scale, v_scale) if tensor is not None)
-    number = NUMBERS[format] if format in NUMBERS else formats.refuse("store_rows", format)
+    number = formats.number_of("store_rows", format)
     _now(caches, indices, parts, number, scales, scale_rule, skip)
 
 

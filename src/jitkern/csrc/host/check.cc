@@ -163,24 +163,24 @@ i64 Tensor::stride(int dim) const {
 
 void Tensor::refuse_stride(int dim) const { value_error(stride_text(*this, dim), "0 or more"); }
 
-i64 Tensor::row_items(int row_dim) const {
+i64 Tensor::row_items(int row_dim, const char* cure) const {
   i64 items = 1;
   for (int d = dl->ndim - 1; d >= row_dim; --d) {
     if (dl->shape[d] > 1 && items > 0 && dl->strides != nullptr && dl->strides[d] != items) {
-      value_error(stride_text(*this, d), str("contiguous rows, stride ", items, kCopyForReads));
+      value_error(stride_text(*this, d), str("contiguous rows, stride ", items, cure));
     }
     items *= dl->shape[d];
   }
   return items;
 }
 
-Rows::Rows(const Tensor& t, int row_dims)
+Rows::Rows(const Tensor& t, int row_dims, const char* cure)
     : Tensor(t), data(t.data()), num_rows(1), stride_bytes(0) {
   const DLTensor& dl = *t.dl;
   if (dl.ndim < row_dims) {
     t.shape_error(str("at least ", row_dims, row_dims == 1 ? " dimension" : " dimensions"));
   }
-  row_bytes = t.row_items(row_dims) * t.item_bytes();
+  row_bytes = t.row_items(row_dims, cure) * t.item_bytes();
   stride_bytes = row_bytes;
   for (int d = row_dims - 1; d >= 0; --d) {
     if (dl.shape[d] > 1) {
@@ -189,7 +189,7 @@ Rows::Rows(const Tensor& t, int row_dims)
       if (num_rows == 1) {
         stride_bytes = here;
       } else if (num_rows > 1 && here != num_rows * stride_bytes) {
-        t.value_error(stride_text(t, d), str("equally spaced rows", kCopyForReads));
+        t.value_error(stride_text(t, d), str("equally spaced rows", cure));
       }
     }
     num_rows *= dl.shape[d];
@@ -215,7 +215,7 @@ void Rows::set_range() {
 
 Indices::Indices(const Tensor& t) : Tensor(t), data(t.data()), count(t.numel()) {
   if (!t.has_dtype(kDLInt, 32) && !t.has_dtype(kDLInt, 64)) t.dtype_error("int32 or int64");
-  t.contiguous();
+  t.contiguous(kCopyForReads);
   index_bytes = t.dl->dtype.bits / 8;
 }
 

@@ -39,10 +39,10 @@ char* address_on_gpu(const Rows& rows) {
   return rows.on_cuda() || rows.empty() ? rows.data : mapped_rows(rows);
 }
 
-void require_last_dim(const Indices& indices, i64 size, const char* what) {
+void require_last_dim(const Tensor& indices, i64 size, const char* what, const char* note) {
   const DLTensor& dl = *indices.dl;
   if (dl.ndim >= 1 && dl.shape[dl.ndim - 1] == size) return;
-  indices.shape_error(str("shape [..., ", size, "] of (", what, ")"));
+  indices.shape_error(str("shape [..., ", size, "] of (", what, ")", note));
 }
 
 std::vector<std::string> item_names(const char* arg, int count) {

@@ -28,8 +28,8 @@ void require_host_memory(const Rows& host, const Rows& device, const char* order
 // The address of rows as the GPU has it. ValueError if they are in host memory that is not pinned.
 char* address_on_gpu(const Rows& rows);
 
-// ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)".
-void require_last_dim(const Indices& indices, i64 size, const char* what);
+// ValueError unless the last dimension is `size`: "shape [..., `size`] of (`what`)", and `note`.
+void require_last_dim(const Tensor& indices, i64 size, const char* what, const char* note = "");
 
 // "partials[0]", "partials[1]", ... for `arg` "partials".
 std::vector<std::string> item_names(const char* arg, int count);

@@ -20,8 +20,10 @@ PairsArg::PairsArg(AnyView pairs, AnyView count_arg) {
   };
   both = pairs.as<tvm::ffi::Array<tvm::ffi::Any>>();
   if (!both || both->size() != 2 || !is_tensor((*both)[0]) || !is_tensor((*both)[1])) {
-    sources.emplace(kCopyBlocks, "pairs", pairs);
-    require_last_dim(*sources, 2, "source block, destination block");
+    const Tensor tensor(kCopyBlocks, "pairs", pairs);
+    require_last_dim(tensor, 2, "source block, destination block",
+                     "; a tuple of two vectors works too");
+    sources.emplace(tensor);
     size = sources->count / 2;
   } else {
     sources.emplace(kCopyBlocks, "pairs[0]", (*both)[0]);

@@ -102,15 +102,6 @@ Tensors tensors_of(const char* op, const ListArg& arg, AnyView value, bool is_op
 constexpr ListArg kCaches{"cache", {"cache[0]", "cache[1]"}};
 constexpr ListArg kScales{"scales", {"scales[0]", "scales[1]"}};
 
-// Raises TypeError or ValueError for what names no format.
-void refuse_format(const std::string& op, AnyView value) {
-  choice_arg(op.c_str(), "format", value,
-             {"fp8_ds_mla", "fp8_index_k", "fp8_ds_v41", "fp8_ds_v41_paged", "fp8",
-              "fp8_per_token_head", "int8_per_token_head"});
-}
-
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(refuse_format, refuse_format);
-
 }  // namespace
 
 RowsArgs::RowsArgs(const char* op, const ListArg& rows_arg, AnyView caches_arg, AnyView rows_value,

@@ -233,13 +233,13 @@ void merge_by_gpu(const MergeCall& call) {
 
 void merge(const MergeCall& call) { call.out->on_cuda() ? merge_by_gpu(call) : merge_by_cpu(call); }
 
-void merge_state(AnyView out_a, AnyView lse_a, AnyView out_b, AnyView lse_b, AnyView out,
+void merge_state(AnyView partial_a, AnyView lse_a, AnyView partial_b, AnyView lse_b, AnyView out,
                  AnyView lse, AnyView options) {
   MergeCall call("merge_state", options);
   call.partials.reserve(2);
   call.lses.reserve(2);
-  call.add(Tensor(call.op, "out_a", out_a), Tensor(call.op, "lse_a", lse_a));
-  call.add(Tensor(call.op, "out_b", out_b), Tensor(call.op, "lse_b", lse_b));
+  call.add(Tensor(call.op, "partial_a", partial_a), Tensor(call.op, "lse_a", lse_a));
+  call.add(Tensor(call.op, "partial_b", partial_b), Tensor(call.op, "lse_b", lse_b));
   call.finish(out, lse);
   merge(call);
 }

@@ -17,23 +17,25 @@ GroupShape pair_shape(const Spec& spec, int in_flight, int splits) {
   return group_shape(window_bytes(spec[0], spec[1], spec[3] != 0), spec[1], in_flight, splits);
 }
 
-// `pairs`, unless it is two tensors.
-AnyView not_two(const char* op, AnyView pairs) {
+// `pairs` as a tensor of the right shape: transposed ones would be called not contiguous.
+Tensor pairs_arg(const char* op, AnyView pairs) {
   const auto* list = pairs.as<tvm::ffi::ArrayObj>();
   if (list != nullptr && list->size() == 2 && list->at(0).try_cast<DLTensor*>().has_value()) {
     raise_type_error(op, "pairs", pairs, "a tensor, such as torch.stack((src, dst), 1)");
   }
-  return pairs;
+  const Tensor tensor(op, "pairs", pairs);
+  require_last_dim(tensor, 2, "source row, destination row");
+  return tensor;
 }
 
 }  // namespace
 
 PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, AnyView src_arg,
-                   AnyView dst_arg, AnyView pairs_arg, AnyView num_sms_value)
+                   AnyView dst_arg, AnyView pairs_value, AnyView num_sms_value)
     : host_side(host_side),
       src(op, "src", src_arg),
       dst(op, "dst", dst_arg),
-      pairs(op, "pairs", not_two(op, pairs_arg)),
+      pairs(pairs_arg(op, pairs_value)),
       row_bytes(src.row_bytes),
       span_bytes(host_rows().num_rows * host_rows().stride_bytes),
       index_bytes(pairs.index_bytes),
@@ -42,7 +44,6 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   src.same_dtype(dst);
   // If rows are on a GPU, pairs may be on the CPU too.
   if (pairs.on_cuda() || !device_rows().on_cuda()) pairs.same_device(device_rows());
-  require_last_dim(pairs, 2, "source row, destination row");
   src.same_row_bytes(dst);
   dst.distinct_rows();
   dst.apart_from(src);
@@ -61,7 +62,9 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
 
 void PairArgs::take_slot_map(AnyView value) {
   if (is_none(value)) return;
-  slot_map.emplace(src.op, "slot_map", value);
+  const Tensor tensor(src.op, "slot_map", value);
+  tensor.contiguous();
+  slot_map.emplace(tensor);
   slot_map->same_device(device_rows());
   if (slot_map->dl->ndim != 1 || slot_map->count != src.num_rows) {
     slot_map->shape_error(str("shape [", src.num_rows, "], one entry for each row of src"));

@@ -30,7 +30,8 @@ struct Table {
 
   Table(const CacheRows& cache, const Rows& rows) : cache(cache), rows(rows) {}
   Table(const Tensor& cache, const Tensor& rows)
-      : cache(CacheRows::of(cache, bytes_from(rows, 1), rows, rows.dl->ndim - 1)), rows(rows) {}
+      : cache(CacheRows::of(cache, bytes_from(rows, 1), rows, rows.dl->ndim - 1)),
+        rows(rows, 1, kCopyForReads) {}
   Table(const char* cache_arg, AnyView cache, const char* rows_arg, AnyView rows)
       : Table(Tensor(kOp, cache_arg, cache), Tensor(kOp, rows_arg, rows)) {}
 
@@ -304,8 +305,8 @@ void store_parts(const Tensors& caches, const Indices& indices, const Tensors& p
                       "contiguous rows");
   }
   cache.distinct_rows();
-  const Table first(bytes_of_rows(cache, 0, first_bytes), Rows(parts[0]));
-  const Table last(bytes_of_rows(cache, first_bytes, last_bytes), Rows(parts[1]));
+  const Table first(bytes_of_rows(cache, 0, first_bytes), Rows(parts[0], 1, kCopyForReads));
+  const Table last(bytes_of_rows(cache, first_bytes, last_bytes), Rows(parts[1], 1, kCopyForReads));
   store_tables(first, last, indices, skip, site);
 }
 

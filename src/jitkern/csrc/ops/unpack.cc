@@ -38,9 +38,9 @@ constexpr const char* kParts[2][kNumParts] = {
     {"src", "dst", "descriptors.len", "descriptors.count"},
 };
 
-Rows bytes_of(const char* arg, AnyView value) {
+Rows bytes_of(const char* arg, AnyView value, const char* cure = "") {
   const Tensor tensor(kOp, arg, value);
-  tensor.contiguous();
+  tensor.contiguous(cure);
   const i64 bytes = tensor.numel() * tensor.item_bytes();
   return Rows(tensor, 1, bytes, bytes);
 }
@@ -166,7 +166,7 @@ void raise_out_of_range(bool of_ring, i64 position, const Verdict& verdict) {
 }
 
 UnpackSides::UnpackSides(AnyView src_arg, AnyView dst_arg)
-    : src(bytes_of("src", src_arg)), dst(bytes_of("dst", dst_arg)) {
+    : src(bytes_of("src", src_arg, kCopyForReads)), dst(bytes_of("dst", dst_arg)) {
   if (src.on_cuda() && dst.on_cuda()) src.same_device(dst);
   if (dst.ordinal() == src.ordinal() && !dst.empty() && !src.empty()) dst.apart_from(src);
 }

@@ -60,9 +60,9 @@ std::string str(const Parts&... parts) {
 // "[3, 4]"
 std::string shape_text(const int64_t* sizes, size_t count);
 
-// The end of messages about strides: following "call .contiguous()" would lose what an op writes.
-constexpr const char* kCopyForReads =
-    "; .contiguous() makes a copy, for tensors that are only read";
+// The end of messages about the strides of tensors that are only read: what an op writes to a copy
+// is lost.
+constexpr const char* kCopyForReads = "; .contiguous() makes a copy";
 
 // A tensor argument with the names for messages about it.
 struct Tensor {
@@ -96,10 +96,11 @@ struct Tensor {
 
   void same_dtype(const Tensor& other) const;
   void same_device(const Tensor& other) const;
-  void contiguous(const char* cure = kCopyForReads) const;
+  void contiguous(const char* cure = "") const;
   i64 stride(int dim) const;  // in items
-  // The items of the dimensions from `row_dim` on. ValueError unless they are contiguous.
-  i64 row_items(int row_dim) const;
+  // The items of the dimensions from `row_dim` on. ValueError unless they are contiguous;
+  // `cure` ends the text.
+  i64 row_items(int row_dim, const char* cure = "") const;
   // ValueError: the stride is negative.
   [[noreturn]] void refuse_stride(int dim) const;
 };
@@ -119,7 +120,7 @@ struct Rows : Tensor {
   u64 end;    // after the last
 
   // ValueError unless rows are contiguous, equally spaced and in rising order.
-  explicit Rows(const Tensor& tensor, int row_dims = 1);
+  explicit Rows(const Tensor& tensor, int row_dims = 1, const char* cure = "");
   Rows(const char* op, const char* arg, AnyView value) : Rows(Tensor(op, arg, value)) {}
   // Rows of the given sizes from the tensor's first byte on.
   Rows(const Tensor& tensor, i64 num_rows, i64 row_bytes, i64 stride_bytes);
