@@ -23,8 +23,8 @@ PACKAGE = Path(jitkern.__file__).parent
 # A wing is a folder, or a module of the top level. It imports its own modules and the lines above.
 # Wings of one line do not import each other. The page of the design has the same lines.
 WINGS = """
-errors version args gate names
-env fs lazy
+errors version gate names
+args env fs lazy
 arch
 cache compilers
 host
