@@ -173,7 +173,7 @@ class Decoder:
         self.model, self.args, self.device = model, args, device
         self.source = torch.Generator(device).manual_seed(args.seed + 1)
         self.lengths_to_come = random.Random(args.seed)
-        num_pages = args.batch * (args.context // PAGE)
+        num_pages = args.batch * -(-args.context // PAGE)
         pages = torch.randperm(num_pages, generator=self.source, device=device)
         pages = pages.view(args.batch, -1).repeat(args.layers, 1)
         before = torch.cuda.memory_allocated()
@@ -214,13 +214,13 @@ class Decoder:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.run_layers()
+        self.output.cpu()  # a request may just have begun, which is not part of the step
         begin = time.perf_counter()
         self.run_layers() if self.graph is None else self.graph.replay()
         self.output.cpu()  # waits
         self.seconds.append(time.perf_counter() - begin)
-        turn, rest = divmod(len(self.seconds), self.args.turn)
-        if rest == 0:
-            self.begin(turn % self.args.batch)
+        if len(self.seconds) % self.args.turn == 0:
+            self.begin(len(self.seconds) // self.args.turn % self.args.batch)
 
     def run_layers(self) -> None:
         model, hidden = self.model, (self.args.hidden,)
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, for_gpu, for_cpu, text in (
         ("batch", 8, 2, "requests"),
-        ("context", 32768, 512, "most tokens of a request, a multiple of 64"),
+        ("context", 32768, 512, "most tokens of a request"),
         ("k", 2048, 64, "tokens that a step attends to"),
         ("slots", 8192, 192, "rows that the GPU keeps, for each layer of a request"),
         ("layers", 8, 2, "layers"),
@@ -286,12 +286,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(model.device)  # raises if a row was past the end
     for decoder in decoders:
         seconds = statistics.median(decoder.seconds)
-        rate = f"{args.batch / seconds:.0f} tokens/s, {1e3 * seconds:.2f} ms per step"
-        print(f"{type(decoder.rows).__name__}: {rate}, {decoder.row_bytes / 1e9:.2f} GB for rows")
+        rate = f"{args.batch / seconds:.0f} tokens/s, {1e3 * seconds:.2f} ms per step, rows take"
+        print(f"{type(decoder.rows).__name__}: {rate} {decoder.row_bytes / 1e9:.2f} GB of the GPU")
         if isinstance(decoder.rows, Offloaded):
             hits, misses, num_bytes = decoder.rows.map.stats()
             print(f"{misses / (hits + misses):.1%} missing, {num_bytes / 1e6:.2f} MB fetched")
-    print(f"{wrong} of {args.steps} steps differ")
+    if not args.resident:
+        print(f"{wrong} of {args.steps} steps differ")
     return int(wrong > 0)
 
 

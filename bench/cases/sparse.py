@@ -69,7 +69,8 @@ class GatherAll(FromPool):
     def __init__(self, args: Namespace, pages: torch.Tensor) -> None:
         super().__init__(args, pages)
         size = args.batch * args.k
-        self.cache = self.cache[:size]
+        self.cache = self.cache[:size].clone()  # frees what only a map needs
+        del self.map
         self.slots = torch.arange(size, device=self.device).view(args.batch, args.k)
 
     def find(self, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +78,12 @@ class GatherAll(FromPool):
         pairs = torch.stack([rows, self.slots], 2)
         self.fetch_stream.wait_stream(self.store_stream)
         with example.beside(self.fetch_stream, pairs):
-            jitkern.h2d_gather(self.rows[layer], self.cache, pairs, method="sm")
+            # The rows of a list differ: no search for repeats.
+            jitkern.h2d_gather(self.rows[layer], self.cache, pairs, dedup=False, method="sm")
         return self.cache, self.slots
+
+    def forget(self, request: int) -> None:
+        """Nothing is kept."""
 
 
 KINDS = {

@@ -64,9 +64,10 @@ def peer_gather(
     it to the memory of all ranks. Repeated rows are read once. On the CPU each rank copies all rows
     to its own memory.
 
-    Collective: all ranks pass the same pairs. Asynchronous on the current stream. A call starts and
-    ends with a barrier between the ranks' streams, so below a few MiB ``h2d_gather`` on each rank
-    is faster. CUDA graphs can capture it. Allocates scratch memory from PyTorch's allocator.
+    Collective: all ranks pass the same pairs and order. Asynchronous on the current stream. A call
+    starts and ends with a barrier between the ranks' streams, so below a few MiB ``h2d_gather`` on
+    each rank is faster. CUDA graphs can capture it. Allocates scratch memory from PyTorch's
+    allocator.
 
     Parameters
     ----------
@@ -85,7 +86,7 @@ def peer_gather(
     comm : PeerCommunicator or PeerReducer
         Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
-        SMs that read over the link, as in ``h2d_gather``.
+        SMs that read over the link, as in ``h2d_gather``. Default with "given": up to 32.
     order : {"host", "given"}
         "host": each rank reads a contiguous part of the distinct rows, in the order of ``src``,
         which a sort on the GPU finds. "given": ranks take pairs in turn, as they come, and read
