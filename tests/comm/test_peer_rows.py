@@ -108,8 +108,12 @@ def test_each_rank_fetches_a_part() -> None:
 
 @pytest.mark.cuda
 def test_ranks_take_pairs_in_turn() -> None:
-    by_rank = fetched_by_rank(3, 100, torch.arange(100).repeat(2, 1).T.contiguous(), order="given")
-    assert by_rank == [number // 16 % 3 for number in range(100)]
+    """Each list begins with another rank, so that short ones before padding are shared evenly."""
+    pairs = torch.arange(100).repeat(2, 1).T.contiguous()
+    by_rank = fetched_by_rank(3, 100, pairs, order="given")
+    assert by_rank == [number // 4 % 3 for number in range(100)]
+    by_rank = fetched_by_rank(3, 100, pairs.view(5, 20, 2), order="given")
+    assert by_rank == [(at // 4 + i) % 3 for i in range(5) for at in range(20)]
 
 
 def compiled(case: Case, size: int, device: torch.device) -> None:

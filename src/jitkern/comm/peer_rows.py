@@ -89,8 +89,9 @@ def peer_gather(
         SMs that read over the link, as in ``h2d_gather``. Default with "given": up to 32.
     order : {"host", "given"}
         "host": each rank reads a contiguous part of the distinct rows, in the order of ``src``,
-        which a sort on the GPU finds. "given": ranks take pairs in turn, as they come, and read
-        repeated rows again. For short calls, such as the misses of a ``ResidencyMap``.
+        which a sort on the GPU finds. "given": ranks take 4 pairs in turn, as they come, and read
+        repeated rows again; each list of ``[lists, n, 2]`` begins with another rank. For short
+        calls, such as the misses of a ``ResidencyMap``.
 
     Raises
     ------

@@ -123,6 +123,7 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   static_cast<PairCopyParams&>(fetch) = call.params;
   fetch.intact = call.intact;
   fetch.num_ranks = 1;
+  fetch.list_length = static_cast<u32>(call.params.num_pairs);
   fetch.num_shifts = 1;
   // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
   // to the same one.
@@ -133,6 +134,8 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   if (!call.is_listed) {
     fetch.rank = call.rank;
     fetch.num_ranks = call.num_ranks;
+    const DLTensor& pairs = *call.pairs.dl;
+    fetch.list_length = static_cast<u32>(pairs.shape[pairs.ndim - 2]);
     const i64 num_sms = call.num_sms.value_or(kSmsInTurn);
     const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, num_sms);
     call.barrier();

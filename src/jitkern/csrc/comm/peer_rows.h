@@ -19,13 +19,16 @@ struct PeerCopyParams : PairCopyParams {
   u32 num_shifts;
   u32 rank;  // of num_ranks, which take pairs in turn; 0 of 1 with a list of this rank's pairs
   u32 num_ranks;
+  u32 list_length;    // pairs of a list: each list begins with another rank
   const u32* intact;  // PeerControl's: not kUnwritten if a barrier has failed
 
   static constexpr bool kHasShifts = true;
-  static constexpr u32 kPairsInTurn = 16;  // a group of loads has fewer
+  static constexpr u32 kPairsInTurn = 4;  // a group of loads has no more
 
   JITKERN_HOST_DEVICE constexpr bool has_pair(i64 number) const {
-    return static_cast<u32>(number) / kPairsInTurn % num_ranks == rank;
+    const u32 list = static_cast<u32>(number) / list_length;
+    const u32 at = static_cast<u32>(number) - list * list_length;
+    return (at / kPairsInTurn + list) % num_ranks == rank;
   }
 };
 
