@@ -146,10 +146,12 @@ def not_num_sms() -> list[Mistake]:
     return few + not_ints("num_sms", optional=True)
 
 
-def not_words(name: str, expected: str, *wrong: str, optional: bool = False) -> list[Mistake]:
+def not_words(
+    name: str, expected: str, *wrong: str, optional: bool = False, a_list: str = "list or tuple"
+) -> list[Mistake]:
     """Return what is none of an argument's words: these, nothing, and what is no str."""
     values = [
-        ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), ("list or tuple", ["e"]),
+        ("bool", True), ("int", 2), ("float", 1.5), ("bytes", b"2"), (a_list, ["e"]),
         ("Tensor", torch.ones(2)), *[("None", None)] * (not optional),
     ]  # fmt: skip
     words = [({name: word}, ValueError, f'{name}: {word!r}, expected {expected}')

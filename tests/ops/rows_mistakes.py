@@ -161,7 +161,9 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
     plain = {"format": None, "scales": None}
     parts = {**plain, "cache": zeros(50, 8), "parts": [zeros(3, 6), zeros(3, 2)]}
     table += [
-        *common.not_words("format", NAMES, "fp9", "FP8", optional=True),
+        *common.not_words("format", NAMES, "mxfp4", "FP8", optional=True, a_list="list"),
+        ({"format": "fp8_dsmla"}, ValueError,
+         f"format: 'fp8_dsmla', expected {NAMES}; did you mean fp8_ds_mla?"),
         *common.not_words("scale_rule", "'pow2' or 'fp32'", "fp16", optional=True),
         *common.not_ints("skip", optional=True),
         *(({"scale_rule": rule}, ValueError,

@@ -172,7 +172,9 @@ def mistakes() -> list[Mistake]:
            "scales": [zeros(50, 2), zeros(50, 2)]}  # fmt: skip
     mla = {"cache": zeros(50, 656, dtype=torch.uint8), "format": "fp8_ds_mla", "scales": None}
     table += [
-        *common.not_words("format", NAMES, "fp9", "FP8", optional=True),
+        *common.not_words("format", NAMES, "mxfp4", "FP8", optional=True, a_list="list"),
+        ({"format": "fp8_dsmla"}, ValueError,
+         f"format: 'fp8_dsmla', expected {NAMES}; did you mean fp8_ds_mla?"),
         ({"format": None}, TypeError, "format: None, expected the name of a format"),
         *common.not_tensors(good, "count", optional="count"),
         *common.read_only(good, "count"),
