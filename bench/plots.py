@@ -95,7 +95,7 @@ _PARTS = {
     "find and fetch": (2, "find and fetch (swap_in)"),
 }
 _WAYS = {
-    "h2d_gather of all rows": ("h2d_gather of all rows", GREY),
+    "h2d_gather of all rows": ("h2d_gather of all rows", "#f58518"),
     "jitkern": ("ResidencyMap", OURS),
     "all rows on the GPU": ("all rows on the GPU", "#4c78a8"),
 }
@@ -118,13 +118,16 @@ def draw_sparse(result: report.Payload, path: Path, context: int = 131072) -> No
         cases = [f"batch {batch}, context {context}, 5 % missing" for batch in batches]
         found = {r["case"]: r["params"] for r in rows if r["impl"] == impl}
         speeds.plot(
-            range(len(batches)),
+            batches,
             [found[case]["tokens_per_s"] for case in cases],
             color=color,
             marker="o",
             label=label,
         )
-    speeds.set_xticks(range(len(batches)), [f"{batch} requests" for batch in batches])
+    speeds.set_xscale("log", base=2)
+    speeds.set_xticks(batches, [f"{batch}" for batch in batches])
+    speeds.minorticks_off()
+    speeds.set_xlabel("requests", color=GREY)
     speeds.set_title("tokens per second, 5 % of the rows missing", loc="left")
     speeds.legend(frameon=False, labelcolor=GREY)
     for axes in (spans, speeds):
@@ -132,7 +135,7 @@ def draw_sparse(result: report.Payload, path: Path, context: int = 131072) -> No
         for name, side in axes.spines.items():
             side.set_visible(name in ("left", "bottom"))
             side.set_color(GREY)
-    figure.tight_layout(pad=0.5)
+    figure.tight_layout(pad=0.5, h_pad=2)
     figure.savefig(path, dpi=160, transparent=True)
     plt.close(figure)
 

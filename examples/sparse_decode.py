@@ -49,17 +49,16 @@ class Model:
             values = torch.randn(shape, generator=source, device=device, dtype=DTYPE)
             return values / shape[-2] ** 0.5
 
-        hidden, heads = args.hidden, args.heads
-        self.embedding, self.head = weight(VOCAB, hidden), weight(hidden, VOCAB)
+        self.embedding, self.head = weight(VOCAB, args.hidden), weight(args.hidden, VOCAB)
         self.layers = [
             SimpleNamespace(
-                row=weight(hidden, LATENT + ROPE),
-                index=weight(hidden, 2 * INDEX_DIM),  # a key, and the drift of the query
-                query_down=weight(hidden, QUERY_RANK),
-                query_up=weight(QUERY_RANK, heads * (HEAD_DIM + ROPE)),
-                key=weight(heads, HEAD_DIM, LATENT),  # of a head: into the latent
-                value=weight(heads, LATENT, HEAD_DIM),
-                out=weight(heads * HEAD_DIM, hidden),
+                row=weight(args.hidden, LATENT + ROPE),
+                index=weight(args.hidden, 2 * INDEX_DIM),  # a key, and the drift of the query
+                query_down=weight(args.hidden, QUERY_RANK),
+                query_up=weight(QUERY_RANK, args.heads * (HEAD_DIM + ROPE)),
+                key=weight(args.heads, HEAD_DIM, LATENT),  # of a head: into the latent
+                value=weight(args.heads, LATENT, HEAD_DIM),
+                out=weight(args.heads * HEAD_DIM, args.hidden),
             )
             for _ in range(args.layers)
         ]
@@ -144,9 +143,8 @@ class Offloaded(Resident):
         return self.cache, slots
 
     def wait(self) -> None:
-        for stream in (self.store_stream, self.fetch_stream):
-            if stream is not None:
-                torch.cuda.current_stream().wait_stream(stream)
+        for stream in filter(None, (self.store_stream, self.fetch_stream)):
+            torch.cuda.current_stream().wait_stream(stream)
 
     def forget(self, request: int) -> None:
         self.map.reset(self.states[:, request].contiguous())
@@ -273,9 +271,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         default = for_gpu if on_gpu else for_cpu
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     parser.add_argument("--drift", type=float, default=0.1, help="of the index queries (0.1)")
-    parser.add_argument("--resident", action="store_true", help="only with all rows on the GPU")
-    parser.add_argument("--offloaded", action="store_true", help="only with rows on the host")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--resident", action="store_true", help="only with all rows on the GPU")
+    only.add_argument("--offloaded", action="store_true", help="only with rows on the host")
     args = parser.parse_args(argv)
+    if not 0 < args.k <= min(args.slots, args.context):
+        parser.error("--k: expected 1 to --slots and to --context")
     model = Model(args, torch.device("cuda" if on_gpu else "cpu"))
     kinds = {Resident: not args.offloaded, Offloaded: not args.resident}
     decoders, wrong = [Decoder(model, kind) for kind, is_used in kinds.items() if is_used], 0

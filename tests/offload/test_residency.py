@@ -352,7 +352,8 @@ def test_a_page_that_the_host_has_not(device: torch.device, page: int) -> None:
     world.step([[11, 1], [12, 13], [1, 2]], dtypes=dtypes)
     world.pages[1][2] = page
     world.step([[11, 1], [12, 13]], dtypes=dtypes)
-    text = f"pages: index {page} at position 10, expected below 8"
+    text = f"pages: page {page} at position 10, of which a row is asked for, expected one of the "
+    text += "host's 8 pages"
     world.step([[3, 4], [12, 14], [10, 11]], text=text, refused=[1], dtypes=dtypes)
     world.step([[3, 4], [12, 1], [10, 11]], dtypes=dtypes)
 

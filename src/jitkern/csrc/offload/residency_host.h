@@ -31,6 +31,13 @@ constexpr const char* kOutcome = "the list was not served";
                                 other, ", expected each state once", note));
 }
 
+[[noreturn]] inline void raise_no_page(const char* op, const char* arg, i64 place, i64 page,
+                                       i64 bound, const char* note) {
+  raise_error("IndexError", str(op, ": ", arg, ": page ", page, " at position ", place,
+                                ", of which a row is asked for, expected one of the host's ", bound,
+                                " pages", note));
+}
+
 struct ResidencySites {
   FaultSite rows, length, states, twice, pages;
 
@@ -39,7 +46,7 @@ struct ResidencySites {
         length(fault_site(op, "rows", raise_too_long, kOutcome)),
         states(fault_site(op, "states", raise_index_error, kOutcome)),
         twice(fault_site(op, "states", raise_twice, kOutcome)),
-        pages(fault_site(op, "pages", raise_index_error, kOutcome)) {}
+        pages(fault_site(op, "pages", raise_no_page, kOutcome)) {}
 };
 
 // The tensors of a map, which Python has made.
@@ -225,7 +232,9 @@ struct ResidencyCall {
     i64 page = 0;
     pages->with_index([&](const auto at) { page = at(place); });
     const i64 num_pages = std::min(num_host_rows, kMostHostRows) / page_rows();
-    if (!is_below(page, num_pages)) raise_index_error(op, "pages", place, page, num_pages);
+    if (!is_below(page, num_pages)) {
+      raise_no_page(op, "pages", place, page, num_pages, "; nothing was written");
+    }
     return page * page_rows() + row % page_rows();
   }
 
