@@ -43,11 +43,10 @@ class Model:
 
     def __init__(self, args: Any, device: torch.device) -> None:
         self.args, self.device = args, device
-        source = torch.Generator(device).manual_seed(args.seed)
+        rng = torch.Generator(device).manual_seed(args.seed)
 
         def weight(*shape: int) -> Tensor:
-            values = torch.randn(shape, generator=source, device=device, dtype=DTYPE)
-            return values / shape[-2] ** 0.5
+            return torch.randn(shape, generator=rng, device=device, dtype=DTYPE) / shape[-2] ** 0.5
 
         self.embedding, self.head = weight(VOCAB, args.hidden), weight(args.hidden, VOCAB)
         self.layers = [
