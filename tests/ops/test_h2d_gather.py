@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mistakes as common
@@ -167,3 +168,10 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "default", arguments, {}
     yield "default", arguments, {"slot_map": slot_map, "num_sms": 1}
     yield "default", arguments, {"method": "sm", "order": "host"}
+
+
+def test_too_many_pairs(tmp_path: Path) -> None:
+    pairs = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**32, dtype=torch.int32)
+    text = "h2d_gather: pairs: 2147483648 pairs, expected less than 2^31"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        h2d_gather(torch.zeros(2, 4), torch.zeros(2, 4), pairs.view(-1, 2))

@@ -56,6 +56,10 @@ PairArgs::PairArgs(const char* op, const PairSites& sites, HostSide host_side, A
   params.num_src_rows = src.num_rows;
   params.pairs = pairs.data;
   params.num_pairs = pairs.count / 2;
+  // Kernels number groups of 32 lanes with 32 bits, up to 2 per pair.
+  if (params.num_pairs > std::numeric_limits<i32>::max()) {
+    pairs.value_error(str(params.num_pairs, " pairs"), "less than 2^31");
+  }
   params.src_site = sites.src;
   params.dst_site = sites.dst;
 }
