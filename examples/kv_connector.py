@@ -39,7 +39,7 @@ class Connector:
         self.pool = PinnedPool(num_host_blocks * len(self.gpu) * block_numel * DTYPE.itemsize)
         # Block-first: all layers of a block are side by side, ready to be written to a disk.
         self.host = self.pool.tensor([num_host_blocks, len(self.gpu), block_numel], DTYPE)
-        self.signals = LayerSignals(len(k), self.device)
+        self.signals = LayerSignals(len(k), device=self.device)
         # All copies are on one stream: a load comes after the stores of its blocks.
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self.free = list(range(num_host_blocks))

@@ -67,8 +67,7 @@ class Model:
         w = self.layers[layer]
         q = (rms_norm(x @ w.query_down, (QUERY_RANK,)) @ w.query_up).unflatten(1, (-1, 192))
         plain, rope = q.split([HEAD_DIM, ROPE], 2)
-        latent = torch.bmm(plain.transpose(0, 1), w.key).transpose(0, 1)
-        return torch.cat([latent, rope], 2)
+        return torch.cat([torch.bmm(plain.transpose(0, 1), w.key).transpose(0, 1), rope], 2)
 
     def attend(self, q: Tensor, rows: Tensor, is_padding: Tensor, layer: int) -> Tensor:
         """Return `[batch, hidden]` of `rows` `[batch, k, 576]`."""
@@ -289,8 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rate = f"{args.batch / seconds:.0f} tokens/s, {1e3 * seconds:.2f} ms per step, rows take"
         print(f"{type(decoder.rows).__name__}: {rate} {decoder.row_bytes / 1e9:.2f} GB of the GPU")
         if isinstance(decoder.rows, Offloaded):
-            hits, misses, num_bytes = decoder.rows.map.stats()
-            print(f"{misses / (hits + misses):.1%} missing, {num_bytes / 1e6:.2f} MB fetched")
+            stats = decoder.rows.map.stats()
+            share = stats.misses / (stats.hits + stats.misses)
+            print(f"{share:.1%} missing, {stats.num_bytes / 1e6:.2f} MB fetched")
     if len(decoders) == 2:
         print(f"{wrong} of {args.steps} steps differ")
     return int(wrong > 0)

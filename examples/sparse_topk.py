@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache = torch.zeros(num_slots, ROW_BYTES, dtype=torch.uint8, device=device)
     residency = ResidencyMap(1, num_slots, args.tokens, device=device)  # one request
     slots = torch.empty(1, args.top, dtype=torch.int64, device=device)
-    wrong = hits = num_bytes = 0
+    wrong, stats = 0, residency.stats()
     for step in range(args.steps):
         query = query + args.drift * torch.randn(INDEX_DIM, device=device)
         tokens = (keys @ query).topk(args.top).indices.unsqueeze(0)
@@ -60,17 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         rows = cache[slots[0]]  # attention reads them in place
         wrong += not torch.equal(rows.cpu(), pool[tokens[0].cpu()])
-        hits_before, bytes_before = hits, num_bytes
-        hits, _, num_bytes = residency.stats()
-        share = (hits - hits_before) / args.top
-        print(f"step {step}: {share:.0%} on the GPU, {num_bytes - bytes_before} bytes fetched")
+        before, stats = stats, residency.stats()
+        share, num_bytes = (stats.hits - before.hits) / args.top, stats.num_bytes - before.num_bytes
+        print(f"step {step}: {share:.0%} on the GPU, {num_bytes} bytes fetched")
     check(device)
     residency.check(0)
     is_held = residency.row_of_slot[0].cpu() >= 0
     held_rows = residency.row_of_slot[0].cpu()[is_held].long()
     is_sound = torch.equal(cache.cpu()[is_held], pool[held_rows])
     kind = f"{num_slots} slots of {args.tokens} tokens on {device}"
-    print(f"{kind}: {hits / args.steps / args.top:.0%} found, wrong steps: {wrong}")
+    print(f"{kind}: {stats.hits / args.steps / args.top:.0%} found, wrong steps: {wrong}")
     print(f"the map {'names the rows that are there' if is_sound else 'is WRONG'}")
     return 0 if not wrong and is_sound else 1
 

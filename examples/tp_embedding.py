@@ -5,7 +5,7 @@ for bit. With a GPU for each rank they are read from the rank that holds them, o
 else the same on the CPU, over shared memory or gloo.
 
     torchrun --nproc-per-node 4 examples/tp_embedding.py
-    torchrun --nproc-per-node 2 examples/tp_embedding.py --vocab-size 1003 --method all_reduce
+    torchrun --nproc-per-node 2 examples/tp_embedding.py --vocab-size 1003 --algorithm all_reduce
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden-size", type=int, default=1024, help="values per row")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a batch")
     parser.add_argument(
-        "--method",
+        "--algorithm",
         choices=["auto", "peer", "all_reduce"],
         default="auto",
         help="how rows come from other ranks",
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=torch.bfloat16,
         device=device,
         num_added=args.num_added,
-        method=args.method,
+        algorithm=args.algorithm,
         group=dist.group.WORLD,
     )
     # From a checkpoint: split.load_full(safetensors.safe_open(path, "pt").get_slice(name)).
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # One write: otherwise the lines of several ranks mix if output is not buffered.
     sys.stdout.write(
         f"rank {ranks.rank} of {ranks.world_size}, {device}: {held} of {rows} rows, "
-        f"by {split.method}, {args.tokens} tokens in {time_ms:.3f} ms, "
+        f"by {split.algorithm}, {args.tokens} tokens in {time_ms:.3f} ms, "
         f"{'equal' if is_equal else 'DIFFERENT'}\n"
     )
     dist.barrier()

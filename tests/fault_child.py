@@ -115,11 +115,11 @@ def allow(count: int) -> None:
 def check_a_large_call_has_its_memory_before_it_writes() -> None:
     table, output, pairs = pinned(500, 256), cuda(3000, 256), cuda(3000, 2, dtype=torch.int64)
     allow(1)
-    jitkern.h2d_gather(table, output, pairs, order="host")
+    jitkern.h2d_gather(table, output, pairs, order="sorted")
     said = log()
     assert said.count("allocate") == 1 and said.count("grid") == 4, said
     allow(0)
-    error = raised(jitkern.h2d_gather, table, output, pairs, order="host")
+    error = raised(jitkern.h2d_gather, table, output, pairs, order="sorted")
     assert isinstance(error, RuntimeError) and "out of memory" in str(error), error
     assert num_launches() == 0
 

@@ -71,8 +71,11 @@ def test_a_note_says_what_to_do(capsys: Capture, monkeypatch: Patch, use: Use) -
         state, found = report[what]
         assert state == "note" and all(text in found for text in texts), found
     monkeypatch.setenv("CXX", "'")  # an open quote: a line of the table, no traceback
-    use()
-    assert "No closing quotation" in checks(capsys, 0)["c++"][1]
+    use(ARCH="foo")
+    report = checks(capsys, 0)
+    assert "No closing quotation" in report["c++"][1]
+    state, found = report["variables"]
+    assert state == "note" and found.startswith("JITKERN_ARCH: 'foo', expected one of 7.5, ")
 
 
 def test_without_a_host_module_torch_or_a_right_result_the_ops_are_broken(

@@ -45,6 +45,7 @@ CACHE = "JITKERN_CACHE_DIR"
         ({"JITKERN_CACHE_MAX_BYTES": "0"}, "cache_max_bytes", 0),
         ({"JITKERN_CACHE_MAX_BYTES": "2k"}, "cache_max_bytes", 2048),
         ({"JITKERN_CACHE_MAX_BYTES": "4GiB"}, "cache_max_bytes", 4 << 30),
+        ({"JITKERN_CACHE_MAX_BYTES": "1.5 GiB"}, "cache_max_bytes", 3 << 29),
         ({"JITKERN_FREEZE": "0"}, "freeze", None),
         ({"JITKERN_FREEZE": "1"}, "freeze", "raise"),
         ({"JITKERN_FREEZE": " warn "}, "freeze", "warn"),

@@ -15,6 +15,8 @@ import pytest
 from needs import has
 
 import jitkern
+import jitkern.integrations
+from jitkern.args import choice_arg
 from jitkern.compilers.find import find_nvrtc
 from jitkern.names import ELSEWHERE, NAMES
 
@@ -132,6 +134,19 @@ def test_an_unknown_name_is_an_attribute_error(
     # Python adds suggestions of its own when it prints an error.
     sys.__excepthook__(AttributeError, caught.value, None)
     assert capsys.readouterr().err.splitlines()[-1] == f"AttributeError: {text}"
+
+
+def test_a_short_word_that_differs_in_a_letter_is_not_suggested() -> None:
+    with pytest.raises(ValueError, match="^f: kind: 'mha', expected 'kv' or 'mla'$"):
+        choice_arg("f", "kind", "mha", ("kv", "mla"))
+    with pytest.raises(ValueError, match="; did you mean 'warn'[?]$"):
+        choice_arg("f", "mode", "wran", ("raise", "warn"))
+
+
+def test_the_package_of_plug_ins_lists_them() -> None:
+    assert dir(jitkern.integrations) == [
+        "minisgl", "plug_into_sglang", "plug_into_vllm", "sglang", "vllm",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)

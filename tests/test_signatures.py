@@ -23,7 +23,7 @@ INSTEAD = {
     "size": "num_bytes or world_size",
     "outs": "partials",
     "files": "replays",
-    "out": "output or out_dir",
+    "out": "output",
     "num_ranks": "world_size",
     "tp_rank": "rank",
     "tp_size": "world_size",
@@ -37,6 +37,8 @@ EXCEPTIONS = {
     *("perf_cpu.repetitions", "perf_cuda.repetitions"),  # mini-sglang's, as the next
     "compare_memory_kernel_perf.memory_footprint",
     "DeviceModule.files",  # those of its sources
+    *("ResidencyStats.hits", "ResidencyStats.misses"),  # the words of caches
+    "warm.out",  # as --out
 }
 
 
@@ -99,6 +101,8 @@ def mistakes(signature: Signature) -> Iterator[tuple[str, str]]:
             yield name, rule
         if name == "device" and (parameter.annotation, parameter.default) != (DEVICE, None):
             yield name, f"is {DEVICE} = None"
+        if name == "device" and names != ["device"] and parameter.kind != Parameter.KEYWORD_ONLY:
+            yield name, "is passed by name, unless it is the only parameter"
         is_communicator = COMMUNICATOR.search(str(parameter.annotation)) is not None
         if (name == "comm") != is_communicator:
             yield name, "is comm, if it is a communicator"

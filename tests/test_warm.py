@@ -136,8 +136,8 @@ NO_ARCHS = (
         ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
         ({"replays": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
         ({"replays": [__file__]}, ValueError, f"warm: replays: {__file__}:1: not a recorded spec"),
-        ({"out_dir": 5}, TypeError, "warm: out_dir: 5, expected the path of a directory"),
-        ({"check": True, "out_dir": "x"}, ValueError, "warm: out_dir: 'x', expected none: a ch"),
+        ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),
+        ({"check": True, "out": "x"}, ValueError, "warm: out: 'x', expected none: a ch"),
         ({"row_bytes": [656]}, ValueError, NO_ARCHS),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_failure_carries_the_outcomes_of_all(
     settings.cache_clear()
     text = r"^1 of 3 failed: twice: CXX: '/nowhere/c\+\+' was not found; install g\+\+"
     with pytest.raises(WarmError, match=text) as caught:
-        jitkern.warm(replays=[record], archs=["8.0"], out_dir=tmp_path / "out")
+        jitkern.warm(replays=[record], archs=["8.0"], out=tmp_path / "out")
     expected = [("tiny", "4", "8.0", "compiled"), ("twice", "", "", "failed")]
     assert rows(caught.value.outcomes) == expected
     failed = caught.value.outcomes[2]

@@ -46,7 +46,7 @@ def measure_ranks(ranks: Ranks, quick: bool) -> Iterator[Row]:
             yield from ranks.sum_rows(num_bytes, sums, "jitkern, one behind the other")
         yield from ranks.host_rows(8 * KIB, _sums(ranks, ours, 8 * KIB))
         tokens = (1, 1024) if quick else (1, 1024, 16_384)
-        yield from ranks.embedding_rows(inner, tokens, method="peer", group=ranks.cpu_group)
+        yield from ranks.embedding_rows(inner, tokens, algorithm="peer", group=ranks.cpu_group)
         yield from _moved_rows(ranks, ours, quick)
 
 

@@ -22,7 +22,7 @@ from bench.case import Context, Row, error_row
 from bench.peers import host_pool
 from bench.ranks import Call, Ranks
 from bench.timing import cuda_timer
-from jitkern.offload import MissPlan, PinnedPool, PoolShare
+from jitkern.offload import MissPlan, PinnedPool, PoolShare, ResidencyStats
 
 NEEDS_GPU = True
 
@@ -108,7 +108,7 @@ class Timed:
         for _ in range(steps):
             self.decoder.graph.replay()
 
-    def counts(self) -> tuple[int, int, int]:
+    def stats(self) -> ResidencyStats:
         torch.cuda.synchronize()
         return self.decoder.rows.map.stats()
 
@@ -145,18 +145,17 @@ def _steps(batch: int, context: int) -> Iterator[Row]:
         for one in timed.values():
             one.decoder.drift.fill_(drift)
             one.replay(SETTLED)
-        counts = timed["jitkern"].counts()
+        before = timed["jitkern"].stats()
         timer, times = cuda_timer(), {name: list[float]() for name in timed}
         for _ in range(ROUNDS):
             for name, one in timed.items():
                 times[name].append(timer(one.replay) / ROUND_STEPS * 1e3)
-        hits, misses, num_bytes = (
-            after - before for after, before in zip(timed["jitkern"].counts(), counts, strict=True)
-        )
+        after = timed["jitkern"].stats()
+        hits, misses = after.hits - before.hits, after.misses - before.misses
         outputs = [one.decoder.output for one in timed.values()]
         if not all(torch.equal(outputs[0], output) for output in outputs[1:]):
             raise ValueError(f"{case}: outputs differ from those with all rows on the GPU")
-        step_bytes = num_bytes // (ROUNDS * ROUND_STEPS)
+        step_bytes = (after.num_bytes - before.num_bytes) // (ROUNDS * ROUND_STEPS)
         step_us = {name: statistics.median(values) for name, values in times.items()}
         for name, one in timed.items():
             row = Row("sparse", case, name, KINDS[name][0], median_us=step_us[name])

@@ -76,7 +76,7 @@ def choice_arg(call: str, name: str, value: Any, choices: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{call}: {name}: {type_text(value)}, expected {expected}")
     if value not in choices:
-        hint = did_you_mean(value, choices)
+        hint = did_you_mean(value, {choice: repr(choice) for choice in choices})
         raise ValueError(f"{call}: {name}: {value!r}, expected {expected}{hint}")
     return value
 

@@ -181,9 +181,15 @@ def _cache_dir() -> Path:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Parse ``4294967296``, ``512M`` or ``4GiB``; None for anything else."""
-    match = re.fullmatch(r"([0-9]{1,19})([kmgt]?)i?b?", text.lower())  # 19 digits hold any size
-    return int(match[1]) << " kmgt".index(match[2] or " ") * 10 if match else None
+    """Parse ``4294967296``, ``512M``, ``1.5G`` or ``64 MiB``; None for anything else."""
+    # 19 digits hold any size. A fraction has a unit: there are no parts of a byte.
+    number = r"[0-9]{1,19}(?:\.[0-9]{1,9}(?= ?[kmgt]))?"
+    match = re.fullmatch(rf"({number}) ?([kmgt]?)i?b?", text.lower())
+    if match is None:
+        return None
+    whole, _, fraction = match[1].partition(".")
+    units = int(whole + fraction) << " kmgt".index(match[2] or " ") * 10
+    return int(units // 10 ** len(fraction))
 
 
 def _max_bytes(name: str) -> int:

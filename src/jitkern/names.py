@@ -20,9 +20,9 @@ NAMES = {
         *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
     ),
     "jitkern.typing": (
-        *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper", "EmbeddingMethod"),
-        *("File", "Files", "FormatName", "FreezeMode", "LseBase", "LseLayout", "Outcome", "Ring"),
-        *("ScaleRule", "Stats", "Wrapper"),
+        *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper"),
+        *("EmbeddingAlgorithm", "File", "Files", "FormatName", "FreezeMode", "LseBase"),
+        *("LseLayout", "Outcome", "Ring", "ScaleRule", "Stats", "Wrapper"),
     ),
 }
 
@@ -44,7 +44,8 @@ def did_you_mean(name: str, names: Iterable[str] | Mapping[str, str]) -> str:
     from difflib import get_close_matches
 
     suggestions = names if isinstance(names, Mapping) else {known: known for known in names}
-    similar = get_close_matches(name, suggestions, 1)
+    # Short words differ in little: "mha" is no misspelling of "mla".
+    similar = get_close_matches(name, suggestions, 1, cutoff=0.7 if len(name) <= 4 else 0.6)
     return f"; did you mean {suggestions[similar[0]]}?" if similar else ""
 
 

@@ -13,7 +13,7 @@ from jitkern.jit.loader import File as File
 from jitkern.jit.loader import Files as Files
 from jitkern.jit.template import CppArgs as CppArgs
 from jitkern.names import attach as _attach
-from jitkern.nn.tp_embedding import EmbeddingMethod as EmbeddingMethod
+from jitkern.nn.tp_embedding import EmbeddingAlgorithm as EmbeddingAlgorithm
 from jitkern.offload.engine import Blocks as Blocks
 from jitkern.offload.pipeline import Copy as Copy
 from jitkern.ops._ops import FormatName as FormatName

@@ -101,7 +101,7 @@ class Outcome:
 
     @property
     def is_to_copy(self) -> bool:
-        """Whether ``out_dir`` needs it: each wheel of jitkern has the host module."""
+        """Whether ``warm(out=)`` copies it: each wheel of jitkern has the host module."""
         return self.lookup is not None and not (self.source == "shipped" and self.is_library)
 
 
@@ -114,7 +114,7 @@ def warm(
     head_dims: Sequence[int] = (),
     formats: Sequence[str] = (),
     check: bool = False,
-    out_dir: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
     progress: Callable[[Outcome, int, int], object] | None = None,
 ) -> list[Outcome]:
     """Compile kernels and libraries into the cache before they are needed; needs no GPU.
@@ -143,7 +143,7 @@ def warm(
     check
         Build nothing; kernels that are in no cache are ``missing``. If there is no compiler, code
         of any compiler counts as present, as it does in a call.
-    out_dir
+    out
         A directory that receives a copy of everything, for use as JITKERN_CACHE_PATH.
     progress : callable, optional
         ``progress(outcome, done, total)``, called after each build.
@@ -158,7 +158,7 @@ def warm(
     ToolchainError
         Kernels are missing, and there is no compiler. Nothing has been built.
     CacheError
-        Kernels are missing and the cache cannot be written, or `out_dir` cannot be written.
+        Kernels are missing and the cache cannot be written, or `out` cannot be written.
     ValueError, TypeError
         An argument is invalid, or a file is not a record.
     OSError
@@ -167,15 +167,13 @@ def warm(
     wanted_archs = _archs(archs)
     sizes = {"row_bytes": row_bytes, "head_dims": head_dims, "formats": formats}
     wanted_ops = sized_ops(ops, sizes)
-    if out_dir is not None and not isinstance(out_dir, (str, PathLike)):
-        raise TypeError(f"warm: out_dir: {out_dir!r}, expected the path of a directory")
-    if check and out_dir is not None:
-        raise ArgumentError(
-            "out_dir", f"{os.fspath(out_dir)!r}, expected none: a check writes nothing"
-        )
+    if out is not None and not isinstance(out, (str, PathLike)):
+        raise TypeError(f"warm: out: {out!r}, expected the path of a directory")
+    if check and out is not None:
+        raise ArgumentError("out", f"{os.fspath(out)!r}, expected none: a check writes nothing")
     user_cache().check()
-    if out_dir is not None:
-        require_writable(Path(out_dir), "give a directory of yours", mode=0o755)
+    if out is not None:
+        require_writable(Path(out), "give a directory of yours", mode=0o755)
     try:
         recorded = [used for file in _listed("replays", replays) for used in read_record(file)]
     except ValueError as error:
@@ -203,9 +201,9 @@ def warm(
             text = f"{user_cache().root}: cannot be written: compiled, and not kept"
             outcome.source, outcome.error = "failed", CacheError(text)
     for outcome in outcomes:
-        if out_dir is not None and outcome.lookup is not None and outcome.is_to_copy:
+        if out is not None and outcome.lookup is not None and outcome.is_to_copy:
             # From memory: the cache may have evicted it since.
-            Cache(Path(out_dir), shared=True).publish(outcome.lookup.entry)
+            Cache(Path(out), shared=True).publish(outcome.lookup.entry)
     if any(outcome.error for outcome in outcomes):
         raise WarmError(_failures_text(outcomes), outcomes)
     return outcomes

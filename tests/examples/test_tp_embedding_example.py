@@ -29,19 +29,19 @@ def test_without_torchrun() -> None:
     assert "start it with: torchrun --nproc-per-node 2" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("method", ["auto", "all_reduce"])
-def test_two_ranks(session_cache: Path, method: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "all_reduce"])
+def test_two_ranks(session_cache: Path, algorithm: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", str(PATH), *SMALL, "--method", method],
+        [*torchrun, "--nproc-per-node", "2", str(PATH), *SMALL, "--algorithm", algorithm],
         env=environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = "peer" if method == "auto" else method
+    found = "peer" if algorithm == "auto" else algorithm
     for rank, held in enumerate(HELD[found]):
         said = f"rank {rank} of 2, cpu: {held} of 106 rows, by {found}, 40 tokens in "
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(said)]

@@ -77,18 +77,18 @@ def each(values: Sequence[Any], body: Callable[[Any], T], meeting: Meeting) -> l
 class Way:
     """How ranks get rows, "all_reduce" or "peer", and on which devices."""
 
-    def __init__(self, method: str, kind: str) -> None:
-        self.method, self.kind = method, kind
+    def __init__(self, algorithm: str, kind: str) -> None:
+        self.algorithm, self.kind = algorithm, kind
 
     def device(self, rank: int) -> torch.device:
-        number = rank if self.kind == "cuda" and self.method == "peer" else None
+        number = rank if self.kind == "cuda" and self.algorithm == "peer" else None
         return torch.device(self.kind) if number is None else torch.device(self.kind, number)
 
     def ranks(self, size: int, vocab: int, hidden: int, **options: Any) -> Ranks:
         meeting = Meeting(size)
 
         def make(rank: int) -> TPEmbedding:
-            config = {"device": self.device(rank), "method": self.method, "timeout_s": 20}
+            config = {"device": self.device(rank), "algorithm": self.algorithm, "timeout_s": 20}
             comm, group = ThreadComm(meeting, rank), meeting.store
             return TPEmbedding(vocab, hidden, comm=comm, group=group, **(config | options))
 

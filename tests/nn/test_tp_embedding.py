@@ -70,7 +70,7 @@ def test_any_row(way: Way, table: tuple[torch.dtype, int, int, int]) -> None:
     whole = any_bits(vocab + added, hidden, dtype)
     ranks = way.ranks_of(size, whole, num_added=added)
     assert same_bits(ranks.whole(), whole)
-    is_summed = size > 1 and way.method == "all_reduce"
+    is_summed = size > 1 and way.algorithm == "all_reduce"
     index = rng.choice([torch.int32, torch.int64])
     shapes = [(vocab + added,), (3, 5), (5, 3), (), (0, 2)]
     all_ids = [torch.randint(-2, vocab + added, shape, dtype=index) for shape in shapes]
@@ -102,7 +102,7 @@ def test_an_id_that_no_rank_has(way: Way) -> None:
         module(torch.tensor([11, 12], device=module.weight.device))
 
     with pytest.raises(IndexError, match="index 12 at position 1, expected below 12"):
-        if way.method == "peer":
+        if way.algorithm == "peer":
             look_up(ranks.modules[1])
         else:
             ranks.each(look_up)
@@ -174,10 +174,10 @@ test_wrong_arguments = refusals(
      "comm: None without rank, world_size, all_reduce, expected a Communicator"),
     ({"comm": SilentComm(2, 2)}, ValueError,
      "comm: rank 2 of 2, expected a rank of 0 to world_size - 1"),
-    ({"method": "nccl"}, ValueError,
-     "method: 'nccl', expected 'auto', 'peer' or 'all_reduce'"),
-    ({"method": "peer"}, ValueError,
-     "group: None, expected the ranks' gloo group or store for method='peer'"),
+    ({"algorithm": "nccl"}, ValueError,
+     "algorithm: 'nccl', expected 'auto', 'peer' or 'all_reduce'"),
+    ({"algorithm": "peer"}, ValueError,
+     "group: None, expected the ranks' gloo group or store for algorithm='peer'"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
 )  # fmt: skip
 
@@ -210,12 +210,12 @@ def test_whole_pages(rows: int, size: int, row_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    {"comm": SilentComm(0, 1), "method": "peer", "group": object()},
+    {"comm": SilentComm(0, 1), "algorithm": "peer", "group": object()},
     {"comm": SilentComm(0, 2), "device": "meta", "group": object()},
 ])  # fmt: skip
 def test_no_peer_memory_for_one_rank_or_on_the_meta_device(options: dict[str, Any]) -> None:
     module = TPEmbedding(10, 4, **options)
-    assert module.method == "all_reduce"
+    assert module.algorithm == "all_reduce"
     module.fence()
     if module.weight.is_meta:
         table = torch.randn(10, 4)
@@ -237,7 +237,7 @@ def test_as_torch_has_it() -> None:
     module = TPEmbedding(10, 2, comm=SilentComm(rank=3, world_size=4), num_added=5)
     assert not module.weight.any()
     assert (module.vocab_range, module.added_range) == ((9, 1), (15, 0))
-    text = "TPEmbedding(10, 2, num_added=5, method='all_reduce', rank=3, world_size=4)"
+    text = "TPEmbedding(10, 2, num_added=5, algorithm='all_reduce', rank=3, world_size=4)"
     assert repr(module) == text
 
 
@@ -339,7 +339,7 @@ def test_state_dicts(way: Way, assign: bool, swap: bool, monkeypatch: pytest.Mon
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert table["a.weight"] is whole and torch.equal(ranks.whole(), whole)
-    if way.method == "peer":
+    if way.algorithm == "peer":
         assert [module.weight.data_ptr() for module in ranks.modules] == at
 
 

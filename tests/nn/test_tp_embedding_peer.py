@@ -146,18 +146,19 @@ def test_it_stays_where_it_is(way: Way) -> None:
     for make in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="cannot pickle"):
             make(module)
-    assert repr(module) == "TPEmbedding(9, 65536, num_added=0, method='peer', rank=0, world_size=2)"
+    text = "9, 65536, num_added=0, algorithm='peer', rank=0, world_size=2"
+    assert repr(module) == f"TPEmbedding({text})"
 
 
 def test_where_there_can_be_no_peer_memory(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks sum, or all raise. Whole pages of rows of 131 * 2 bytes are of 2**20 rows."""
-    for hidden, method in ((131, "all_reduce"), (160, "peer")):
-        ranks = way.ranks(2, 1000, hidden, dtype=torch.bfloat16, method="auto")
-        assert [rank.method for rank in ranks.modules] == [method] * 2
+    for hidden, algorithm in ((131, "all_reduce"), (160, "peer")):
+        ranks = way.ranks(2, 1000, hidden, dtype=torch.bfloat16, algorithm="auto")
+        assert [rank.algorithm for rank in ranks.modules] == [algorithm] * 2
     numbers = itertools.count()
     monkeypatch.setattr(peer_memory, "_host", lambda: str(next(numbers)))
-    ranks = way.ranks(2, *SMALL, method="auto")
-    assert [rank.method for rank in ranks.modules] == ["all_reduce", "all_reduce"]
+    ranks = way.ranks(2, *SMALL, algorithm="auto")
+    assert [rank.algorithm for rank in ranks.modules] == ["all_reduce", "all_reduce"]
     assert [rank.vocab_range for rank in ranks.modules] == [(0, 5), (5, 4)]
     ranks.each(lambda module: by_hand(module, 4))
     assert ranks.each(rows) == [[4], [4]] and ranks.num_sums() == 1

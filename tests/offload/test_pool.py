@@ -83,7 +83,7 @@ test_mistakes = refusals(
     {},
     ({"num_bytes": 0}, ValueError, "num_bytes: 0, expected at least 1"),
     ({"num_bytes": "0G"}, ValueError, "num_bytes: 0, expected at least 1"),
-    ({"num_bytes": "64 GB"}, ValueError, "num_bytes: '64 GB', expected bytes such as 1048576, '51"),
+    ({"num_bytes": "64 XB"}, ValueError, "num_bytes: '64 XB', expected bytes such as 1048576, '51"),
     ({"num_bytes": [4]}, TypeError, "num_bytes: list, expected an int, or a text such as '64G'"),
     ({"num_bytes": 6.4e6}, TypeError, "num_bytes: float, expected an int, or a text such as '64G'"),
     ({"num_bytes": 8, "share": "kv"}, TypeError, "share: str, expected a PoolShare or None"),
@@ -111,7 +111,8 @@ def test_mistakes_of_tensors() -> None:
 
 
 def test_bytes_as_text() -> None:
-    for text, num_bytes in (("4096", 4096), ("3k", 3 * 1024), ("2M", 2 * MIB), ("1MiB", MIB)):
+    sizes = {"4096": 4096, "3k": 3 << 10, "2M": 2 * MIB, "1MiB": MIB, "2 MiB": 2 * MIB}
+    for text, num_bytes in {**sizes, "1.5M": 3 * MIB // 2, "0.0001 M": 104}.items():
         with PinnedPool(text) as pool:
             assert pool.stats().num_bytes == len(pool.tensor()) == num_bytes
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jitkern import BlockBuffers, copy_blocks, h2d_gather
-from jitkern.offload import MissPlan, ResidencyMap
+from jitkern.offload import MissPlan, ResidencyMap, ResidencyStats
 
 STATES, SLOTS, ROWS = 3, 12, 40
 UNWRITTEN = 77
@@ -113,7 +113,7 @@ class World:
 
     def outputs(self, rows: Tensor) -> tuple[Tensor, MissPlan]:
         plan = MissPlan.like(rows)
-        for output in plan:
+        for output in (plan.pairs, plan.counts):
             output.fill_(UNWRITTEN)
         return torch.full_like(rows, UNWRITTEN), plan
 
@@ -156,7 +156,7 @@ class World:
             self.map.check(i)  # slot_of_row is the inverse
         for buffer, wanted in zip(self.cache.buffers, self.wanted, strict=True):
             assert wanted.same(buffer)
-        assert self.map.stats() == tuple(self.counts)
+        assert self.map.stats() == ResidencyStats(*self.counts)
 
     def step(
         self, lists: list[list[int]], *, shape: Sequence[int] | None = None, text: str = "",
@@ -182,7 +182,8 @@ class World:
             with out_of_range(self.device, f"ResidencyMap.{call}: {text}"):
                 run()
             if self.device.type == "cpu":  # nothing was written
-                assert all(bool((out == UNWRITTEN).all()) for out in (slots_out, *plan))
+                outputs = (slots_out, plan.pairs, plan.counts)
+                assert all(bool((out == UNWRITTEN).all()) for out in outputs)
                 return self.compare_state()
         expected = self.expect(lists, states, count, refused, call)
         if call == "resolve" and (self.host.is_list or self.cache.is_list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,11 +94,11 @@ LIST_MISTAKES: list[Mistake] = [
      "slots_out: dtype int32, expected int64 as in rows"),
     ({"states": longs(3)}, ValueError, "states: shape [3], expected [2], as rows"),
     ({"plan": (PLAN.pairs, PLAN.counts)}, TypeError, "plan: tuple, expected a MissPlan or None"),
-    ({"plan": PLAN._replace(pairs=PLAN.pairs.int())}, TypeError,
+    ({"plan": replace(PLAN, pairs=PLAN.pairs.int())}, TypeError,
      "plan.pairs: dtype int32, expected int64 as in rows"),
-    ({"plan": PLAN._replace(pairs=longs(2, 3))}, ValueError,
+    ({"plan": replace(PLAN, pairs=longs(2, 3))}, ValueError,
      "plan.pairs: shape [2, 3], expected [2, 3, 2], as rows"),
-    *(({"plan": PLAN._replace(counts=counts)}, ValueError,
+    *(({"plan": replace(PLAN, counts=counts)}, ValueError,
        f"plan.counts: shape {list(counts.shape)}, expected [2], int32")
       for counts in (longs(2), longs(3).int())),
     *(({name: on_cuda(LISTS[name])}, ValueError, f"{name}: device cuda:0, expected cpu")
@@ -107,7 +108,7 @@ LIST_MISTAKES: list[Mistake] = [
       for shape in ((3, 4), (8,), (2, 3), (2, 0), (2, 2, 2))),
     ({"rows": on_cuda(LISTS["rows"]), "count": None}, ValueError,
      "rows: device cuda:0, expected cpu, as the map"),
-    ({"plan": PLAN._replace(pairs=MEMORY[4:16].view(2, 3, 2)), "slots_out": SHARED}, ValueError,
+    ({"plan": replace(PLAN, pairs=MEMORY[4:16].view(2, 3, 2)), "slots_out": SHARED}, ValueError,
      overlap_text("plan.pairs", "slots_out")),
     *(({name: place, "slots_out": SHARED}, ValueError, overlap_text(name, "slots_out"))
       for name, place in (("rows", MEMORY[5:11].view(2, 3)), ("states", MEMORY[:2]),

@@ -30,7 +30,7 @@ def test_against_the_reference_around_the_ring(
     """Some pushes, then a call that takes up to `most`; each push writes to its own part."""
     generator = torch.Generator().manual_seed(columns)
     draw, part = random.Random(columns), 5003
-    with DescriptorRing(num_slots, 70, device) as ring:
+    with DescriptorRing(num_slots, 70, device=device) as ring:
         for alignment in range(8):
             shifts = {"src_at": draw.randrange(16), "dst_at": draw.randrange(16)}
             sides = Sides(device, num_slots * part, **shifts)

@@ -232,7 +232,7 @@ def pair_mistakes(good: dict[str, Any], host: str) -> list[Mistake]:
         *not_num_sms(),
         ({host: on_cuda(good[host])}, ValueError,
          f"{host}: device cuda:0, expected cpu, in the order (src, dst, pairs)"),
-        *not_words("order", "'auto', 'given' or 'host'", "source", "Auto", optional=True),
+        *not_words("order", "'auto', 'given' or 'sorted'", "source", "Auto", optional=True),
         ({"pairs": torch.tensor([[0, 1], [3, 3]])}, IndexError,
          index_text("pairs[..., 0]", 3, 1, 3)),
         ({"pairs": torch.tensor([[[0, 50]], [[0, 1]]])}, IndexError,

@@ -163,7 +163,7 @@ def store_rows_mistakes(good: dict[str, Any]) -> list[Mistake]:
     table += [
         *common.not_words("format", NAMES, "mxfp4", "FP8", optional=True, a_list="list"),
         ({"format": "fp8_dsmla"}, ValueError,
-         f"format: 'fp8_dsmla', expected {NAMES}; did you mean fp8_ds_mla?"),
+         f"format: 'fp8_dsmla', expected {NAMES}; did you mean 'fp8_ds_mla'?"),
         *common.not_words("scale_rule", "'pow2' or 'fp32'", "fp16", optional=True),
         *common.not_ints("skip", optional=True),
         *(({"scale_rule": rule}, ValueError,

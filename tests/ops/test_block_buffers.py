@@ -201,7 +201,7 @@ def test_trusted_addresses(device: torch.device) -> None:
     _, layers = make_list(device, 64)
     layers = [layer.contiguous() for layer in layers]
     addresses = torch.tensor([layer.data_ptr() for layer in layers], device=device)
-    trusted = BlockBuffers.from_trusted_addresses(addresses, 64, BLOCKS, device)
+    trusted = BlockBuffers.from_trusted_addresses(addresses, 64, BLOCKS, device=device)
     pool = memory(CPU, HOST_BLOCKS, LAYERS, 64, pinned=device.type == "cuda")
     copy_blocks(pool, trusted, torch.tensor([[8, 3]], device=device), src_block_dim=0)
     assert all(torch.equal(layers[i][3].cpu(), pool[8, i]) for i in range(LAYERS))
@@ -265,9 +265,10 @@ def test_wrong_calls() -> None:
          "written"),
         (BlockBuffers([first, rows(4, 8)]), BlockBuffers([first, rows(4, 8)]), {}, ValueError,
          "dst: overlaps src, expected memory of its own"),
-        (cache, rows(2, 9, 8), {"signals": LayerSignals(3, "cpu")}, ValueError,
+        (cache, rows(2, 9, 8), {"signals": LayerSignals(3, device="cpu")}, ValueError,
          "signals: 3 layers, expected a number that divides the 2 of dst"),
-        (cache, rows(2, 9, 8), {"signals": LayerSignals(2, "cpu"), "method": "engine"}, ValueError,
+        (cache, rows(2, 9, 8), {"signals": LayerSignals(2, device="cpu"), "method": "engine"},
+         ValueError,
          """signals: with method="engine", expected 'auto' or 'sm', whose kernel sets them"""),
         (cache, rows(2, 9, 8), {"signals": 3}, TypeError, "signals: int, expected LayerSignals"),
         (cache, rows(2, 9, 8), {"src_block_dim": 0}, ValueError,
@@ -298,7 +299,7 @@ def test_wrong_calls() -> None:
 def test_repr(device: torch.device) -> None:
     layers = [torch.zeros(20, 4, 64, dtype=torch.float16, device=device) for _ in range(2)]
     uneven = [layers[0], layers[1][:, :1]]
-    trusted = BlockBuffers.from_trusted_addresses([4096, 8192], 512, 7, device)
+    trusted = BlockBuffers.from_trusted_addresses([4096, 8192], 512, 7, device=device)
     for buffers, text in (
         (BlockBuffers(layers), "20 blocks of 512 bytes, float16"),
         (BlockBuffers(layers, num_block_dims=2), "80 blocks of 128 bytes, float16"),
@@ -311,12 +312,12 @@ def test_repr(device: torch.device) -> None:
 def test_wrong_addresses_and_signals() -> None:
     name, make = "BlockBuffers.from_trusted_addresses", BlockBuffers.from_trusted_addresses
     with pytest.raises(ValueError, match=f"{name}: addresses: none, expected at least one"):
-        make([], 8, 2, "cpu")
+        make([], 8, 2, device="cpu")
     with pytest.raises(ValueError, match=f"{name}: block_bytes: 2 values, expected 1 as in"):
-        make([4096], [8, 8], 2, "cpu")
+        make([4096], [8, 8], 2, device="cpu")
     with pytest.raises(ValueError, match=rf"{name}: block_stride_bytes\[0\]: 0, expected at"):
-        make([4096], 8, 2, "cpu", block_stride_bytes=[0])
-    for wrong, text in (
+        make([4096], 8, 2, device="cpu", block_stride_bytes=[0])
+    for (*wrong, place), text in (
         ((None, 8, 2, "cpu"), "addresses: None, expected ints"),
         (([True], 8, 2, "cpu"), "addresses[0]: bool, expected an int"),
         (([4096], 8, True, "cpu"), "num_blocks: bool, expected an int"),
@@ -324,16 +325,16 @@ def test_wrong_addresses_and_signals() -> None:
         (([4096], 8, 2, "xpu"), "device: xpu, expected a GPU or the CPU"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'{name}: {text}')}$"):
-            make(*wrong)
+            make(*wrong, device=place)
     wrong_signals: list[tuple[Any, Any, type[Exception], str]] = [
         (0, "cpu", ValueError, "num_layers: 0, expected at least 1"),
         (2, "meta", ValueError, "device: meta, expected a GPU or the CPU"),
     ]
     for num_layers, device, kind, text in wrong_signals:
         with pytest.raises(kind, match=f"^LayerSignals: {re.escape(text)}$"):
-            LayerSignals(num_layers, device)
+            LayerSignals(num_layers, device=device)
     with torch.device("meta"):  # torch's default device
-        signals = LayerSignals(numpy.int64(2), "cpu")
+        signals = LayerSignals(numpy.int64(2), device="cpu")
     signals.done(numpy.int64(1))
     for layer, kind in ((2, IndexError), (-1, IndexError), (1.0, TypeError), (None, TypeError)):
         for call in (signals.done, signals.wait):
@@ -397,7 +398,7 @@ def test_a_graph_of_pytorch_refuses_lists() -> None:
     cache, pairs, signals = (
         BlockBuffers([rows(4, 8)]),
         torch.tensor([[0, 1]]),
-        LayerSignals(1, "cpu"),
+        LayerSignals(1, device="cpu"),
     )
     src, dst = rows(1, 4, 8), rows(1, 4, 8)
     with TorchDispatchMode():

@@ -31,7 +31,7 @@ def meta() -> Iterator[None]:
 def test_signals_and_lists() -> None:
     cpu = {"device": "cpu"}
     near, far = ([torch.zeros(4, 8, **cpu) for _ in range(2)] for _ in "nf")
-    signals = jitkern.LayerSignals(2, "cpu")
+    signals = jitkern.LayerSignals(2, device="cpu")
     pairs = torch.tensor([[0, 1]], **cpu)
     jitkern.copy_blocks(*map(jitkern.BlockBuffers, (far, near)), pairs, signals=signals)
     assert signals.done(1) and signals.device.type == "cpu"

@@ -174,7 +174,7 @@ def mistakes() -> list[Mistake]:
     table += [
         *common.not_words("format", NAMES, "mxfp4", "FP8", optional=True, a_list="list"),
         ({"format": "fp8_dsmla"}, ValueError,
-         f"format: 'fp8_dsmla', expected {NAMES}; did you mean fp8_ds_mla?"),
+         f"format: 'fp8_dsmla', expected {NAMES}; did you mean 'fp8_ds_mla'?"),
         ({"format": None}, TypeError, "format: None, expected the name of a format"),
         *common.not_tensors(good, "count", optional="count"),
         *common.read_only(good, "count"),

@@ -23,7 +23,7 @@ SRC_ROWS = 43
 DST_ROWS = 29
 METHODS = ("auto", "sm")
 # If a method is set, the pairs are on the CPU.
-WAYS = ({}, {"order": "host"}, *({"method": method} for method in METHODS))
+WAYS = ({}, {"order": "sorted"}, *({"method": method} for method in METHODS))
 
 
 @pytest.mark.cuda
@@ -72,7 +72,7 @@ def test_slot_map(
 
 
 @pytest.mark.parametrize(
-    "how", [*WAYS, {"dedup": False}, {"dedup": False, "order": "host"}], ids=str
+    "how", [*WAYS, {"dedup": False}, {"dedup": False, "order": "sorted"}], ids=str
 )
 @pytest.mark.parametrize("row_bytes", [5, 656])
 @pytest.mark.parametrize("distinct_rows", [1, 7, 20_000])
@@ -103,7 +103,7 @@ class Gather(Case):
     function, argument = staticmethod(h2d_gather), "pairs"
     rows, tables, columns, distinct_columns = (SRC_ROWS, DST_ROWS), (0, 1), (0, 1), (1,)
     on_host = (0,)
-    ways = ({}, {"order": "host"})
+    ways = ({}, {"order": "sorted"})
     takes_num_sms = True
     large = (20_011, 20_000), 19_999, 656
 
@@ -167,7 +167,7 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     arguments = (rows(slots), rows(slots), pairs)
     yield "default", arguments, {}
     yield "default", arguments, {"slot_map": slot_map, "num_sms": 1}
-    yield "default", arguments, {"method": "sm", "order": "host"}
+    yield "default", arguments, {"method": "sm", "order": "sorted"}
 
 
 def test_too_many_pairs(tmp_path: Path) -> None:

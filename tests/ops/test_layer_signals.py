@@ -28,7 +28,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
     src, _, _, _ = sides(device, "h2d", make_page_first, 4096)
     layers = make_list(device, 4096)[1]
     dst, seen = BlockBuffers(layers), [torch.empty_like(layer) for layer in layers]
-    signals = LayerSignals(num_signals, device)
+    signals = LayerSignals(num_signals, device=device)
     assert not signals.done(0)
     assert repr(signals) == f"LayerSignals(0 of {num_signals} layers done, on {signals.device})"
     with pytest.raises(RuntimeError, match=r"LayerSignals.wait: no copy was queued"):
@@ -57,7 +57,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
 
 def test_signals_of_an_empty_copy(device: torch.device) -> None:
     src, dst, *_ = sides(device, "h2d", make_page_first, 64)
-    signals = LayerSignals(LAYERS, device)
+    signals = LayerSignals(LAYERS, device=device)
     for pairs in (torch.empty(0, 2, dtype=torch.int64), torch.tensor([[-1, -1]])):
         for on in (CPU, device):
             copy_blocks(src, dst, pairs.to(on), src_block_dim=0, signals=signals)
@@ -70,7 +70,7 @@ def test_signals_are_refused_in_a_graph() -> None:
     device = torch.device("cuda")
     src, dst, *_ = sides(device, "h2d", make_page_first, 64)
     pairs = torch.tensor([[1, 1]], device=device)
-    signals = LayerSignals(LAYERS, device)
+    signals = LayerSignals(LAYERS, device=device)
     copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -85,7 +85,7 @@ def test_signals_are_of_one_copy_at_a_time() -> None:
     device = torch.device("cuda")
     src, dst, *_ = sides(device, "h2d", make_page_first, 64)
     pairs = torch.tensor([[1, 1]], device=device)
-    signals = LayerSignals(LAYERS, device)
+    signals = LayerSignals(LAYERS, device=device)
     copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -104,7 +104,7 @@ def test_freed_signals_keep_their_memory_until_the_copy_has_ended() -> None:
     device = torch.device("cuda")
     src, dst, *_ = sides(device, "h2d", make_page_first, 64)
     pairs = torch.tensor([[1, 1]], device=device)
-    signals = LayerSignals(LAYERS, device)
+    signals = LayerSignals(LAYERS, device=device)
     copy_blocks(src, dst, pairs, src_block_dim=0, signals=signals)  # loads the kernel
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)

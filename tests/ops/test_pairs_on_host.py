@@ -226,8 +226,8 @@ def test_auto_sorts_large_calls_on_large_pools(op: Any) -> None:
     assert ordered(pairs, rows)
     assert not ordered(pairs, rows, order="given")
     assert not ordered(pairs[:4095], rows)
-    assert ordered(pairs[:64], rows, order="host")
+    assert ordered(pairs[:64], rows, order="sorted")
     inside = pairs.clone()
     inside[:, 0 if op is h2d_gather else 1] %= few
     assert not ordered(inside, few)
-    assert ordered(inside, few, order="host")
+    assert ordered(inside, few, order="sorted")

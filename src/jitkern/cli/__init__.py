@@ -69,7 +69,8 @@ def _run(argv: list[str]) -> int:
             warnings.simplefilter("ignore", RuntimeWarning)
         try:
             settings()
-            requested_archs()
+            if args.run is not doctor.run:
+                requested_archs()
         except ValueError as error:
             raise UsageError(str(error)) from None
         status: int = args.run(args)

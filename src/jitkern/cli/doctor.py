@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jitkern
-from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs
+from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs, requested_archs
 from jitkern.cache.get import KERNELS, Searched, caches
 from jitkern.cli import ui
 from jitkern.cli.cache import describe
@@ -106,7 +106,8 @@ def _look(subject: str, find: Callable[[], object], *, needed: bool = False) -> 
 
 
 def _variables() -> str:
-    """Return the variables that are set: their values are right, or no command runs."""
+    """Return the variables that are set; the command line has checked the others' values."""
+    requested_archs()
     if unknown := unknown_variables():
         raise UnsupportedError("; ".join(unknown))
     return " ".join(f"{name}={value}" for name, value in variables().items()) or "none is set"

@@ -64,8 +64,10 @@ def sizes(size: Size) -> Callable[[str], list[Any]]:
         for name in names(text):
             value = name if size.choices else parse_bytes(name)
             if not size.accepts(value):
-                hint = did_you_mean(name, size.choices)
-                raise argparse.ArgumentTypeError(f"{name!r}, expected {size.expected}{hint}")
+                hint, expected = did_you_mean(name, size.choices), size.expected
+                if value is None:
+                    expected = f"{size.meaning}, such as {size.example}"
+                raise argparse.ArgumentTypeError(f"{name!r}, expected {expected}{hint}")
             values.append(value)
         return values
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             archs=args.arch,
             replays=args.replay or (),
             check=args.check,
-            out_dir=args.out,
+            out=args.out,
             progress=_show_progress,
             **sizes,
         )
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _option(argument: str) -> str:
     """Return the option that is this argument of ``warm``: a list has the plural of its name."""
-    options = {size.name: size.option for size in SIZES} | {"out_dir": "--out"}
+    options = {size.name: size.option for size in SIZES}
     return options.get(argument) or f"--{argument.removesuffix('s')}"
 
 

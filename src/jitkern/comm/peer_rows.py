@@ -55,7 +55,7 @@ def peer_gather(
     comm: PeerCommunicator | PeerReducer,
     *,
     num_sms: int | None = None,
-    order: Literal["host", "given"] = "host",
+    order: Literal["auto", "given", "sorted"] = "auto",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of the tensors of all ranks.
 
@@ -87,11 +87,11 @@ def peer_gather(
         Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
         SMs that read over the link, as in ``h2d_gather``. Default with "given": up to 32.
-    order : {"host", "given"}
-        "host": each rank reads a contiguous part of the distinct rows, in the order of ``src``,
-        which a sort on the GPU finds. "given": ranks take 4 pairs in turn, as they come, and read
-        repeated rows again; each list of ``[lists, n, 2]`` begins with another rank. For short
-        calls, such as the misses of a ``ResidencyMap``.
+    order : {"auto", "given", "sorted"}
+        "auto" and "sorted": each rank reads a contiguous part of the distinct rows, in the order of
+        ``src``, which a sort on the GPU finds. "given": ranks take 4 pairs in turn, as they come,
+        and read repeated rows again; each list of ``[lists, n, 2]`` begins with another rank. For
+        short calls, such as the misses of a ``ResidencyMap``.
 
     Raises
     ------

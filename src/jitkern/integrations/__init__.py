@@ -16,6 +16,13 @@ from importlib import import_module
 from jitkern.env import process_environment, settings
 from jitkern.errors import UnsupportedError
 
+__all__ = ["plug_into_sglang", "plug_into_vllm"]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "minisgl", "sglang", "vllm"])
+
+
 _logged: set[tuple[str, str]] = set()
 
 

@@ -99,6 +99,6 @@ def _embed(self: Any, x: Tensor) -> Tensor:
         table = self.weight.new_empty(self.tp_size * len(self.weight), self.weight.shape[1])
         _open[-1].all_gather(table, self.weight)
         table = table[: self.num_embeddings]
-        how: dict[str, Any] = {"comm": _open[-1], "group": _open[0], "method": "peer"}
+        how: dict[str, Any] = {"comm": _open[-1], "group": _open[0], "algorithm": "peer"}
         self._split = TPEmbedding.from_pretrained(table, **how)
     return self._split(x)  # type: ignore[no-any-return]

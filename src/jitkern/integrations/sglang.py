@@ -249,7 +249,7 @@ def _buffers(
     place: Any = "cpu" if device < 0 else device
     strides = [stride] * len(starts)
     return BlockBuffers.from_trusted_addresses(
-        starts, row_bytes, num_rows, place, block_stride_bytes=strides
+        starts, row_bytes, num_rows, device=place, block_stride_bytes=strides
     )
 
 

@@ -61,7 +61,7 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
     def _group(self, refs: list[Any]) -> tuple[BlockBuffers, BlockBuffers, LayerSignals]:
         src = self._list(self.src_tensors, self.src_blocks_per_chunk, refs)
         dst = self._list(self.dst_tensors, self.dst_blocks_per_chunk, refs)
-        signals = LayerSignals(len(refs), self.stream.device)
+        signals = LayerSignals(len(refs), device=self.stream.device)
         with current_platform.stream(self.stream):  # padding only: checks memory and compiles
             padding = torch.full((1,), -1, device=self.stream.device)
             copy_blocks(src, dst, (padding, padding), method="sm", signals=signals)
@@ -75,7 +75,7 @@ class _Handler(gpu_worker.SingleDirectionOffloadingHandler):  # type: ignore[mis
         addresses, sizes = [page.data_ptr() for page in pages], [page.shape[2] for page in pages]
         strides = [page.stride(0) for page in pages]
         return BlockBuffers.from_trusted_addresses(
-            addresses, sizes, len(pages[0]), "cpu", block_stride_bytes=strides
+            addresses, sizes, len(pages[0]), device="cpu", block_stride_bytes=strides
         )
 
     def _add(self, group: int, *, op_idx: int, group_size: int, **job: Any) -> tuple[int, int]:

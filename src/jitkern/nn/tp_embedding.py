@@ -20,7 +20,7 @@ from jitkern.ops.index import indexing
 
 OP = "TPEmbedding"
 
-EmbeddingMethod = Literal["auto", "peer", "all_reduce"]
+EmbeddingAlgorithm = Literal["auto", "peer", "all_reduce"]
 _SMALL_BYTES = 16 << 20  # whole pages may take this, or twice the bytes of a rank's rows
 
 
@@ -28,7 +28,7 @@ class TPEmbedding(torch.nn.Module):
     """``torch.nn.Embedding`` with its rows split over the ranks of a communicator, for inference.
 
     Every rank gets the rows of the table bit for bit, NaN payloads and -0.0 included, by one of two
-    methods:
+    algorithms:
 
     ``"all_reduce"``: all ranks look up the same ids. Each rank contributes the rows that it holds,
     and zeros for all others. The result is their sum over the ranks, computed on integers. After
@@ -53,10 +53,10 @@ class TPEmbedding(torch.nn.Module):
         device, as for the modules of ``torch.nn``.
     num_added : int
         Number of tokens that were added to the vocabulary.
-    method : "auto", "peer" or "all_reduce"
+    algorithm : "auto", "peer" or "all_reduce"
         ``"auto"`` selects ``"peer"`` if `group` is given, all ranks support peer memory, and
-        rounding to whole pages wastes little of it. With one rank the method is ``"all_reduce"``,
-        and nothing is sent.
+        rounding to whole pages wastes little of it. With one rank it is ``"all_reduce"``, and
+        nothing is sent.
     group : torch.distributed.ProcessGroup or torch.distributed.Store, optional
         Required for peer memory: a group or store of the ranks of `comm`, as for
         ``comm.PeerMemory``.
@@ -73,8 +73,8 @@ class TPEmbedding(torch.nn.Module):
         Rows of the whole table, added tokens included; elements per row; and both.
     vocab_range, added_range : (int, int)
         ``(start, length)`` of the ids that this rank holds.
-    method : "peer" or "all_reduce"
-        The method in use.
+    algorithm : "peer" or "all_reduce"
+        The algorithm in use.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class TPEmbedding(torch.nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         num_added: int = 0,
-        method: EmbeddingMethod = "auto",
+        algorithm: EmbeddingAlgorithm = "auto",
         group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -98,9 +98,9 @@ class TPEmbedding(torch.nn.Module):
         self.num_embeddings: int = self.vocab_size + self.num_added
         self.full_shape: tuple[int, int] = self.num_embeddings, hidden_size
         self.comm: Communicator = communicator_arg(OP, comm)
-        choice_arg(OP, "method", method, get_args(EmbeddingMethod))
-        if comm.world_size > 1 and group is None and method == "peer":
-            expected = "expected the ranks' gloo group or store for method='peer'"
+        choice_arg(OP, "algorithm", algorithm, get_args(EmbeddingAlgorithm))
+        if comm.world_size > 1 and group is None and algorithm == "peer":
+            expected = "expected the ranks' gloo group or store for algorithm='peer'"
             raise ValueError(f"{OP}: group: None, {expected}")
         timeout_s = seconds_arg(OP, timeout_s)
         if dtype is not None:
@@ -113,10 +113,10 @@ class TPEmbedding(torch.nn.Module):
         if not like.dtype.is_floating_point:
             raise TypeError(f"{OP}: dtype: {str(like.dtype)[6:]}, expected a floating dtype")
         self._is_split, peers = comm.world_size > 1, None
-        if self._is_split and group is not None and method != "all_reduce":
-            peers = _peer_memory(like, self.num_embeddings, comm, method, group, timeout_s)
+        if self._is_split and group is not None and algorithm != "all_reduce":
+            peers = _peer_memory(like, self.num_embeddings, comm, algorithm, group, timeout_s)
         self._peers = peers
-        self.method: EmbeddingMethod = "peer" if peers else "all_reduce"
+        self.algorithm: EmbeddingAlgorithm = "peer" if peers else "all_reduce"
         each = peers.num_bytes // (hidden_size * like.dtype.itemsize) if peers else None
         self._part = part_of(self.vocab_size, self.num_added, comm.rank, comm.world_size, each)
         self.vocab_range: tuple[int, int] = self._part.vocab_range
@@ -211,7 +211,7 @@ class TPEmbedding(torch.nn.Module):
         """Return the text of the module for ``print``."""
         sizes = f"{self.vocab_size}, {self.hidden_size}, num_added={self.num_added}"
         ranks = f"rank={self.comm.rank}, world_size={self.comm.world_size}"
-        return f"{sizes}, method={self.method!r}, {ranks}"
+        return f"{sizes}, algorithm={self.algorithm!r}, {ranks}"
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *more: Any
@@ -371,20 +371,20 @@ def rows_in_pages(num_rows: int, world_size: int, row_bytes: int) -> int:
 
 
 def _peer_memory(
-    like: Tensor, num_rows: int, comm: Communicator, method: str, group: Any, timeout_s: float
+    like: Tensor, num_rows: int, comm: Communicator, algorithm: str, group: Any, timeout_s: float
 ) -> PeerMemory | None:
     """Return memory for rows as `like`, or None on all ranks if "auto" finds none: collective."""
     row_bytes, held = like.shape[1] * like.dtype.itemsize, -(-num_rows // comm.world_size)
     num_bytes = rows_in_pages(num_rows, comm.world_size, row_bytes) * row_bytes
     is_wasteful = num_bytes > max(2 * held * row_bytes, _SMALL_BYTES)
-    if method == "auto" and (is_wasteful or like.device.type not in ("cpu", "cuda")):
+    if algorithm == "auto" and (is_wasteful or like.device.type not in ("cpu", "cuda")):
         return None
     ranks: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size}
     try:
         options = {"device": like.device, "timeout_s": timeout_s}
         return PeerMemoryOf(OP, {}, num_bytes, group=group, **ranks, **options)
     except UnsupportedError:  # on all ranks
-        if method == "peer":
+        if algorithm == "peer":
             raise
         return None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ MOST_ROWS, MOST_SLOTS = 2**31 - 2, 2**20
 _swap_in, _resolve = host.Function("swap_in"), host.Function("resolve")
 
 
-class MissPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MissPlan:
     """The misses of a call, as other layers, ranks or streams fetch them.
 
     ``h2d_gather(host, cache, plan.pairs)`` and ``peer_gather`` take the pairs as they are: negative
@@ -41,7 +43,8 @@ class MissPlan(NamedTuple):
         return cls(pairs, torch.zeros(rows.shape[0], dtype=torch.int32, device=rows.device))
 
 
-class ResidencyStats(NamedTuple):
+@dataclass(frozen=True)
+class ResidencyStats:
     """What ``ResidencyMap.stats`` returns: totals since the map was made."""
 
     hits: int

@@ -62,6 +62,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         self,
         num_slots: int = 16,
         max_descriptors: int = 2048,
+        *,
         device: torch.device | str | int | None = None,
     ) -> None:
         call, module = "DescriptorRing", host.module()

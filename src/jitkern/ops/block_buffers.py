@@ -83,8 +83,8 @@ class BlockBuffers:
         addresses: Sequence[int] | torch.Tensor,
         block_bytes: int | Sequence[int],
         num_blocks: int,
-        device: torch.device | str | int | None = None,
         *,
+        device: torch.device | str | int | None = None,
         block_stride_bytes: Sequence[int] | None = None,
     ) -> BlockBuffers:
         """Return a list of buffers at given addresses, such as an engine's pointer table.
@@ -181,7 +181,7 @@ class LayerSignals:
     >>> import torch, jitkern
     >>> cache = [torch.zeros(20, 64) for _ in range(4)]
     >>> pool = torch.ones(100, 4, 64)
-    >>> signals = jitkern.LayerSignals(4, "cpu")
+    >>> signals = jitkern.LayerSignals(4, device="cpu")
     >>> pairs = torch.tensor([[3, 0]])
     >>> copy = dict(src_block_dim=0, signals=signals)
     >>> jitkern.copy_blocks(pool, jitkern.BlockBuffers(cache), pairs, **copy)
@@ -190,7 +190,7 @@ class LayerSignals:
     True
     """
 
-    def __init__(self, num_layers: int, device: torch.device | str | int | None = None) -> None:
+    def __init__(self, num_layers: int, *, device: torch.device | str | int | None = None) -> None:
         self.num_layers: int = int_arg("LayerSignals", "num_layers", num_layers, 1)
         self.device: torch.device = device_arg("LayerSignals", "device", device)
         on_gpu = self.device.type == "cuda"

@@ -38,7 +38,7 @@ def d2h_scatter(
     pairs: torch.Tensor,
     *,
     num_sms: int | None = None,
-    order: Literal["auto", "given", "host"] = "auto",
+    order: Literal["auto", "given", "sorted"] = "auto",
     method: Literal["auto", "sm"] = "auto",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
@@ -63,8 +63,8 @@ def d2h_scatter(
         negative number is skipped. If a destination repeats, its content is undefined.
     num_sms : int, optional
         As in ``h2d_gather``. Default: 2 with "auto"; with "sm" as many as saturate the link.
-    order : {"auto", "given", "host"}
-        The order in which rows are written. "host": in the order of ``dst``. See ``h2d_gather``.
+    order : {"auto", "given", "sorted"}
+        The order in which rows are written. "sorted": in the order of ``dst``. See ``h2d_gather``.
     method : {"auto", "sm"}
         "auto" uses 2 SMs, so that a concurrent model is slowed little. "sm" uses as many SMs as
         saturate the link.

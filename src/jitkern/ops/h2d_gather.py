@@ -40,7 +40,7 @@ def h2d_gather(
     slot_map: torch.Tensor | None = None,
     dedup: bool = True,
     num_sms: int | None = None,
-    order: Literal["auto", "given", "host"] = "auto",
+    order: Literal["auto", "given", "sorted"] = "auto",
     method: Literal["auto", "sm"] = "auto",
 ) -> None:
     """Copy row ``pairs[i, 0]`` of ``src`` to row ``pairs[i, 1]`` of ``dst`` for every ``i``.
@@ -74,11 +74,11 @@ def h2d_gather(
     num_sms : int, optional
         SMs that read over the link, each with a block of 1024 threads. Default: 2 with "auto", 3 to
         8 with "sm". Small calls use the whole GPU for a few microseconds.
-    order : {"auto", "given", "host"}
+    order : {"auto", "given", "sorted"}
         The order in which rows are read; the result is the same. "given": the order of ``pairs``.
-        "host": the order of ``src``, by a sort on the GPU. "auto" sorts 4,096 pairs or more (10,240
-        for a ``src`` of 1 GiB) of rows of 2 KiB or less, if ``src`` is larger than the 0.75 GiB
-        that the link's address translation covers.
+        "sorted": the order of ``src``, by a sort on the GPU. "auto" sorts 4,096 pairs or more
+        (10,240 for a ``src`` of 1 GiB) of rows of 2 KiB or less, if ``src`` is larger than the 0.75
+        GiB that the link's address translation covers.
     method : {"auto", "sm"}
         "auto" uses 2 SMs, and a concurrent decode step takes 5 to 7 % longer. "sm" uses as
         many SMs as saturate the link.

@@ -186,7 +186,7 @@ void peer_gather(AnyView src, AnyView dsts_arg, AnyView pairs, AnyView num_sms, 
   const auto dsts = dsts_arg.cast<Array<Any>>();
   RowsCall call{PairArgs(kOp, sites, kHostSource, src, dsts[rank], pairs, num_sms), rank,
                 static_cast<u32>(dsts.size()), barrier, reinterpret_cast<const u32*>(intact)};
-  call.is_listed = choice_arg(kOp, "order", order, {"host", "given"}) == 0;
+  call.is_listed = choice_arg(kOp, "order", order, {"auto", "given", "sorted"}) != 1;
   take_targets(call, dsts);
   run(call, table);
 }

@@ -23,7 +23,7 @@ struct HostTraffic {
 // Whether sorting pays: there are many short rows, and they miss in the link's address translation.
 bool is_worth_ordering(const HostTraffic& traffic);
 
-// Whether a call sorts its rows. "host": yes; "given": no; "auto" or None: if it pays. Never if
+// Whether a call sorts its rows. "sorted": yes; "given": no; "auto" or None: if it pays. Never if
 // span_bytes is 0.
 bool order_arg(const char* op, AnyView order, const HostTraffic& traffic);
 

@@ -94,7 +94,7 @@ bool is_worth_ordering(const HostTraffic& traffic) {
 }
 
 bool order_arg(const char* op, AnyView value, const HostTraffic& traffic) {
-  const int choice = choice_arg(op, "order", value, {"auto", "given", "host"});
+  const int choice = choice_arg(op, "order", value, {"auto", "given", "sorted"});
   return choice == 0 ? is_worth_ordering(traffic) : choice == 2 && traffic.span_bytes >= 1;
 }
 
