@@ -137,9 +137,9 @@ def test_an_unknown_name_is_an_attribute_error(
 
 
 def test_a_short_word_that_differs_in_a_letter_is_not_suggested() -> None:
-    with pytest.raises(ValueError, match="^f: kind: 'mha', expected 'kv' or 'mla'$"):
+    with pytest.raises(ValueError, match=r"^f: kind: 'mha', expected 'kv' or 'mla'$"):
         choice_arg("f", "kind", "mha", ("kv", "mla"))
-    with pytest.raises(ValueError, match="; did you mean 'warn'[?]$"):
+    with pytest.raises(ValueError, match=r"; did you mean 'warn'\?$"):
         choice_arg("f", "mode", "wran", ("raise", "warn"))
 
 
