@@ -37,8 +37,8 @@ test_mistakes_of_pin = refusals(
     ({"states": longs_of(0, 1).view(1, 2)}, ValueError, "states: shape [1, 2], expected [n]"),
     ({"states": longs_of(0, 2)}, IndexError, "states: index 2 at position 1, expected below 2"),
     ({"rows": longs_of(20, 0)}, IndexError, "rows: index 20 at position 0, expected below 20"),
-    ({"slots": longs_of(7, 8)}, IndexError, "slots: index 8 at position 1, expected below 8"),
-    ({"slots": longs_of(6, 7)}, IndexError, "slots: index 6 at position 0, expected a pinned slot"),
+    ({"slots": longs_of(7, 8)}, IndexError, "slots: index 8 at position 1, expected a pinned slot, 7 to 7"),
+    ({"slots": longs_of(6, 7)}, IndexError, "slots: index 6 at position 0, expected a pinned slot, 7 to 7"),
 )
 test_mistakes_of_a_map = refusals(
     ResidencyMap,
@@ -123,7 +123,9 @@ SIDE_MISTAKES: list[Mistake] = [
     ({"host": on_cuda(SIDES["host"])}, ValueError, "host: device cuda:0, expected host memory"),
     ({"cache": zeros(15, 8)}, ValueError, "cache: 15 rows, expected 16, the slots of all states"),
     ({"host": zeros(19, 8), "pages": None}, ValueError,
-     "host: 19 rows, expected at least the 20 of the map"),
+     "host: 19 rows, expected the 20 of the map, or pages="),
+    ({"host": zeros(21, 8), "pages": None}, ValueError,
+     "host: 21 rows, expected the 20 of the map, or pages="),
     ({"host": zeros(20, 7)}, ValueError, "host: rows of 28 bytes, expected 32 as in cache"),
     ({"host": zeros(20, 8).int()}, TypeError, "cache: dtype float32, expected int32 as in host"),
     ({"cache": zeros(1, 8).expand(16, 8)}, ValueError, apart_text("cache", 0, [16, 8])),

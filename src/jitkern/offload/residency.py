@@ -165,7 +165,7 @@ class ResidencyMap:
         Parameters
         ----------
         host : Tensor or BlockBuffers
-            ``[num_rows or more, ...]``, any number with ``pages``, in pinned memory. Rows are
+            ``[num_rows, ...]``, with ``pages`` any number of rows, in pinned memory. Rows are
             contiguous, at any distance. A list: K and V, or all layers of a group, which are
             fetched together. Keep it allocated until the stream has passed the call.
         cache : Tensor or BlockBuffers
@@ -382,7 +382,11 @@ def _index_arg(
     if device.type == "cpu":
         for position, index in enumerate(value.tolist()):
             if index >= bound or 0 <= index < least:
-                expected = f"below {bound}" if index >= bound else f"a pinned slot, {least} or more"
+                expected = f"below {bound}"
+                if least > 0:
+                    expected = f"a pinned slot, {least} to {bound - 1}"
+                if least == bound:
+                    expected = "a pinned slot; the map has none: num_pinned is 0"
                 raise IndexError(
                     f"{call}: {name}: index {index} at position {position}, expected {expected}; "
                     "nothing was written"

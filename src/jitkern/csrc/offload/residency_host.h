@@ -267,9 +267,9 @@ struct FetchArgs {
       cache.value_error(str(cache.num_rows(), " rows"),
                         str(map.num_cache_rows(), ", the slots of all states"));
     }
-    if (!call.pages && host.num_rows() < map.state.num_rows) {
+    if (!call.pages && host.num_rows() != map.state.num_rows) {
       host.value_error(str(host.num_rows(), " rows"),
-                       str("at least the ", map.state.num_rows, " of the map"));
+                       str("the ", map.state.num_rows, " of the map, or pages="));
     }
     if (host.num_layers() != cache.num_layers()) {
       host.value_error(str(host.num_layers(), " buffers"), str(cache.num_layers(), " as in cache"));
