@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(decoder.rows, Offloaded):
             stats = decoder.rows.map.stats()
             share = stats.misses / (stats.hits + stats.misses)
-            print(f"{share:.1%} missing, {stats.num_bytes / 1e6:.2f} MB fetched")
+            print(f"{share:.1%} missing, {stats.moved_bytes / 1e6:.2f} MB fetched")
     if len(decoders) == 2:
         print(f"{wrong} of {args.steps} steps differ")
     return int(wrong > 0)

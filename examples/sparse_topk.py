@@ -61,8 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = cache[slots[0]]  # attention reads them in place
         wrong += not torch.equal(rows.cpu(), pool[tokens[0].cpu()])
         before, stats = stats, residency.stats()
-        share, num_bytes = (stats.hits - before.hits) / args.top, stats.num_bytes - before.num_bytes
-        print(f"step {step}: {share:.0%} on the GPU, {num_bytes} bytes fetched")
+        share = (stats.hits - before.hits) / args.top
+        moved_bytes = stats.moved_bytes - before.moved_bytes
+        print(f"step {step}: {share:.0%} on the GPU, {moved_bytes} bytes fetched")
     check(device)
     residency.check(0)
     is_held = residency.row_of_slot[0].cpu() >= 0

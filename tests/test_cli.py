@@ -58,6 +58,11 @@ def test_help_has_an_example(capsys: Capture, command: str) -> None:
     assert run(capsys, "--version") == (0, f"jitkern {__version__}\n", "")
 
 
+def test_the_action_of_cache_is_optional(capsys: Capture) -> None:
+    assert run(capsys, "cache", "--help")[1].startswith("usage: jitkern cache [-h] [ACTION]\n")
+    assert run(capsys, "cache") == run(capsys, "cache", "info")
+
+
 def test_no_command_is_the_help(capsys: Capture) -> None:
     assert run(capsys) == run(capsys, "--help")
 
@@ -82,6 +87,15 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
         ),
         ("warm --replay no.jsonl", "warm: --replay: 'no.jsonl', expected a file\n"),
         ("warm --arch 9.0", "--arch: expected along with --row-bytes, "),
+        ("warm --row-bytes 656 --arch 7.0", "--arch: '7.0', expected one of 8.0, 8.6, "),
+        (
+            "warm --row-bytes 1000 --format fp8 --op indexing",
+            "warm: --format: fp8 fits none of the ops indexing; add store_rows or gather_rows\n",
+        ),
+        (
+            "warm --out /dev/null/x",
+            "warm: --out: /dev/null/x: cannot be written: Not a directory; ",
+        ),
         ("warm --check --out x", "warm: --out: 'x', expected none: a check writes nothing\n"),
         ("warm --row-bytes 2g", "'2g', expected bytes per row, 1 or more and under 1 GiB"),
         ("warm --head-dim 256m", "'256m', expected elements per head, 1 or more and under 2**28"),
@@ -98,7 +112,7 @@ def test_no_command_is_the_help(capsys: Capture) -> None:
 def test_a_wrong_command_line_is_one_line(capsys: Capture, argv: str, message: str) -> None:
     status, text = one_line(capsys, *argv.split())
     assert message in text
-    assert status == (1 if "/dev/null" in argv else 2)
+    assert status == (1 if "--replay /dev/null" in argv else 2)
 
 
 NO_ARCH = (
@@ -248,6 +262,11 @@ def test_kernels_are_compiled_shown_cleared_and_replayed(
     status, out, err = run(capsys, "warm", "--replay", record, "--arch", "9.0", "--out", out_dir)
     assert (status, err, sources_of(out)) == (0, "", ["compiled"] * 2)
     assert out.splitlines()[-1].endswith(f"JITKERN_CACHE_PATH={out_dir}")
+
+
+def test_a_folder_of_the_path_that_does_not_exist(capsys: Capture, use: Use) -> None:
+    use(CACHE_PATH="/nowhere")
+    assert " /nowhere: no such directory; make it, or take it out" in run(capsys, "cache")[1]
 
 
 def test_a_cache_that_others_may_write(capsys: Capture, empty_cache: Path) -> None:

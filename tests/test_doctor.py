@@ -75,7 +75,7 @@ def test_a_note_says_what_to_do(capsys: Capture, monkeypatch: Patch, use: Use) -
     report = checks(capsys, 0)
     assert "No closing quotation" in report["c++"][1]
     state, found = report["variables"]
-    assert state == "note" and found.startswith("JITKERN_ARCH: 'foo', expected one of 7.5, ")
+    assert state == "note" and found.startswith("JITKERN_ARCH: 'foo', expected one of 8.0, ")
 
 
 def test_without_a_host_module_torch_or_a_right_result_the_ops_are_broken(

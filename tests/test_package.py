@@ -149,6 +149,14 @@ def test_the_package_of_plug_ins_lists_them() -> None:
     ]  # fmt: skip
 
 
+def test_a_plug_in_is_imported_at_its_first_use() -> None:
+    with pytest.raises(ImportError, match=r"^No module named 'vllm'") as caught:
+        _ = jitkern.integrations.vllm
+    assert caught.value.name == "vllm"
+    with pytest.raises(AttributeError, match=r"has no attribute 'vlm'$"):
+        _ = jitkern.integrations.vlm
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_the_guide_for_migrating_has_a_name_from_elsewhere(name: str) -> None:
     guide = (ROOT / "docs" / "migrating.md").read_text()
@@ -167,7 +175,7 @@ def test_the_names_of_a_package_are_those_of_its_init(package: str) -> None:
     text = Path(module.__file__ or "").read_text()
     imported = re.findall(r"^from jitkern\..+ import \w+ as ([A-Za-z]\w+)$", text, re.MULTILINE)
     assert sorted(imported) == sorted(module.__all__) == dir(module)
-    assert len(NAMES) == len(jitkern._PACKAGES)
+    assert {*NAMES} | {"jitkern.integrations"} == {f"jitkern.{name}" for name in jitkern._PACKAGES}
 
 
 @pytest.mark.parametrize("package", ["jitkern", *NAMES])

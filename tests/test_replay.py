@@ -241,7 +241,7 @@ def test_failures_are_listed_and_the_rest_is_built(
     listed = {line.split(":")[0].split()[0] for line in err.splitlines()[1:5]}
     assert listed == failed
     for text in (
-        "newer for 99.0: arch: '99.0', expected one of 7.5, ",
+        "newer for 99.0: arch: '99.0', expected one of 8.0, ",
         f"'{tmp_path}/deleted.cu' does not exist, tried ",
     ):
         assert text in err

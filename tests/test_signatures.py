@@ -137,6 +137,35 @@ def test_public_names_follow_the_rules() -> None:
     assert {*broken} >= EXCEPTIONS, "not all exceptions are ones"
 
 
+def test_a_question_is_a_name_with_is() -> None:
+    objects = public_objects()
+    getters = {name: getattr(value, "fget", value) for name, value in objects.items()}
+    questions = {
+        name.rpartition(".")[2]
+        for name, getter in getters.items()
+        if getattr(getter, "__annotations__", {}).get("return") in ("bool", bool)
+    }
+    assert questions >= {"is_done", "is_over", "is_running"}
+    assert all(name.startswith("is_") for name in questions)
+
+
+def test_what_ends_has_close_and_is_a_context_manager() -> None:
+    classes = [value for value in public_objects().values() if inspect.isclass(value)]
+    closes, managers = (
+        {value.__name__ for value in classes if hasattr(value, method)}
+        for method in ("close", "__exit__")
+    )
+    assert closes == managers and "RingServer" in closes
+    assert not any(
+        hasattr(value, name) for value in classes for name in ("stop", "end", "shutdown")
+    )
+
+
+def test_a_name_is_in_one_package() -> None:
+    names = [name for module in MODULES for name in import_module(module).__all__]
+    assert sorted(names) == sorted({*names})
+
+
 TYPES = {*import_module("jitkern.typing").__all__, *public_objects(), "ReduceOp"}
 TYPES |= {"Any", "Callable", "Iterable", "Literal", "PathLike", "ProcessGroup", "Sequence"}
 TYPES |= {"False", "None", "Tensor"}

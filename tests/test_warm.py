@@ -121,7 +121,7 @@ NO_ARCHS = (
         (
             {"ops": ["store"], "row_bytes": [656], "head_dims": [64]},
             ValueError,
-            "warm: head_dims: [64], expected an op of merge_states",
+            "warm: head_dims: 64 fits none of the ops store; add merge_states",
         ),
         (
             {"row_bytes": [0]},
@@ -133,7 +133,7 @@ NO_ARCHS = (
             ValueError,
             "warm: formats: 656, expected fp8_ds_mla, fp8_index_k, ",
         ),
-        ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 7.5, "),
+        ({"archs": ["99"]}, ValueError, "warm: archs: '99', expected one of 8.0, "),
         ({"replays": ["no.jsonl"]}, FileNotFoundError, "[Errno 2] No such file or dir"),
         ({"replays": [__file__]}, ValueError, f"warm: replays: {__file__}:1: not a recorded spec"),
         ({"out": 5}, TypeError, "warm: out: 5, expected the path of a directory"),

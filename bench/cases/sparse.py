@@ -155,7 +155,7 @@ def _steps(batch: int, context: int) -> Iterator[Row]:
         outputs = [one.decoder.output for one in timed.values()]
         if not all(torch.equal(outputs[0], output) for output in outputs[1:]):
             raise ValueError(f"{case}: outputs differ from those with all rows on the GPU")
-        step_bytes = (after.num_bytes - before.num_bytes) // (ROUNDS * ROUND_STEPS)
+        step_bytes = (after.moved_bytes - before.moved_bytes) // (ROUNDS * ROUND_STEPS)
         step_us = {name: statistics.median(values) for name, values in times.items()}
         for name, one in timed.items():
             row = Row("sparse", case, name, KINDS[name][0], median_us=step_us[name])

@@ -16,6 +16,7 @@ from jitkern.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from jitkern import comm as comm
+    from jitkern import integrations as integrations
     from jitkern import nn as nn
     from jitkern import offload as offload
     from jitkern import typing as typing
@@ -86,7 +87,7 @@ _PUBLIC = {
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
-_PACKAGES = ("comm", "nn", "offload", "typing")
+_PACKAGES = ("comm", "integrations", "nn", "offload", "typing")
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -42,7 +42,8 @@ class Arch(NamedTuple):
             plain = cls(int(match[1]), int(match[2]))
             if plain in KNOWN_ARCHS and plain >= _SUFFIX_SINCE[match[3]]:
                 return plain._replace(suffix=match[3])
-        known = ", ".join(str(arch) for arch in KNOWN_ARCHS)
+        # 7.5 is left out: jitkern's own kernels need 8.0.
+        known = ", ".join(str(arch) for arch in KNOWN_ARCHS if arch >= SUPPORTED_ARCHS[0])
         raise ValueError(
             f"{argument}: {text!r}, expected one of {known} "
             "(with a from 9.0 on or f from 10.0 on, such as 9.0a, 10.0f)"

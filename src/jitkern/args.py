@@ -126,7 +126,7 @@ def device_arg(call: str, name: str, device: Any) -> torch.device:
     except (RuntimeError, TypeError):
         parsed = torch.device("meta")
     if parsed.type not in ("cuda", "cpu"):
-        raise ValueError(f"{call}: {name}: {device}, expected a GPU or the CPU")
+        raise ValueError(f"{call}: {name}: {device!r}, expected 'cpu', 'cuda' or 'cuda:N'")
     if parsed.type == "cpu":
         return torch.device("cpu")
     if (count := torch.cuda.device_count()) == 0:

@@ -14,10 +14,9 @@ NAMES = {
     ),
     "jitkern.nn": ("TPEmbedding",),
     "jitkern.offload": (
-        *("BlockBuffers", "DescriptorRing", "LayerSignals", "MissPlan", "OffloadEngine"),
-        *("OverlapMonitor", "OverlapStats", "PinnedPool", "PipelineRun", "PipelineSlot"),
-        *("PoolShare", "PoolStats", "ResidencyMap", "ResidencyStats", "RingServer"),
-        *("SlotPipeline", "copy_blocks", "memcpy_2d_async"),
+        *("DescriptorRing", "MissPlan", "OffloadEngine", "OverlapMonitor", "OverlapStats"),
+        *("PinnedPool", "PipelineRun", "PipelineSlot", "PoolShare", "PoolStats"),
+        *("ResidencyMap", "ResidencyStats", "RingServer", "SlotPipeline"),
     ),
     "jitkern.typing": (
         *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper"),

@@ -158,9 +158,9 @@ def warm(
     ToolchainError
         Kernels are missing, and there is no compiler. Nothing has been built.
     CacheError
-        Kernels are missing and the cache cannot be written, or `out` cannot be written.
+        Kernels are missing and the cache cannot be written.
     ValueError, TypeError
-        An argument is invalid, or a file is not a record.
+        An argument is invalid, a file is not a record, or `out` cannot be written.
     OSError
         A file cannot be read.
     """
@@ -173,7 +173,10 @@ def warm(
         raise ArgumentError("out", f"{os.fspath(out)!r}, expected none: a check writes nothing")
     user_cache().check()
     if out is not None:
-        require_writable(Path(out), "give a directory of yours", mode=0o755)
+        try:
+            require_writable(Path(out), "give a directory of yours", mode=0o755)
+        except CacheError as error:
+            raise ArgumentError("out", str(error)) from error
     try:
         recorded = [used for file in _listed("replays", replays) for used in read_record(file)]
     except ValueError as error:
@@ -240,8 +243,10 @@ def sized_ops(
             if not size.accepts(value):
                 raise ArgumentError(size.name, f"{value!r}, expected {size.expected}")
         if values and size not in {size_of[op] for op in names}:
-            expected = ", ".join(op.function for op in KERNEL_OPS if op.sized_by == size.name)
-            raise ArgumentError(size.name, f"{values}, expected an op of {expected}")
+            fits = " or ".join(op.function for op in KERNEL_OPS if op.sized_by == size.name)
+            came = ", ".join(map(str, values))
+            text = f"{came} fits none of the ops {', '.join(names)}; add {fits}"
+            raise ArgumentError(size.name, text)
     return list(dict.fromkeys((stems[op], n) for op in names for n in sizes[size_of[op]]))
 
 

@@ -137,7 +137,7 @@ test_mistakes = refusals(
     {"comm": of(2), "group": None},
     ({"comm": of(9)}, ValueError, "comm: 9 ranks, expected at most 8; use it as it is"),
     ({"comm": 5}, TypeError, "comm: int without rank, world_size, all_reduce, expected a Commun"),
-    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"device": "meta"}, ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
     ({"device_timeout_s": 0}, ValueError, "device_timeout_s: 0, expected above 0"),
     ({"timeout_s": "60"}, TypeError, "timeout_s: str, expected seconds"),
     ({"max_bytes": -1}, ValueError, "max_bytes: -1, expected at least 0"),

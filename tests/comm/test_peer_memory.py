@@ -88,7 +88,7 @@ test_wrong_arguments = refusals(
     ({"num_bytes": True}, TypeError, "num_bytes: bool, expected an int"),
     ({"timeout_s": 0}, ValueError, "timeout_s: 0, expected above 0 and at most 1e+06 s"),
     ({"rank": None}, TypeError, "rank: None, expected an int"),
-    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"device": "meta"}, ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
     ({"group": None, "rank": None}, CommError, "group: torch.distributed is not initialised; call"),
     ({"group": 1}, TypeError, "group: int, expected a ProcessGroup, a Store or None"),
 )

@@ -94,7 +94,7 @@ def take_next(
     while True:
         is_late = time.monotonic() >= deadline
         jitkern.unpack(src, dst, ring)
-        if ring.num_pushed > ticket and ring.done(ticket):
+        if ring.num_pushed > ticket and ring.is_done(ticket):
             return True
         if is_late:
             return False

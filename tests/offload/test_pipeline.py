@@ -333,8 +333,8 @@ test_mistakes = refusals(
     ({"slot_shape": (True,)}, TypeError, "slot_shape: [True], expected a sequence of ints"),
     ({"slot_shape": "44"}, TypeError, "slot_shape: str, expected a sequence of ints"),
     ({"dtype": "bfloat16"}, TypeError, "dtype: str, expected a torch.dtype"),
-    ({"device": "gpu"}, ValueError, "device: gpu, expected a GPU or the CPU"),
-    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"device": "gpu"}, ValueError, "device: 'gpu', expected 'cpu', 'cuda' or 'cuda:N'"),
+    ({"device": "meta"}, ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
     ({"monitor": 3}, TypeError, "monitor: int, expected an OverlapMonitor or None"),
     ({"max_slots": 1}, ValueError, "max_slots: 1, expected 2 to 4096"),
 )  # fmt: skip

@@ -49,7 +49,7 @@ test_mistakes_of_a_map = refusals(
     ({"num_rows": 2**31 - 1}, ValueError, "num_rows: 2147483647, expected 1 to 2147483646"),
     ({"num_pinned": 9}, ValueError, "num_pinned: 9, expected 0 to 8"),
     ({"num_pinned": True}, TypeError, "num_pinned: bool, expected an int"),
-    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"device": "meta"}, ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
 )
 
 

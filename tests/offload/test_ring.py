@@ -44,14 +44,14 @@ def test_against_the_reference_around_the_ring(
                     ring.push(descriptors)
                     waiting.append(descriptors)
                 most = draw.randint(1, num_slots)
-                unpack(sides.src, sides.dst, ring, num_slots=most)
+                unpack(sides.src, sides.dst, ring, max_pushes=most)
                 for descriptors in waiting[:most]:
                     sides.expect(descriptors)
                 del waiting[:most]
                 assert sides.are_right(), f"alignment {alignment}"
-                done = [ring.done(ticket) for ticket in range(ring.num_pushed)]
+                done = [ring.is_done(ticket) for ticket in range(ring.num_pushed)]
                 assert done == [True] * (len(done) - len(waiting)) + [False] * len(waiting)
-            unpack(sides.src, sides.dst, ring, num_slots=num_slots)
+            unpack(sides.src, sides.dst, ring, max_pushes=num_slots)
             sync(device)
 
 
@@ -108,12 +108,12 @@ def test_full_and_empty() -> None:
         with pytest.raises(TimeoutError, match=f"^{re.escape(text)}$"):
             ring.push(rows((0, 0, 1)), timeout_s=0.02)
         assert 0.02 <= time.monotonic() - started < 5
-        unpack(src, dst, ring, num_slots=2)
+        unpack(src, dst, ring, max_pushes=2)
         assert dst.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
         assert ring.try_push(rows((5, 5, 1))) == 2
         # Pushes are consumed up to the first missing one.
-        unpack(src, dst, ring, num_slots=2)
-        assert ring.done(2) and dst[5] == 5
+        unpack(src, dst, ring, max_pushes=2)
+        assert ring.is_done(2) and dst[5] == 5
         assert ring.num_pushed == 3
 
 
@@ -171,7 +171,7 @@ test_mistakes = refusals(
     ({"max_descriptors": 65_536}, ValueError, "max_descriptors: 65536, expected 1 to 65535"),
     ({"num_slots": 65_536, "max_descriptors": 65_535}, MemoryError,
      "num_slots, max_descriptors: 256 GiB, expected at most the "),
-    ({"device": "meta"}, ValueError, "device: meta, expected a GPU or the CPU"),
+    ({"device": "meta"}, ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
 )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def test_mistakes_of_other_calls() -> None:
     with DescriptorRing(2, 5, device="cpu") as ring:
         ring.push(ONE)
         calls: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-            ("done", {"ticket": 1}, ValueError, "ticket: 1, expected below the 1 pushes so far"),
+            ("is_done", {"ticket": 1}, ValueError, "ticket: 1, expected below the 1 pushes so far"),
             ("wait", {"ticket": -1}, ValueError, "ticket: -1, expected 0 to 9223372036854775807"),
             ("wait", {"ticket": 0.0}, TypeError, "ticket: float, expected an int"),
             ("wait", {"ticket": 0, "timeout_s": -1}, ValueError, "timeout_s: -1, expected 0 or"),
@@ -247,7 +247,7 @@ def test_a_closed_one() -> None:
     for use in (
         *(ring.fileno, ring.__enter__),
         *(lambda: ring.push(ONE), lambda: ring.try_push(ONE)),
-        *(lambda: ring.done(0), lambda: ring.wait(0)),
+        *(lambda: ring.is_done(0), lambda: ring.wait(0)),
         *(lambda: ring.address, lambda: ring.num_pushed),
         lambda: unpack(buffer[4:], buffer[:4], ring),
     ):

@@ -33,7 +33,7 @@ def test_counts_of_descriptors(count: int) -> None:
             sides.expect(descriptors)
             unpack(sides.src, sides.dst, ring)
             assert sides.are_right()
-            assert ring.done(ticket)
+            assert ring.is_done(ticket)
 
 
 def test_out_of_range() -> None:
@@ -52,14 +52,14 @@ def test_out_of_range() -> None:
             ring.push(rows((9, 50, 8)))  # in slot 0
             last = rows((0, 10, 3, 1, 0, 0))
             ring.push(torch.cat([good, rows((*values, 1, 0, 0)[:6]), last]))
-            unpack(sides.src, sides.dst, ring, num_slots=2)
+            unpack(sides.src, sides.dst, ring, max_pushes=2)
             torch.cuda.synchronize()
             with pytest.raises(IndexError, match=f"^unpack: {re.escape(text)}.*{re.escape(end)}$"):
                 jitkern.check()
             for descriptors in (rows((9, 50, 8)), good, last):
                 sides.expect(descriptors)
             assert sides.are_right()
-            assert ring.done(ring.num_pushed - 1)
+            assert ring.is_done(ring.num_pushed - 1)
 
 
 def test_the_bytes_are_there_once_it_is_completed() -> None:
@@ -115,11 +115,11 @@ def test_two_streams_at_once() -> None:
                     refused_if_busy(lambda: unpack(sides.src, sides.dst, ring))
             torch.cuda.synchronize()
             refused_if_busy(jitkern.check)
-            done = [ring.done(ring.num_pushed - 3 + i) for i in range(3)]
+            done = [ring.is_done(ring.num_pushed - 3 + i) for i in range(3)]
             assert done in ([True, False, False], [True, True, False])
-            unpack(sides.src, sides.dst, ring, num_slots=3)
+            unpack(sides.src, sides.dst, ring, max_pushes=3)
             assert sides.are_right()
-            assert ring.done(ring.num_pushed - 1)
+            assert ring.is_done(ring.num_pushed - 1)
 
 
 def test_graphs_and_calls_of_one_ring() -> None:
@@ -129,12 +129,12 @@ def test_graphs_and_calls_of_one_ring() -> None:
     waiting: list[Tensor] = []
     with DescriptorRing(4, 64) as ring:
 
-        def captured(*num_slots: int) -> torch.cuda.CUDAGraph:
+        def captured(*max_pushes: int) -> torch.cuda.CUDAGraph:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                for most in num_slots:
-                    unpack(sides.src, sides.dst, ring, num_slots=most)
+                for most in max_pushes:
+                    unpack(sides.src, sides.dst, ring, max_pushes=most)
             return graph
 
         def push(count: int) -> None:
@@ -150,7 +150,7 @@ def test_graphs_and_calls_of_one_ring() -> None:
             del waiting[:count]
             assert sides.are_right()
             end = ring.num_pushed - len(waiting)
-            assert all(ring.done(ticket) for ticket in range(end - count, end))
+            assert all(ring.is_done(ticket) for ticket in range(end - count, end))
 
         three, two = captured(1, 1, 1), captured(2, 1)
         check_taken(0)  # capturing takes nothing
@@ -161,8 +161,8 @@ def test_graphs_and_calls_of_one_ring() -> None:
         push(4)
         three.replay()
         check_taken(3)
-        assert not ring.done(ring.num_pushed - 1)
-        unpack(sides.src, sides.dst, ring, num_slots=4)
+        assert not ring.is_done(ring.num_pushed - 1)
+        unpack(sides.src, sides.dst, ring, max_pushes=4)
         check_taken(1)
 
 
@@ -267,6 +267,6 @@ def test_it_ends_though_a_push_is_always_there(pair: tuple[Tensor, Tensor], num_
         assert time.monotonic() - began < 5
         is_over.set()
         thread.join()
-        jitkern.unpack(src, dst, ring, num_slots=num_slots)
+        jitkern.unpack(src, dst, ring, max_pushes=num_slots)
         ring.wait(ring.num_pushed - 1, timeout_s=PATIENT_S)
     jitkern.check()

@@ -68,7 +68,7 @@ def test_killed_in_another_process(example: Path) -> None:
             assert ticket > before and ring.num_pushed == ticket
         assert ring.push(torch.tensor([[0, 0, 8]])) == ticket
         unpack(bounce, dst, ring)
-        assert ring.done(ticket)
+        assert ring.is_done(ticket)
     os.close(memory)
 
 

@@ -15,8 +15,8 @@ from jitkern import unpack
 from jitkern.offload import DescriptorRing
 
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"num_slots": 3}, ValueError, "num_slots: 3, expected 1 to 2"),
-    ({"num_slots": None}, TypeError, "num_slots: None, expected an int"),
+    ({"max_pushes": 3}, ValueError, "max_pushes: 3, expected 1 to 2"),
+    ({"max_pushes": None}, TypeError, "max_pushes: None, expected an int"),
     ({"count": torch.tensor(1)}, ValueError, "count: given, expected None: a push of a ring has"),
     ({"dst": 3}, TypeError, "dst: int, expected a tensor"),
 ]
@@ -29,9 +29,9 @@ def test_mistakes(how: dict[str, Any], kind: type[Exception], text: str) -> None
         ring.push(rows((1, 1, 1)))
         with pytest.raises(kind, match=f"^unpack: {re.escape(text)}"):
             unpack(**{"src": src, "dst": dst, "descriptors": ring, **how})
-        assert not ring.done(0) and not dst.any()
+        assert not ring.is_done(0) and not dst.any()
         unpack(src, dst, ring)
-        assert ring.done(0) and dst[1] == 1
+        assert ring.is_done(0) and dst[1] == 1
 
 
 def test_rules_of_writing() -> None:
@@ -49,14 +49,14 @@ def test_rules_of_writing() -> None:
         ):
             with pytest.raises(RuntimeError, match=f"^unpack: {text}"):
                 unpack(*sides, ring)
-        assert not ring.done(0)
+        assert not ring.is_done(0)
 
         # What a backward pass has kept counts as changed.
         product = torch.ones(8, requires_grad=True) * dst
         version = dst._version
         with torch.no_grad():
             unpack(leaf.detach() + 1, dst, ring)
-        assert ring.done(0) and dst._version == version + 1
+        assert ring.is_done(0) and dst._version == version + 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.sum().backward()
         ring.push(rows((0, 0, 32)))
@@ -73,18 +73,18 @@ def test_inside_of_torch_compile() -> None:
 
         def run(dst: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
             doubled = src * 2
-            unpack(doubled, dst, ring, num_slots=2)
+            unpack(doubled, dst, ring, max_pushes=2)
             return dst + 1
 
         ring.push(rows((0, 0, 4)))
         ring.push(rows((6, 6, 1)))
         with pytest.raises(Exception, match="unpack: descriptors: DescriptorRing, expected a tens"):
             torch.compile(run, backend="eager", fullgraph=True)(dst, src)
-        assert not ring.done(0)
+        assert not ring.is_done(0)
         torch._dynamo.reset()
         copied = torch.compile(run, backend="eager")(dst, src)
         assert copied.tolist() == [1, 3, 5, 7, 1, 1, 13, 1]
-        assert ring.done(1)
+        assert ring.is_done(1)
 
 
 class Watcher(TorchDispatchMode):
@@ -100,7 +100,7 @@ def test_what_would_see_nothing_of_it() -> None:
         with pytest.raises(RuntimeError, match=text), Watcher():
             unpack(src, dst, ring)
 
-        assert not dst.any() and not ring.done(0)
+        assert not dst.any() and not ring.is_done(0)
 
 
 def test_never_torn_or_stale() -> None:
@@ -137,7 +137,7 @@ def test_never_torn_or_stale() -> None:
             ):
                 memory.word(slot).value = wrong
                 assert not is_there(), hex(wrong)
-                assert not ring.done(ticket)
+                assert not ring.is_done(ticket)
             memory.word(slot).value = good
             for seal in (future for i in range(3) for future in memory.seals(slot, i)):
                 for wrong in (0, before, good - (1 << 16), good + 1):
@@ -145,7 +145,7 @@ def test_never_torn_or_stale() -> None:
                     assert not is_there()
                     seal.value = good
             assert not dst.any()
-            assert is_there() and ring.done(ticket)
+            assert is_there() and ring.is_done(ticket)
             assert torch.equal(dst[8:12], src[8:12])
             dst.zero_()
 
@@ -171,8 +171,8 @@ def test_out_of_range(wrong: tuple[int, ...], came: str, limit: str) -> None:
         text = f"{came} in descriptor 2 of slot 1, expected {limit}"
         message = f"unpack: {text}; nothing of the slot was copied"
         with pytest.raises(IndexError, match=f"^{re.escape(message)}$"):
-            unpack(src, dst, ring, num_slots=3)
+            unpack(src, dst, ring, max_pushes=3)
         assert not dst.any()
-        assert [ring.done(ticket) for ticket in range(3)] == [True, True, False]
+        assert [ring.is_done(ticket) for ticket in range(3)] == [True, True, False]
         unpack(src, dst, ring)
         assert torch.equal(dst[4:], src)

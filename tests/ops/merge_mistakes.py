@@ -135,7 +135,12 @@ def mistakes_of_results() -> list[Mistake]:
         ("lse", zeros(*LSE_SHAPE), [torch.float16], "float32"),
         ("scale", zeros(1), [], "float32"),
     ):
-        table += [*common.non_tensors(name, optional=True), *common.unreadable(name, good)]
+        choices = "a tensor, None or False" if name == "lse" else "a tensor"
+        table += [
+            (value, kind, text.replace("a tensor", choices))
+            for value, kind, text in common.non_tensors(name, optional=True)
+        ]
+        table += common.unreadable(name, good)
         wrong = of_dtypes(name, good, [*odd, *other], expected)
         table += [({name: value}, kind, text) for value, kind, text in wrong]
     for shape in ([4, 2, 9], [4, 3, 8], [3, 2, 8], [2, 4, 8], [4, 16], [1, 4, 2, 8], []):

@@ -285,6 +285,8 @@ def test_wrong_calls() -> None:
             copy_blocks(src, dst, pairs, **how)
     for wrong, kind, text in (
         ((pairs[0],), TypeError, "pairs: list or tuple, expected a tensor"),
+        (([7], [0]), TypeError, "pairs[0]: list or tuple, expected a tensor"),
+        ((pairs[0], 0), TypeError, "pairs[1]: int, expected a tensor"),
         ((pairs[0], pairs[0, :1]), ValueError, "pairs[1]: 1 blocks, expected 2 as in pairs[0]"),
         (
             (pairs[0], pairs[0].int()),
@@ -321,24 +323,24 @@ def test_wrong_addresses_and_signals() -> None:
         ((None, 8, 2, "cpu"), "addresses: None, expected ints"),
         (([True], 8, 2, "cpu"), "addresses[0]: bool, expected an int"),
         (([4096], 8, True, "cpu"), "num_blocks: bool, expected an int"),
-        (([4096], 8, 2, "meta"), "device: meta, expected a GPU or the CPU"),
-        (([4096], 8, 2, "xpu"), "device: xpu, expected a GPU or the CPU"),
+        (([4096], 8, 2, "meta"), "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
+        (([4096], 8, 2, "xpu"), "device: 'xpu', expected 'cpu', 'cuda' or 'cuda:N'"),
     ):
         with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'{name}: {text}')}$"):
             make(*wrong, device=place)
     wrong_signals: list[tuple[Any, Any, type[Exception], str]] = [
         (0, "cpu", ValueError, "num_layers: 0, expected at least 1"),
-        (2, "meta", ValueError, "device: meta, expected a GPU or the CPU"),
+        (2, "meta", ValueError, "device: 'meta', expected 'cpu', 'cuda' or 'cuda:N'"),
     ]
     for num_layers, device, kind, text in wrong_signals:
         with pytest.raises(kind, match=f"^LayerSignals: {re.escape(text)}$"):
             LayerSignals(num_layers, device=device)
     with torch.device("meta"):  # torch's default device
         signals = LayerSignals(numpy.int64(2), device="cpu")
-    signals.done(numpy.int64(1))
+    signals.is_done(numpy.int64(1))
     for layer, kind in ((2, IndexError), (-1, IndexError), (1.0, TypeError), (None, TypeError)):
-        for call in (signals.done, signals.wait):
-            with pytest.raises(kind, match=r"^LayerSignals\.(done|wait): layer: .*, expected"):
+        for call in (signals.is_done, signals.wait):
+            with pytest.raises(kind, match=r"^LayerSignals\.(is_done|wait): layer: .*, expected"):
                 call(layer)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^LayerSignals\.wait: stream: int, expected a torch.cuda"):
         signals.wait(0, 7)  # type: ignore[arg-type]

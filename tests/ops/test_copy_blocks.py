@@ -229,7 +229,10 @@ def good_arguments() -> dict[str, Any]:
 
 def mistakes() -> list[Mistake]:
     good = good_arguments()
-    table = common.not_tensors(good, "pairs")
+    table = [
+        (change, kind, text.replace("pairs: list or tuple", "pairs[0]: int"))  # [1, 2] is a pair
+        for change, kind, text in common.not_tensors(good, "pairs")
+    ]
     for change, kind, text in common.not_tensors(good, "dst", "src"):
         if "list" in text:
             text += ", or BlockBuffers(list) for a list of tensors"

@@ -34,7 +34,7 @@ def test_signals_and_lists() -> None:
     signals = jitkern.LayerSignals(2, device="cpu")
     pairs = torch.tensor([[0, 1]], **cpu)
     jitkern.copy_blocks(*map(jitkern.BlockBuffers, (far, near)), pairs, signals=signals)
-    assert signals.done(1) and signals.device.type == "cpu"
+    assert signals.is_done(1) and signals.device.type == "cpu"
     outs, lses = torch.ones(3, 5, 2, 8, **cpu), torch.zeros(3, 5, 2, **cpu)
     assert jitkern.merge_states(outs, lses)[1].device.type == "cpu"
     assert jitkern.indexing(far[0], pairs).device.type == "cpu"

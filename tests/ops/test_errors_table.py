@@ -120,7 +120,7 @@ def test_mixed_devices(op: str, argument: str, came: str, expected: str) -> None
 def test_check_mistake(value: Any) -> None:
     with pytest.raises(ValueError) as caught:
         jitkern.check(value)
-    assert str(caught.value) == f"check: device: {value}, expected a GPU or the CPU"
+    assert str(caught.value) == f"check: device: {value!r}, expected 'cpu', 'cuda' or 'cuda:N'"
     for right in (None, "cpu", torch.device("cpu")):
         jitkern.check(right)
 

@@ -175,7 +175,11 @@ def mistakes() -> list[Mistake]:
         *common.not_words("format", NAMES, "mxfp4", "FP8", optional=True, a_list="list"),
         ({"format": "fp8_dsmla"}, ValueError,
          f"format: 'fp8_dsmla', expected {NAMES}; did you mean 'fp8_ds_mla'?"),
-        ({"format": None}, TypeError, "format: None, expected the name of a format"),
+        ({"format": None}, TypeError,
+         f"format: None, expected {NAMES}; without a format: indexing"),
+        ({**mla, "outputs": wide}, ValueError,
+         "outputs: shape [3, 576], expected rows of a multiple of 128 values; give two, such as "
+         "outputs.split([512, 64], dim=1)"),
         *common.not_tensors(good, "count", optional="count"),
         *common.read_only(good, "count"),
         *(({"count": good["count"].to(dtype)}, TypeError,

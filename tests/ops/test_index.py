@@ -247,13 +247,15 @@ _PART = {"vocab_range": (10, 30)}
 def _no_ranges(name: str, change: dict[str, object]) -> list[Mistake]:
     wrong: list[tuple[Any, str]] = [
         (5, ": int, expected (start, length)"),
-        ((1, 2, 3), ": list or tuple, expected (start, length)"),
         *(((one[name], 5), f"[0]{one_text.removeprefix(name)}")
           for one, _, one_text in common.not_ints(name)),
         ((0, 5.0), "[1]: float, expected an int"),
         ((0, None), "[1]: None, expected an int"),
     ]  # fmt: skip
-    return [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
+    table: list[Mistake]
+    table = [({**change, name: value}, TypeError, f"{name}{text}") for value, text in wrong]
+    text = f"{name}: a list of 1, expected (start, length)"
+    return [*table, ({**change, name: (5,)}, ValueError, text)]
 
 
 def mistakes_of_ranges() -> list[Mistake]:

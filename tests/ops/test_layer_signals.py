@@ -29,7 +29,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
     layers = make_list(device, 4096)[1]
     dst, seen = BlockBuffers(layers), [torch.empty_like(layer) for layer in layers]
     signals = LayerSignals(num_signals, device=device)
-    assert not signals.done(0)
+    assert not signals.is_done(0)
     assert repr(signals) == f"LayerSignals(0 of {num_signals} layers done, on {signals.device})"
     with pytest.raises(RuntimeError, match=r"LayerSignals.wait: no copy was queued"):
         signals.wait(0)
@@ -48,7 +48,7 @@ def test_signals(device: torch.device, num_signals: int) -> None:
                 signals.wait(layer * num_signals // LAYERS)
                 seen[layer].copy_(layers[layer])
         synchronize(device)
-        assert all(map(signals.done, range(num_signals)))
+        assert all(map(signals.is_done, range(num_signals)))
         assert f"({num_signals} of {num_signals} layers done" in repr(signals)
         for a, b in pairs.tolist():
             for layer in range(LAYERS if a >= 0 and b >= 0 else 0):
@@ -62,7 +62,7 @@ def test_signals_of_an_empty_copy(device: torch.device) -> None:
         for on in (CPU, device):
             copy_blocks(src, dst, pairs.to(on), src_block_dim=0, signals=signals)
             synchronize(device)
-            assert all(map(signals.done, range(LAYERS)))
+            assert all(map(signals.is_done, range(LAYERS)))
 
 
 @pytest.mark.cuda

@@ -307,7 +307,7 @@ def good_arguments() -> dict[str, Any]:
         "src": torch.ones(20, 8),
         "descriptors": torch.tensor([[0, 8, 100], [64, 200, 8]]),
         "count": torch.tensor([2]),
-        "num_slots": 1,
+        "max_pushes": 1,
     }
 
 
@@ -357,8 +357,8 @@ def mistakes() -> list[Mistake]:
          "descriptors[:, 3]: -2 in descriptor 0, expected 0 or more; nothing was written"),
     ]  # fmt: skip
     for wrong in (2, None, torch.ones(2).numpy()):
-        text = "num_slots: given, expected a DescriptorRing as descriptors"
-        table.append(({"num_slots": wrong}, ValueError, text))
+        text = "max_pushes: given, expected a DescriptorRing as descriptors"
+        table.append(({"max_pushes": wrong}, ValueError, text))
     return table
 
 

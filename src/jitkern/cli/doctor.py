@@ -16,9 +16,9 @@ import jitkern
 from jitkern.arch import SUPPORTED_ARCHS, Arch, gpu_archs, requested_archs
 from jitkern.cache.get import KERNELS, Searched, caches
 from jitkern.cli import ui
-from jitkern.cli.cache import describe
+from jitkern.cli.cache import describe, require_folder
 from jitkern.env import settings, unknown_variables, variables
-from jitkern.errors import CacheError, JitkernError, UnsupportedError
+from jitkern.errors import JitkernError, UnsupportedError
 from jitkern.fs import require_writable
 from jitkern.version import __version__
 
@@ -180,9 +180,8 @@ def _cache(searched: Searched) -> str:
     cache.check()
     if not cache.read_only:
         require_writable(cache.root, "set JITKERN_CACHE_DIR to a directory of yours")
-    elif searched.source != "shipped" and not cache.root.is_dir():
-        raise CacheError(f"{cache.root}: no such directory; make it, or take it out of the path")
-    return describe(cache)
+    require_folder(searched)
+    return describe(searched)
 
 
 def kernels_wheel(gpus: Sequence[Arch] = ()) -> str:

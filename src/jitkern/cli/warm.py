@@ -28,6 +28,7 @@ EXAMPLE = """
 jitkern warm --row-bytes 656
 jitkern warm --row-bytes 256,1024 --op store_cache,indexing --arch 9.0,10.0 --out kernels/
 jitkern warm --row-bytes 1024 --head-dim 64,128 --arch 9.0
+jitkern warm --format fp8_ds_mla,fp8_index_k --arch 9.0
 jitkern warm --replay run.jsonl --arch 9.0
 jitkern warm --replay run.jsonl --check
 """

@@ -12,15 +12,25 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from jitkern.env import process_environment, settings
 from jitkern.errors import UnsupportedError
+from jitkern.names import no_attribute
 
 __all__ = ["plug_into_sglang", "plug_into_vllm"]
+_ENGINES = ("minisgl", "sglang", "vllm")
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        if name not in _ENGINES:
+            raise no_attribute(__name__, name)
+        return import_module(f"{__name__}.{name}")  # without the engine, its ImportError
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "minisgl", "sglang", "vllm"])
+    return sorted([*__all__, *_ENGINES])
 
 
 _logged: set[tuple[str, str]] = set()

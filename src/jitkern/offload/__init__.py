@@ -19,10 +19,6 @@ from jitkern.offload.residency import ResidencyMap as ResidencyMap
 from jitkern.offload.residency import ResidencyStats as ResidencyStats
 from jitkern.offload.ring import DescriptorRing as DescriptorRing
 from jitkern.offload.ring import RingServer as RingServer
-from jitkern.ops.block_buffers import BlockBuffers as BlockBuffers
-from jitkern.ops.block_buffers import LayerSignals as LayerSignals
-from jitkern.ops.copy_blocks import copy_blocks as copy_blocks
-from jitkern.ops.memcpy_2d import memcpy_2d_async as memcpy_2d_async
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
     __all__, __getattr__, __dir__ = _attach(__name__)

@@ -51,7 +51,7 @@ class ResidencyStats:
     """Rows that were in the cache."""
     misses: int
     """Rows that were fetched, or that a plan has."""
-    num_bytes: int
+    moved_bytes: int
     """Bytes that ``swap_in`` has fetched."""
 
 

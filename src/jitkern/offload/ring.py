@@ -157,9 +157,9 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
             name_unreadable(error, _PUSH, descriptors=descriptors)
         return ticket if ticket >= 0 else None
 
-    def done(self, ticket: int) -> bool:
+    def is_done(self, ticket: int) -> bool:
         """Return whether the bytes of the push have been copied."""
-        return self._is_done("DescriptorRing.done", ticket, 0)
+        return self._is_done("DescriptorRing.is_done", ticket, 0)
 
     def wait(self, ticket: int, *, timeout_s: float = _WAIT_S) -> None:
         """Wait until the bytes of the push have been copied; TimeoutError after ``timeout_s``.
@@ -202,7 +202,7 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         if self._closed:
             return
         if self._server is not None:
-            self._server.stop()
+            self._server.close()
         self._memory.close()
         self._closed = "the ring is closed; make another one"
         _open.discard(self)
@@ -224,14 +224,14 @@ class DescriptorRing(AbstractContextManager["DescriptorRing"]):
         if self._closed:
             raise RuntimeError(f"DescriptorRing: {self._closed}")
 
-    def _unpack(self, src: Tensor, dst: Tensor, num_slots: int) -> None:
+    def _unpack(self, src: Tensor, dst: Tensor, max_pushes: int) -> None:
         """Implement ``unpack`` of a ring."""
         self._require_open()
-        if type(num_slots) is not int or num_slots != 1:
-            num_slots = int_arg("unpack", "num_slots", num_slots, 1, self.num_slots)
+        if type(max_pushes) is not int or max_pushes != 1:
+            max_pushes = int_arg("unpack", "max_pushes", max_pushes, 1, self.num_slots)
         _require_writable("unpack", dst, src)
         try:
-            self._consume(src, dst, num_slots)
+            self._consume(src, dst, max_pushes)
         except (TypeError, ValueError):
             raise  # nothing was queued
         except Exception as error:
@@ -317,7 +317,7 @@ class RingServer:
         """Whether the kernel has been queued and has not ended yet."""
         return self._ended is not None and not self._ended.query()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the kernel and wait for it. It first completes the push that it is copying."""
         if self._ended is not None:
             self._request_stop()
@@ -350,7 +350,7 @@ class RingServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
 
 def _stop_all() -> None:

@@ -186,7 +186,7 @@ class LayerSignals:
     >>> copy = dict(src_block_dim=0, signals=signals)
     >>> jitkern.copy_blocks(pool, jitkern.BlockBuffers(cache), pairs, **copy)
     >>> signals.wait(0)  # the current stream: attention of layer 0 may follow
-    >>> signals.done(3)
+    >>> signals.is_done(3)
     True
     """
 
@@ -225,9 +225,9 @@ class LayerSignals:
             handle = (stream or torch.cuda.current_stream(self.device)).cuda_stream
         self._wait(self._handle, layer, handle)
 
-    def done(self, layer: int) -> bool:
+    def is_done(self, layer: int) -> bool:
         """Tell whether this layer of the last copy has arrived, without a driver call."""
-        return bool(self._is_done(self._handle, self._layer_arg("LayerSignals.done", layer)))
+        return bool(self._is_done(self._handle, self._layer_arg("LayerSignals.is_done", layer)))
 
     def _layer_arg(self, call: str, layer: int) -> int:
         if type(layer) is int and 0 <= layer < self.num_layers:
@@ -235,7 +235,7 @@ class LayerSignals:
         return int_arg(call, "layer", layer, 0, self.num_layers - 1, error=IndexError)
 
     def __repr__(self) -> str:
-        num_done = sum(map(self.done, range(self.num_layers)))
+        num_done = sum(map(self.is_done, range(self.num_layers)))
         return f"LayerSignals({num_done} of {self.num_layers} layers done, on {self.device})"
 
     def __tvm_ffi_object__(self) -> Any:

@@ -41,12 +41,17 @@ _BF16 = 2
 _MOST_ELEMS = 16  # values of a lane's vector, as in csrc/ops/formats.cc
 
 # Numbers of Format for C++: names would take 0.1 us more.
-NUMBERS = {name: number for number, name in enumerate((None, *FORMATS), -1)}
+NUMBERS: dict[str | None, int] = {name: number for number, name in enumerate(FORMATS)}
+NO_FORMAT = -1  # kNoFormat of csrc/ops/formats_host.h
 
 
 def number_of(op: str, format: Any) -> int:  # noqa: A002 - the argument's name
     """Return the number of a format. TypeError or ValueError for what names none."""
-    return NUMBERS[None if format is None else choice_arg(op, "format", format, FORMATS)]
+    if format is None and op == "gather_rows":
+        *others, last = map(repr, FORMATS)
+        expected = f"{', '.join(others)} or {last}; without a format: indexing"
+        raise TypeError(f"{op}: format: None, expected {expected}")
+    return NO_FORMAT if format is None else NUMBERS[choice_arg(op, "format", format, FORMATS)]
 
 
 @cache

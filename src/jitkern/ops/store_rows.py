@@ -13,7 +13,7 @@ from jitkern.lazy import torch
 from jitkern.ops import dispatch, formats
 from jitkern.ops._ops import FormatName, TorchOverload, no_result
 from jitkern.ops.dispatch import inference_mode
-from jitkern.ops.formats import NUMBERS
+from jitkern.ops.formats import NO_FORMAT, NUMBERS
 
 ScaleRule = Literal["pow2", "fp32"]
 WRITES_SCALES = {"fp8_per_token_head", "int8_per_token_head"}
@@ -27,6 +27,7 @@ def kernels(format: str) -> list[DeviceModule]:  # noqa: A002 - the option --for
 
 
 _store_rows = host.Function("store_rows")
+_NUMBERS = {None: NO_FORMAT, **NUMBERS}
 
 
 def _through_torch(
@@ -128,7 +129,7 @@ def store_rows(
     """
     call = _store_rows.call
     try:
-        number = NUMBERS[format]
+        number = _NUMBERS[format]
     except (KeyError, TypeError):
         number = formats.number_of("store_rows", format)
     written = as_tuple(cache)

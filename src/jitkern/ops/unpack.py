@@ -84,7 +84,7 @@ _unpack = host.Function("unpack")
 class Ring(Protocol):
     """The part of ``offload.DescriptorRing`` that ``unpack`` calls; ops do not import offload."""
 
-    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, num_slots: int) -> None: ...
+    def _unpack(self, src: torch.Tensor, dst: torch.Tensor, max_pushes: int) -> None: ...
 
 
 _ring_type: type | None = None  # DescriptorRing, once it is imported
@@ -102,7 +102,7 @@ def _through_torch(
     descriptors: torch.Tensor | Ring,
     *,
     count: torch.Tensor | None = None,
-    num_slots: int = 1,
+    max_pushes: int = 1,
 ) -> None:
     if type(descriptors) is _ring_type:
         # torch.compile breaks the graph and calls unpack itself, unless fullgraph=True.
@@ -110,13 +110,13 @@ def _through_torch(
             "unpack: descriptors: DescriptorRing, expected a tensor inside of a graph of "
             "torch.compile; call it outside, or compile without fullgraph=True"
         )
-    _check_no_slots(num_slots)
+    _check_no_pushes(max_pushes)
     dispatch.through_torch("unpack", src=src, dst=dst, descriptors=descriptors, count=count)
 
 
-def _check_no_slots(num_slots: Any) -> None:
-    if type(num_slots) is not int or num_slots != 1:
-        raise ValueError("unpack: num_slots: given, expected a DescriptorRing as descriptors")
+def _check_no_pushes(max_pushes: Any) -> None:
+    if type(max_pushes) is not int or max_pushes != 1:
+        raise ValueError("unpack: max_pushes: given, expected a DescriptorRing as descriptors")
 
 
 @dispatch.traced_as(_through_torch)
@@ -126,7 +126,7 @@ def unpack(
     descriptors: torch.Tensor | Ring,
     *,
     count: torch.Tensor | None = None,
-    num_slots: int = 1,
+    max_pushes: int = 1,
 ) -> None:
     """Copy pieces of ``src`` to the places in ``dst`` that descriptors name.
 
@@ -136,7 +136,7 @@ def unpack(
     passed the call.
 
     With a ring, a call consumes the pushes that are complete when the GPU reaches it, in order, up
-    to ``num_slots``. It never waits for a push. After its copies, the slots are free and
+    to ``max_pushes``. It never waits for a push. After its copies, the slots are free and
     ``offload.DescriptorRing.wait`` returns. Each replay of a captured call consumes the pushes made
     until then. If two calls on one ring run at the same time, the GPU refuses the second, and a
     later call raises RuntimeError.
@@ -155,14 +155,14 @@ def unpack(
     count : Tensor, optional
         One int32 or int64 on the device of ``descriptors``: only the first ``count`` are used.
         Clamped to the range from 0 to the number of descriptors.
-    num_slots : int, optional
+    max_pushes : int, optional
         With a ring: the maximum number of pushes that the call consumes.
 
     Raises
     ------
     TypeError, ValueError
         A wrong dtype, device, shape or stride; pageable memory; memory that overlaps;
-        ``descriptors`` on the CPU during graph capture; ``num_slots`` without a ring, ``count``
+        ``descriptors`` on the CPU during graph capture; ``max_pushes`` without a ring, ``count``
         with a ring. Nothing was written.
     RuntimeError
         An argument requires grad, or an output is an inference tensor outside of inference mode.
@@ -175,9 +175,9 @@ def unpack(
     if type(descriptors) is _ring_type:
         if count is not None:
             raise ValueError("unpack: count: given, expected None: a push of a ring has its own")
-        cast("Ring", descriptors)._unpack(src, dst, num_slots)
+        cast("Ring", descriptors)._unpack(src, dst, max_pushes)
         return
-    _check_no_slots(num_slots)
+    _check_no_pushes(max_pushes)
     call = _unpack.call
     if inference_mode.is_enabled() or dispatch.is_plain((dst,), (src,)):
         try:

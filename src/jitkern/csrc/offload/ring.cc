@@ -103,15 +103,15 @@ class DescriptorRing {
     return await(most_us, [&] { return producer_.is_done(static_cast<u64>(ticket)); });
   }
 
-  // Consumes up to `num_slots` pushes in order, as unpack_ring.cu does. If a descriptor is out of
+  // Consumes up to `max_pushes` pushes in order, as unpack_ring.cu does. If a descriptor is out of
   // range, nothing of its push is copied.
-  void consume(AnyView src_arg, AnyView dst_arg, i64 num_slots) {
+  void consume(AnyView src_arg, AnyView dst_arg, i64 max_pushes) {
     const UnpackSides sides(src_arg, dst_arg);
     for (const Rows* side : {&sides.src, &sides.dst}) {
       if (side->on_cuda()) side->value_error("device " + side->device_name(), "cpu");
     }
     const std::lock_guard<std::mutex> lock(consuming_);
-    for (i64 taken = 0; taken < num_slots; ++taken) {
+    for (i64 taken = 0; taken < max_pushes; ++taken) {
       u32 count = 0;
       const Descriptor* const from = consumer_.find(next_, &count);
       if (from == nullptr) return;
@@ -245,7 +245,7 @@ class RingOnGpu {
     boards_ = reinterpret_cast<RingBoard*>(at + memory.boards);
   }
 
-  void consume(AnyView src, AnyView dst, i64 num_slots) {
+  void consume(AnyView src, AnyView dst, i64 max_pushes) {
     const UnpackSides sides = checked_sides(src, dst);
     const CollectiveScope scope(sides.on_gpu().ordinal());
     const Kernel& kernel = kernels().find(scope.device, Spec()).entries[kConsume];
@@ -254,9 +254,9 @@ class RingOnGpu {
     params.ring.fault = scope.device.fault_device;
     params.unpack = unpack_params(sides, scope.device);
     params.board = boards_ + params.ring.call % kBoards;
-    params.most = static_cast<u32>(num_slots);
+    params.most = static_cast<u32>(max_pushes);
     // More than a warp per segment does not help.
-    const i64 most = num_slots * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
+    const i64 most = max_pushes * params.ring.ring.max_descriptors + sides.dst.row_bytes / 512;
     const i64 blocks = std::min<i64>(scope.device.num_sms, ceil_div(32 * most, kernel.num_threads));
     scope.launch(kernel, blocks, params);
     scope.raise_earlier();

@@ -15,11 +15,8 @@ constexpr i64 kDefaultBlockDim = 1;  // the default of ops/copy_blocks.py
 // -- pairs ---------------------------------------------------------------------------------------
 
 PairsArg::PairsArg(AnyView pairs, AnyView count_arg) {
-  const auto is_tensor = [](const tvm::ffi::Any& value) {
-    return value.as<tvm::ffi::Tensor>().has_value();
-  };
   both = pairs.as<tvm::ffi::Array<tvm::ffi::Any>>();
-  if (!both || both->size() != 2 || !is_tensor((*both)[0]) || !is_tensor((*both)[1])) {
+  if (!both || both->size() != 2) {
     const Tensor tensor(kCopyBlocks, "pairs", pairs);
     require_last_dim(tensor, 2, "source block, destination block",
                      "; a tuple of two vectors works too");

@@ -32,7 +32,7 @@ Grid groups_of(const Tensor& values, i64 group_bytes) {
 }
 
 // Values as [rows, groups]. The groups of a format without a size of groups are heads.
-Grid grid_of(const Tensor& values, int group, bool is_given) {
+Grid grid_of(const Tensor& values, int group, bool is_given, bool lacks_rest) {
   const DLTensor& dl = *values.dl;
   if (group == 0 && dl.ndim == 3) return Grid(values, 0, 1, 2);
   if (group == 0 && dl.ndim != 2) values.shape_error("[rows, heads, dim] or [rows, dim]");
@@ -44,7 +44,12 @@ Grid grid_of(const Tensor& values, int group, bool is_given) {
   const i64 group_bytes = cut == 0 ? row_bytes : cut * values.item_bytes();
   if (group == 0 && row_bytes == 0) values.shape_error("rows of 1 value or more");
   if (row_bytes == 0 || row_bytes % group_bytes != 0) {
-    values.shape_error(str("rows of a multiple of ", group, " values"));
+    const i64 rest = row_bytes / values.item_bytes() % group;
+    const i64 whole = row_bytes / values.item_bytes() - rest;
+    const std::string split = str(values.arg, ".split([", whole, ", ", rest, "], dim=1)");
+    const bool fits_two = lacks_rest && whole > 0;
+    values.shape_error(str("rows of a multiple of ", group, " values",
+                           fits_two ? "; give two, such as " + split : ""));
   }
   return groups_of(values, group_bytes);
 }
@@ -159,7 +164,7 @@ void FormatCall::add(const FormatSide& side) {
   if (!from_host) indices.same_device(side.cache);
   side.values.same_device(home);
   const int type = float_type(side.values);
-  const Grid values = grid_of(side.values, row.group, row.is_given());
+  const Grid values = grid_of(side.values, row.group, row.is_given(), row.has_rest && !side.rest);
   require_rows(side.values, values.outer, indices);
   FormatShape shape{values.inner, values.row_bytes / values.item_bytes(), 0, type};
   if (shape.group == 0 || shape.groups == 0) side.values.shape_error("rows of 1 value or more");

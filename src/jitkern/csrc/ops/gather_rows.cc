@@ -31,7 +31,6 @@ void gather_by_cpu(const FormatCall& call, i64 count) {
 void gather_rows(AnyView caches, AnyView indices_arg, AnyView outputs, AnyView format_number,
                  AnyView scales, AnyView count_arg) {
   const int format = format_number.cast<int>();
-  if (format == kNoFormat) raise_type_error(kOp, "format", nullptr, "the name of a format");
   const RowsArgs args(kOp, kRows, caches, outputs, scales, format);
   const Indices indices(kOp, "indices", indices_arg);
   const CountArg count(kOp, count_arg, indices);

@@ -67,7 +67,10 @@ struct Range {
 // Checks a range (start, length) of at most `num_rows` rows, which are `rows`.
 Range range_arg(const char* arg, AnyView value, i64 num_rows, const char* rows) {
   const auto pair = value.as<Array<Any>>();
-  if (!pair || pair->size() != 2) raise_type_error(kOp, arg, value, "(start, length)");
+  if (!pair) raise_type_error(kOp, arg, value, "(start, length)");
+  if (pair->size() != 2) {
+    raise_value_error(kOp, arg, str("a list of ", pair->size()), "(start, length)");
+  }
   Range range{arg, int_arg(kOp, str(arg, "[0]").c_str(), (*pair)[0]), 0};
   range.length = int_arg(kOp, str(arg, "[1]").c_str(), (*pair)[1]);
   // Kernels subtract unsigned: beyond kMaxIndex negative indices would match.

@@ -121,6 +121,9 @@ void MergeCall::finish(AnyView out_arg, AnyView lse_arg) {
   }
   check_written(*out, partials, lses);
   if (!is_none(lse_arg)) {
+    if (!lse_arg.try_cast<DLTensor*>().has_value()) {
+      raise_type_error(op, "lse", lse_arg, "a tensor, None or False");
+    }
     lse = lse_rows(Tensor(op, "lse", lse_arg), *out, heads_first);
     lse->same_device(tensor);
     lse->apart_from(*out);
