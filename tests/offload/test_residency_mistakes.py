@@ -37,8 +37,16 @@ test_mistakes_of_pin = refusals(
     ({"states": longs_of(0, 1).view(1, 2)}, ValueError, "states: shape [1, 2], expected [n]"),
     ({"states": longs_of(0, 2)}, IndexError, "states: index 2 at position 1, expected below 2"),
     ({"rows": longs_of(20, 0)}, IndexError, "rows: index 20 at position 0, expected below 20"),
-    ({"slots": longs_of(7, 8)}, IndexError, "slots: index 8 at position 1, expected a pinned slot, 7 to 7"),
-    ({"slots": longs_of(6, 7)}, IndexError, "slots: index 6 at position 0, expected a pinned slot, 7 to 7"),
+    (
+        {"slots": longs_of(7, 8)},
+        IndexError,
+        "slots: index 8 at position 1, expected a pinned slot, 7 to 7",
+    ),
+    (
+        {"slots": longs_of(6, 7)},
+        IndexError,
+        "slots: index 6 at position 0, expected a pinned slot, 7 to 7",
+    ),
 )
 test_mistakes_of_a_map = refusals(
     ResidencyMap,
