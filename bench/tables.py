@@ -235,13 +235,32 @@ def sparse_memory() -> list[str]:
     return _markdown(["context, rows", "MB of GPU memory per request", "requests in 80 GB"], body)
 
 
+def sparse_ranks() -> list[str]:
+    """Return the table of two GPUs that fetch for each other."""
+    body = []
+    for batch, share in product((8, 32), (5, 20)):
+        where = f"batch {batch}, context 32768, {share} % missing, 2 GPUs"
+        cells = [f"{batch}, {share} %"]
+        for case in (f"fetch of {where}", where):
+            rows = _rows("sparse", "sparse", case)
+            each, part = (rows[f"jitkern, {how}"]["median_us"] for how in RANKS)
+            cells += [three_digits(each), three_digits(part), f"{part / each:.2f}"]
+        body.append(cells)
+    heads = ["us; requests, missing rows"]
+    heads += [f"{what}, {how}" for what in ("fetch", "step") for how in (*RANKS, "ratio")]
+    return _markdown(heads, body)
+
+
+RANKS = ("all rows each", "a part each")
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     paragraph.partition(" ")[0]: partial(_table, paragraph)
     for paragraph in TABLES_TEXT.strip().split("\n\n")
 }
 TABLES["beside"] = beside
 TABLES |= {f"sparse-{context}": partial(sparse, context) for context in (32768, 131072)}
-TABLES["sparse-memory"] = sparse_memory
+TABLES |= {"sparse-memory": sparse_memory, "sparse-ranks": sparse_ranks}
 
 
 def with_tables(text: str) -> str:

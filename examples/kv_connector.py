@@ -42,15 +42,17 @@ class Connector:
         self.signals = LayerSignals(len(k), device=self.device)
         # All copies are on one stream: a load comes after the stores of its blocks.
         self.stream = torch.cuda.Stream() if self.device.type == "cuda" else None
-        self.free = list(range(num_host_blocks))
+        self.num_host_blocks, self.free = num_host_blocks, list(range(num_host_blocks))
         self.blocks: OrderedDict[int, int] = OrderedDict()  # from hash to host block
 
     def store(self, hashes: Sequence[int], gpu_blocks: Sequence[int]) -> None:
         """Copy the blocks that the host does not have. Reuse GPU blocks after `wait_for_stores`."""
         pairs = []
         for key, gpu_block in zip(hashes, gpu_blocks, strict=True):
-            if key not in self.blocks:
-                evicted = self.blocks.popitem(last=False)[1] if not self.free else self.free.pop()
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
+            elif len(pairs) < self.num_host_blocks:  # a block is not written twice in one call
+                evicted = self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
                 self.blocks[key] = evicted
                 pairs.append([gpu_block, evicted])
         if self.stream is not None:
@@ -113,6 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--prompts", type=int, default=12, help="prompts; three beginnings are shared"
     )
     num_prompts = parser.parse_args(argv).prompts
+    if num_prompts < 1:
+        parser.error(f"--prompts: {num_prompts}, expected 1 or more")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     num_blocks = 32
     print(f"{num_prompts} prompts, {LAYERS} layers of {num_blocks} blocks on {device}", flush=True)

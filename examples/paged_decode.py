@@ -31,14 +31,14 @@ HEADS, HEAD_DIM = 4, 64
 class PagedCache:
     """Pages of K and V, and a block table for each row of the batch."""
 
-    def __init__(self, pages: int, page_size: int, rows: int, most_pages: int, device: str) -> None:
+    def __init__(self, pages: int, page_size: int, rows: int, max_pages: int, device: str) -> None:
         shape = (pages * page_size, HEADS, HEAD_DIM)
         self.k, self.v = (torch.zeros(shape, device=device) for _ in range(2))
         self.page_size = page_size
         self.free = list(range(pages - 1, -1, -1))
         self.pages: list[list[int]] = [[] for _ in range(rows)]
         self.lengths = [0] * rows
-        self.most_pages = most_pages
+        self.max_pages = max_pages
 
     def append(self, row: int) -> int:
         """Return the slot of the row's next token, on a new page if the last one is full."""
@@ -53,7 +53,7 @@ class PagedCache:
         self.pages[row], self.lengths[row] = [], 0
 
     def tables(self) -> list[list[int]]:
-        return [pages + [0] * (self.most_pages - len(pages)) for pages in self.pages]
+        return [pages + [0] * (self.max_pages - len(pages)) for pages in self.pages]
 
 
 class Step:
@@ -63,7 +63,7 @@ class Step:
         self.cache = cache
         self.slots = torch.full((rows,), -1, device=device)  # padding, until a request comes
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.tables = torch.zeros(rows, cache.most_pages, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(rows, cache.max_pages, dtype=torch.int64, device=device)
         shape = (rows, HEADS, HEAD_DIM)
         self.q, self.k, self.v, self.out = (torch.zeros(shape, device=device) for _ in range(4))
         self.inputs = (self.q, self.k, self.v, self.slots, self.lengths, self.tables)
@@ -111,15 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60, help="decode steps")
     parser.add_argument("--batch-size", type=int, default=8, help="rows of the graph")
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
-    parser.add_argument("--most-tokens", type=int, default=48, help="per request")
+    parser.add_argument("--max-tokens", type=int, default=48, help="per request")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     dice, rows = random.Random(0), args.batch_size
     how = "one graph, replayed" if device == "cuda" else "eagerly"
     print(f"{args.steps} steps of {rows} rows on {device}, {how}", flush=True)
-    most_pages = -(-args.most_tokens // args.page_size)
-    cache = PagedCache(rows * most_pages, args.page_size, rows, most_pages, device)
+    max_pages = -(-args.max_tokens // args.page_size)
+    cache = PagedCache(rows * max_pages, args.page_size, rows, max_pages, device)
     step = Step(cache, rows, device)
 
     left = [0] * rows  # tokens still to decode for the request in each row; 0: the row is free
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for _ in range(args.steps):
         for row in range(rows):
             if left[row] == 0 and dice.random() < 0.1:
-                left[row], requests = dice.randint(1, args.most_tokens), requests + 1
+                left[row], requests = dice.randint(1, args.max_tokens), requests + 1
         slots = [cache.append(row) if left[row] else -1 for row in range(rows)]
         q, k, v = torch.randn(3, rows, HEADS, HEAD_DIM)
         news = [q, k, v, *map(torch.tensor, (slots, cache.lengths, cache.tables()))]

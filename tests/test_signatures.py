@@ -145,7 +145,7 @@ def test_a_question_is_a_name_with_is() -> None:
         for name, getter in getters.items()
         if getattr(getter, "__annotations__", {}).get("return") in ("bool", bool)
     }
-    assert questions >= {"is_done", "is_over", "is_running"}
+    assert questions >= {"is_done", "is_running"}
     assert all(name.startswith("is_") for name in questions)
 
 

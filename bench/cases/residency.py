@@ -148,10 +148,10 @@ def case_of(ctx: Context, job: Job) -> Case:
     cache = host[(resident + first_rows).flatten().cpu()].to(device)
     residency = ResidencyMap(job.batch, job.num_slots, num_rows, device=device)
     residency.row_of_slot.copy_(resident + first_rows)
-    residency.order.copy_(order)
+    residency.lru_order.copy_(order)
     slots = torch.arange(job.num_slots, dtype=torch.int32, device=device).expand_as(resident)
     residency.slot_of_row.scatter_(1, resident + first_rows, slots)
-    of_map = (residency.slot_of_row, residency.row_of_slot, residency.order)
+    of_map = (residency.slot_of_row, residency.row_of_slot, residency.lru_order)
     saved = [(tensor, tensor.clone()) for tensor in of_map]
     restores: list[Callable[[], object]] = [lambda: [t.copy_(before) for t, before in saved]]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jitkern.errors import CompileError as CompileError
     from jitkern.errors import FrozenError as FrozenError
     from jitkern.errors import JitkernError as JitkernError
-    from jitkern.errors import ShareError as ShareError
+    from jitkern.errors import PoolShareError as PoolShareError
     from jitkern.errors import ToolchainError as ToolchainError
     from jitkern.errors import UnsupportedError as UnsupportedError
     from jitkern.errors import WarmError as WarmError
@@ -83,7 +83,7 @@ _PUBLIC = {
     "jitkern.jit.template": ("KernelConfig", "make_cpp_args"),
     "jitkern.errors": (
         *("CacheError", "CommError", "CommTimeoutError", "CompileError", "FrozenError"),
-        *("JitkernError", "ShareError", "ToolchainError", "UnsupportedError", "WarmError"),
+        *("JitkernError", "PoolShareError", "ToolchainError", "UnsupportedError", "WarmError"),
     ),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

@@ -68,7 +68,7 @@ class ToolchainError(JitkernError):
     """Something needed to compile is not installed; the message ends with what to install."""
 
 
-class ShareError(JitkernError):
+class PoolShareError(JitkernError):
     """Ranks did not all arrive at a shared pool; the message says which rank did what."""
 
 

@@ -21,7 +21,7 @@ NAMES = {
     "jitkern.typing": (
         *("AllReduceAlgorithm", "Blocks", "Copy", "CppArgs", "DeclaredWrapper"),
         *("EmbeddingAlgorithm", "File", "Files", "FormatName", "FreezeMode", "LseBase"),
-        *("LseLayout", "Outcome", "Ring", "ScaleRule", "Stats", "Wrapper"),
+        *("KernelStats", "LseLayout", "Outcome", "Ring", "ScaleRule", "Wrapper"),
     ),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jitkern.cache.stats import Stats as Stats
+from jitkern.cache.stats import KernelStats as KernelStats
 from jitkern.comm.peer_reduce import AllReduceAlgorithm as AllReduceAlgorithm
 from jitkern.env import FreezeMode as FreezeMode
 from jitkern.jit.device import Wrapper as Wrapper

@@ -29,7 +29,7 @@ def output_of(name: str, device: torch.device, *argv: str) -> str:
 
 
 def test_it_is_attention_without_pages(device: torch.device) -> None:
-    argv = ["--steps", "40", "--page-size", "4", "--most-tokens", "18"]
+    argv = ["--steps", "40", "--page-size", "4", "--max-tokens", "18"]
     said = output_of(PAGED, device, *argv)
     how = "one graph, replayed" if device.type == "cuda" else "eagerly"
     assert f"40 steps of 8 rows on {device.type}, {how}\n" in said
@@ -58,6 +58,23 @@ def test_it_loads_what_prompts_share(device: torch.device) -> None:
     hits = re.findall(r"prompt \d+: (\d+) of 12 blocks loaded", said)
     assert hits == ["0"] * 3 + ["10"] * 9
     assert "40 blocks on the host, 0 wrong values\n" in said  # some were evicted
+
+
+def test_a_host_smaller_than_a_prompt(device: torch.device) -> None:
+    """No host block is written twice in a call, where its content would be undefined."""
+    shape = (6, 16, 8, 64)
+    k, v = ([torch.randn(shape, device=device).bfloat16() for _ in range(2)] for _ in "kv")
+    connector = import_module("kv_connector").Connector(k, v, num_host_blocks=2)
+    for hashes in ([1, 2, 3, 4, 5], [3, 2, 9], [9, 1, 7]):
+        blocks = torch.randperm(6)[: len(hashes)].tolist()
+        before = dict(connector.blocks)
+        connector.store(hashes, blocks)
+        connector.wait_for_stores()
+        assert len({*connector.blocks.values()}) == len(connector.blocks) == 2
+        for key, block in zip(hashes, blocks, strict=True):
+            if key in connector.blocks and key not in before:
+                stored = connector.host[connector.blocks[key], 0].cpu()
+                assert torch.equal(stored, k[0][block].flatten().cpu())
 
 
 def test_it_stores_rows_in_fp8(device: torch.device) -> None:

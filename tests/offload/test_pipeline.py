@@ -149,10 +149,10 @@ def test_an_iterator_that_is_kept_is_ended_by_with(pipeline: SlotPipeline) -> No
     run = pipeline.load(blocks, copy=bring)
     with pytest.raises(WrongError), run as slots:
         next(slots)
-        assert not run.is_over
+        assert not run.is_done
         raise WrongError
     check_is_ready(pipeline)
-    assert run.is_over and next(run, None) is None
+    assert run.is_done and next(run, None) is None
     run.close()
 
     with pytest.raises(WrongError), pipeline:

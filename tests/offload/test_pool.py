@@ -18,7 +18,7 @@ from ref import refusals
 from torch.distributed import HashStore
 
 import jitkern
-from jitkern.errors import ShareError
+from jitkern.errors import PoolShareError
 from jitkern.offload import PinnedPool, PoolShare, memory
 
 MIB = 1 << 20
@@ -119,7 +119,7 @@ def test_bytes_as_text() -> None:
 
 def test_a_share_without_a_group() -> None:
     text = "^PinnedPool: share 'a': group: torch.distributed is not initialised; call"
-    with pytest.raises(ShareError, match=text):
+    with pytest.raises(PoolShareError, match=text):
         PinnedPool(8, share=PoolShare("a"))
 
 
@@ -233,7 +233,7 @@ def test_all_raise_where_one_does_not_come(pool: Pool, becomes: str, step: str, 
     ranks = pool.start(NUM_RANKS)
     ranks[who].ask(f"instead_of({step!r}, {'end' if becomes == 'killed' else 'fail'})")
     tell_make(pool, ranks)
-    start = f"ShareError: PinnedPool: share '{NAME}': "
+    start = f"PoolShareError: PinnedPool: share '{NAME}': "
     for number, rank in enumerate(ranks):
         if number == who and becomes == "killed":
             assert rank.wait(30) == -signal.SIGKILL

@@ -151,7 +151,7 @@ class World:
     def compare_state(self) -> None:
         synchronize(self.device)
         for i, state in enumerate(self.states):
-            assert self.map.order[i].tolist() == state.order
+            assert self.map.lru_order[i].tolist() == state.order
             assert self.map.row_of_slot[i].tolist() == state.rows
             self.map.check(i)  # slot_of_row is the inverse
         for buffer, wanted in zip(self.cache.buffers, self.wanted, strict=True):
@@ -402,7 +402,7 @@ def test_states_on_streams_of_their_own() -> None:
 def test_a_state_that_is_put_back(device: torch.device) -> None:
     world, other = World(device), World(device)
     world.step([[1, 2, 3], [4, 5, 6]])
-    for name in ("slot_of_row", "row_of_slot", "order"):
+    for name in ("slot_of_row", "row_of_slot", "lru_order"):
         getattr(other.map, name).copy_(getattr(world.map, name).cpu())
     other.states = copy.deepcopy(world.states)
     for each in (world, other):
@@ -412,7 +412,7 @@ def test_a_state_that_is_put_back(device: torch.device) -> None:
 def test_a_state_that_is_not_sound_does_no_harm(device: torch.device) -> None:
     """Slots and rows out of range are no hits and no victims."""
     world = World(device)
-    world.map.order[0, :4] = world.ints([-1, SLOTS, 2**31 - 1, -(2**31)], torch.int32)
+    world.map.lru_order[0, :4] = world.ints([-1, SLOTS, 2**31 - 1, -(2**31)], torch.int32)
     world.map.row_of_slot[0, 4], world.map.slot_of_row[0, 5] = 2**31 - 1, SLOTS
     rows = world.ints([[5, 6, 5]])
     slots_out, plan = world.outputs(rows)
@@ -422,7 +422,7 @@ def test_a_state_that_is_not_sound_does_no_harm(device: torch.device) -> None:
 
 CORRUPTIONS = {
     "order is no permutation of the slots": (
-        *(("order", 3, 2), ("order", 3, -1), ("order", 0, SLOTS)),
+        *(("lru_order", 3, 2), ("lru_order", 3, -1), ("lru_order", 0, SLOTS)),
     ),
     "slot_of_row and row_of_slot hold different rows": (
         *(("row_of_slot", 7, 9), ("row_of_slot", 7, 31), ("row_of_slot", 0, -1)),

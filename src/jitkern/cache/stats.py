@@ -18,7 +18,7 @@ _log = logging.getLogger("jitkern")
 
 
 @dataclass(frozen=True)
-class Stats:
+class KernelStats:
     """Counts of look-ups and builds, returned by ``stats``.
 
     Attributes
@@ -47,15 +47,15 @@ _counts: Counter[str] = Counter()
 
 
 def count(name: str) -> None:
-    """Add one to the count `name`, an attribute of Stats."""
+    """Add one to the count `name`, an attribute of KernelStats."""
     with _guard.value:
         _counts[name] += 1
 
 
-def stats() -> Stats:
+def stats() -> KernelStats:
     """Return the counts of this process so far."""
     with _guard.value:
-        return Stats(**_counts)
+        return KernelStats(**_counts)
 
 
 def count_lookup(entry: Entry, source: Source, ms: float) -> None:

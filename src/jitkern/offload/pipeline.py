@@ -132,7 +132,7 @@ class PipelineRun(AbstractContextManager["PipelineRun"], Iterator[PipelineSlot])
         return next(self._steps)  # type: ignore[no-any-return]
 
     @property
-    def is_over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the run has ended."""
         return self._steps.gi_frame is None
 
@@ -402,7 +402,7 @@ class SlotPipeline:
 
     def _active_run(self) -> PipelineRun | None:
         run = None if self._run is None else self._run()
-        return None if run is None or run.is_over else run
+        return None if run is None or run.is_done else run
 
     # -- sessions: one run, or all runs in a `with` body -------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from jitkern import fs
 from jitkern.args import dtype_arg, int_arg, optional_arg, shape_arg, type_text
 from jitkern.env import parse_bytes
-from jitkern.errors import ShareError
+from jitkern.errors import PoolShareError
 from jitkern.offload import memory
 from jitkern.offload.memory import PinnedMemory
 
@@ -85,7 +85,7 @@ class PinnedPool(AbstractContextManager["PinnedPool"]):
         There is not enough free memory; Linux would kill the process later.
     RuntimeError
         CUDA cannot register the memory.
-    ShareError
+    PoolShareError
         On every rank: a rank is missing, has ended or failed, or asked for other `num_bytes`.
     """
 
@@ -190,7 +190,7 @@ def _make_shared(num_bytes: int, share: PoolShare) -> PinnedMemory:
 
 @contextmanager
 def _meeting(share: PoolShare, num_bytes: int) -> Iterator[Rendezvous]:
-    """Connect the ranks of a shared pool while they make it; turn errors into ShareError."""
+    """Connect the ranks of a shared pool while they make it; turn errors into PoolShareError."""
     from jitkern.comm.rendezvous import Rendezvous
 
     if not isinstance(share.name, str) or not fs.is_safe_name(share.name):
@@ -209,7 +209,7 @@ def _meeting(share: PoolShare, num_bytes: int) -> Iterator[Rendezvous]:
     except (TypeError, ValueError):
         raise  # a wrong argument of this rank
     except Exception as error:
-        raise ShareError(f"{name}: {str(error).removeprefix(name + ': ')}") from error
+        raise PoolShareError(f"{name}: {str(error).removeprefix(name + ': ')}") from error
 
 
 def _bytes_arg(num_bytes: Any) -> int:

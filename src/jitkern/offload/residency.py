@@ -89,7 +89,7 @@ class ResidencyMap:
         ``[num_states, num_rows]``, int32: the slot of each row, -1 for none.
     row_of_slot : Tensor
         ``[num_states, num_slots]``, int32: the row in each slot, -1 for none.
-    order : Tensor
+    lru_order : Tensor
         ``[num_states, num_slots - num_pinned]``, int32: slots, the least recently used first. The
         three are the whole state: copy them to save it, or to give it to another rank.
 
@@ -129,7 +129,7 @@ class ResidencyMap:
             self._rows = self._filled(num_states * num_slots + 1)
             self.slot_of_row: Tensor = self._slots[:-1].view(num_states, num_rows)
             self.row_of_slot: Tensor = self._rows[:-1].view(num_states, num_slots)
-            self.order: Tensor = self._filled(num_states, num_evictable)
+            self.lru_order: Tensor = self._filled(num_states, num_evictable)
             spare = num_states if on_gpu and num_evictable > HELD_SLOTS else 0
             next_order = self._filled(spare, num_evictable)
             counts = torch.zeros(num_states, 3, dtype=torch.int64, device=self.device)
@@ -139,7 +139,14 @@ class ResidencyMap:
             self.reset()
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # other streams may use the map
-        state = (self.slot_of_row, self.row_of_slot, self.order, next_order, counts, self._counts)
+        state = (
+            self.slot_of_row,
+            self.row_of_slot,
+            self.lru_order,
+            next_order,
+            counts,
+            self._counts,
+        )
         self._handle: Any = host.module()["make_residency"](*state)
 
     def _filled(self, *shape: int) -> Tensor:
@@ -313,16 +320,16 @@ class ResidencyMap:
         states : Tensor, optional
             ``[n]`` on the map's device, 0 or more. Default: all.
         """
-        slots = torch.arange(self.order.shape[1], dtype=torch.int32, device=self.device)
+        slots = torch.arange(self.lru_order.shape[1], dtype=torch.int32, device=self.device)
         if states is None:
             self._slots.fill_(-1)
             self._rows.fill_(-1)
-            self.order.copy_(slots.expand_as(self.order))
+            self.lru_order.copy_(slots.expand_as(self.lru_order))
             return
         states = _index_arg("ResidencyMap.reset", "states", states, self.num_states, self.device)
         self.slot_of_row[states] = -1
         self.row_of_slot[states] = -1
-        self.order[states] = slots
+        self.lru_order[states] = slots
 
     def check(self, state: int) -> None:
         """Raise RuntimeError if a state is inconsistent. Synchronises.
@@ -333,7 +340,7 @@ class ResidencyMap:
         state = int_arg(
             "ResidencyMap.check", "state", state, 0, self.num_states - 1, error=IndexError
         )
-        order, rows = self.order[state].cpu(), self.row_of_slot[state].cpu()
+        order, rows = self.lru_order[state].cpu(), self.row_of_slot[state].cpu()
         slots = self.slot_of_row[state].cpu()
         wrong = ""
         if not torch.equal(order.sort().values.long(), torch.arange(len(order), device="cpu")):
