@@ -322,15 +322,13 @@ def too_long(place: int, missed: int, most: int) -> str:
 FAULTS: dict[str, dict[str, Any]] = {
     too_long(1, 13, 12): {"lists": [[1] * 13, [*range(4, 17)]], "refused": [1]},
     too_long(0, 11, 10): {"lists": [[1, 2, *range(20, 31)], [3] * 13], "refused": [0]},
-    "rows: index 40 at position 2, expected below 40": {
-        "lists": [[1, 4], [40, 1]], "refused": [1]},
+    "rows: index 40 at position 2, expected below 40": {"lists": [[1, 4], [40, 1]], "refused": [1]},
     **{f"rows: index {row} at position 1, expected below 40": {
         "lists": [[1, row], [4, 7]], "refused": [0]} for row in (2**31, 2**32 + 1, 2**63 - 1)},
     "states: index 3 at position 1, expected below 3": {
         "lists": [[8], [9]], "states": [1, 3], "refused": [1]},
     f"states: index {2**32} at position 0, expected below 3": {
-        "lists": [[8], [9]], "states": [2**32, 0], "refused": [0],
-        "dtypes": INT_DTYPES[::-1]},
+        "lists": [[8], [9]], "states": [2**32, 0], "refused": [0], "dtypes": INT_DTYPES[::-1]},
     "states: state 2 at positions ": {
         "lists": [[4], [5], [6], [7]], "states": [2, 0, 2, -1], "refused": [0, 2]},
 }  # fmt: skip

@@ -204,7 +204,7 @@ class SlotPipeline:
         self._streams = Streams(self.device, monitor is not None, max_slots is not None)
         self.load_stream, self.compute_stream, self.store_stream = self._streams.all
         self._free = deque[PipelineSlot]()  # the least recently used slot first
-        self._all: list[PipelineSlot] = []  # by index
+        self._all: list[PipelineSlot] = []
         self._resize(depth)
         # Held by a run or by `with`, from the first wait for the caller's stream to the last.
         self._session = threading.Lock()

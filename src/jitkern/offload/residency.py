@@ -139,15 +139,8 @@ class ResidencyMap:
             self.reset()
         if on_gpu:
             torch.cuda.current_stream(self.device).synchronize()  # other streams may use the map
-        state = (
-            self.slot_of_row,
-            self.row_of_slot,
-            self.lru_order,
-            next_order,
-            counts,
-            self._counts,
-        )
-        self._handle: Any = host.module()["make_residency"](*state)
+        tables = (self.slot_of_row, self.row_of_slot, self.lru_order, next_order)
+        self._handle: Any = host.module()["make_residency"](*tables, counts, self._counts)
 
     def _filled(self, *shape: int) -> Tensor:
         return torch.full(shape, -1, dtype=torch.int32, device=self.device)

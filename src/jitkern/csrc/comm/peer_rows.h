@@ -17,7 +17,7 @@ namespace jitkern {
 struct PeerCopyParams : PairCopyParams {
   i64 shifts[kMostPeers];  // from a row of `dst` to its other copies; the first is 0
   u32 num_shifts;
-  u32 rank;  // of num_ranks, which take pairs in turn; 0 of 1 with a list of this rank's pairs
+  u32 rank;  // ranks take pairs in turn; 0 of 1 if the list has only this rank's pairs
   u32 num_ranks;
   u32 list_length;    // pairs of a list: each list begins with another rank
   const u32* intact;  // PeerControl's: not kUnwritten if a barrier has failed
