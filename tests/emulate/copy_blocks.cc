@@ -209,7 +209,6 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
   const i64 longest = *std::max_element(row_bytes.begin(), row_bytes.end());
   const i64 lead = (lines_of_dst ? dst : src).lead;
   params.num_segments = segments_of(longest, lead < 0 ? 128 - vec_bytes : lead, vec_bytes);
-  params.pace_ns = random.pick({0u, 0u, 1'000'000u});  // beside a microsecond for each read
   params.src_site = kSrcSite;
   params.dst_site = kDstSite;
   params.fault = fault.record();
@@ -239,15 +238,8 @@ void one_run(const Specialisation<CopyBlocksParams>& kernel, int, Random& random
     delayed.system_fence();
     check_signals();
   };
-  const u64 begin_ns = nanoseconds();
   run_kernel(kernel, {blocks}, 64, random, params);
   on_fence = on_system_fence = nullptr;
-  const i64 batches =
-      ceil_div(last * num_layers * num_rows * params.num_segments, COPY_BLOCKS_WRITE_IN_FLIGHT);
-  const i64 waits = i64(ceil_div(batches, i64(blocks) * 2)) - 1;  // the most of a warp
-  if (lines_of_dst && i64(nanoseconds() - begin_ns) < waits * params.pace_ns) {
-    fail("batches follow each other faster than the pace");
-  }
   check_signals();
   delayed.finish();
   for (RowBuffer& buffer : dst.buffers) buffer.check();

@@ -85,8 +85,8 @@ def copy_blocks(
     One call copies N blocks of L layers: between a pool in host memory and a cache on a GPU, in
     either direction, within one GPU, or within one cache. Asynchronous on the current stream. Keep
     host memory allocated until the stream has passed the call. With ``pairs`` on the GPU the call
-    allocates nothing, and a CUDA graph can capture it. By default a concurrent decode step takes 2
-    to 6 % longer during copies to the host, and 4 to 8 % longer during copies to the GPU.
+    allocates nothing, and a CUDA graph can capture it. By default a concurrent decode step takes 1
+    to 2 % longer during copies to the host, and 4 to 6 % longer during copies to the GPU.
 
     Block tables of an engine are often on the GPU: one vector of source blocks, one of destination
     blocks, and a number of valid entries that only the GPU knows. So this op alone, of those that
@@ -111,12 +111,11 @@ def copy_blocks(
         The dimension of a tensor that counts blocks, 0 or 1. The other one counts layers. A side
         that is ``BlockBuffers`` takes none.
     method : {"auto", "sm", "engine"}
-        "auto": a kernel on 2 SMs, so that a concurrent model is slowed little. It writes to the
-        host at 32 GB/s (PCIe 5.0 x16; in proportion on other links). Exception: with ``pairs`` on
-        the CPU and a current stream other than the default stream, the copy engine copies pieces of
-        64 KiB or more. "sm": a kernel on 4 SMs, at the speed of the link. "engine", only with
-        ``pairs`` on the CPU: the copy engine, with one copy per run of blocks that are consecutive
-        on both sides. A captured graph copies the same blocks in each replay.
+        "auto": a kernel on one SM, so that a concurrent model is slowed little. Exception: with
+        ``pairs`` on the CPU and a current stream other than the default stream, the copy engine
+        copies pieces of 64 KiB or more. "sm": a kernel on 3 SMs, at the speed of the link.
+        "engine", only with ``pairs`` on the CPU: the copy engine, with one copy per run of blocks
+        that are consecutive on both sides. A captured graph copies the same blocks in each replay.
     count : Tensor, optional
         One int32 or int64 on the device of ``pairs``: only the first ``count`` pairs are copied.
         Clamped to the range from 0 to the number of pairs.

@@ -6,7 +6,6 @@
 
 #include "copy_blocks_host.h"
 #include "host/cpu_copy.h"
-#include "host/link.h"
 
 namespace jitkern {
 
@@ -73,30 +72,25 @@ void run_on_cpu(const BlockCall& call) {
 
 // -- by SMs --------------------------------------------------------------------------------------
 
-// In flight over the link with method "sm". Pieces of 4 KiB by 2 / 3 / 4 / 8 SMs: 36.8 / 48.5
-// / 49.4 / 49.5 GB/s to the GPU, 32.7 / 48.1 / 50.4 / 50.8 to the host. One contiguous copy: 55.4.
-constexpr i64 kBytesInFlight = 512 << 10;
-// The default is half of it, on 2 SMs: each SM that copies to the GPU makes a concurrent decode
-// step 2 to 4 % longer.
-constexpr i64 kBytesBesideCompute = 256 << 10;
+// In flight over the link with method "sm": 3 SMs of 16-byte vectors. Pieces of 4 KiB by 1 / 2 / 3
+// / 4 SMs: 22.7 / 44.9 / 51.0 / 51.1 GB/s to the GPU, 22.7 / 44.7 / 51.6 / 51.3 to the host.
+constexpr i64 kBytesInFlight = 384 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
-// The pace in MB/s of SMs that write to the host by default; they could write 52,000. A concurrent
-// decode step takes 1.03 to 1.05 times as long, with 2 unpaced SMs 1.05 to 1.28. At 35,000 some
-// steps took 2 to 3 times as long, as the host delays all traffic.
-constexpr i64 kPacedToHostMbS = 32'000;
 
 // The specialisation and the parameters of a call.
 struct BlockLaunch {
   CopyBlocksParams params{};
+  i64 num_pairs;
+  i64 num_segments;  // of a row
   bool lines_of_dst;
   int vec_bytes;
 
-  BlockLaunch(const LaunchScope& scope, const BlockCall& call) {
+  BlockLaunch(const LaunchScope& scope, const BlockCall& call) : num_pairs(call.pairs.size) {
     params.dst = side_of(scope, call.dst);
     params.src = side_of(scope, call.src);
     call.pairs.give_to(params);
-    params.num_layers = call.num_layers;
-    params.num_rows = call.num_rows;
+    params.num_layers = static_cast<u32>(call.num_layers);
+    params.num_rows = static_cast<u32>(call.num_rows);
     params.row_bytes = call.src.are_alike() && call.dst.are_alike() ? call.max_row_bytes : 0;
     params.fault = scope.device.fault_device;
     lines_of_dst = !call.over_link() || call.to_host();
@@ -104,7 +98,8 @@ struct BlockLaunch {
     // A piece begins at a multiple of the lowest set bit, so at most this far into a line.
     const u64 bits = (lines_of_dst ? call.dst : call.src).bits() | kHostLineBytes;
     const i64 max_lead = kHostLineBytes - static_cast<i64>(bits & ~(bits - 1));
-    params.num_segments = segments_of(call.max_row_bytes, max_lead, vec_bytes);
+    num_segments = segments_of(call.max_row_bytes, max_lead, vec_bytes);
+    params.num_segments = static_cast<u32>(num_segments);
   }
 
   const LoadedKernels& kernels(const LaunchScope& scope, int index_bytes) const {
@@ -114,38 +109,40 @@ struct BlockLaunch {
     return table.find(scope.device, Spec(vec_bytes, index_bytes, lines_of_dst));
   }
 
-  // Launches num_sms blocks. Default: enough bytes in flight over the link; all SMs within a GPU.
+  // Launches num_sms blocks. Default: one beside compute, enough bytes in flight with "sm"; all SMs
+  // within a GPU.
   void run(const LaunchScope& scope, const BlockCall& call, const LoadedKernels& kernels,
            const std::vector<Pair>* inline_pairs = nullptr) {
-    // The kernel counts batches by 32 bits: 16 TiB of 16-byte vectors.
-    const double pieces = double(params.num_pairs) * double(call.num_layers * call.num_rows);
-    const double batches = std::ceil(pieces * double(params.num_segments) / kernels.in_flight);
-    if (batches >= std::numeric_limits<u32>::max()) {
-      call.pairs.sources->value_error(str(params.num_pairs, " pairs of ", params.num_layers,
-                                          " layers of ", call.max_row_bytes, " bytes"),
+    const double pieces = double(num_pairs) * double(call.num_layers * call.num_rows);
+    const double segments = pieces * double(num_segments);
+    if (segments > kMostSegments) {
+      call.pairs.sources->value_error(str(num_pairs, " pairs of ", call.num_layers, " layers of ",
+                                          call.max_row_bytes, " bytes"),
                                       "less in one call");
     }
+    params.num_pairs = static_cast<u32>(num_pairs);
     const i64 warps = kernels.entries[0].num_threads / kWarpLanes;
     const i64 row_bytes = call.block_bytes / std::max<i64>(1, call.num_layers * call.num_rows);
-    const i64 segment = std::max<i64>(1, row_bytes / std::max<i64>(1, params.num_segments));
+    const i64 segment = std::max<i64>(1, row_bytes / std::max<i64>(1, num_segments));
     const i64 batch_bytes = kernels.in_flight * segment;
     i64 blocks = scope.device.num_sms;
     if (call.over_link()) {
-      const i64 in_flight = call.beside_compute() ? kBytesBesideCompute : kBytesInFlight;
-      blocks = std::min(ceil_div(in_flight, warps * batch_bytes), kMaxDefaultSms);
+      // Beside compute one SM: a decode step takes 1.04 to 1.06 times as long beside a copy to the
+      // GPU, 1.01 to 1.02 beside one to the host, 1.07 to 1.08 beside both (44 GB/s; batches of 1
+      // and 32, H200). With 2 SMs, writes paced to 32 GB/s, both took 1.13 to 1.21 (63 GB/s).
+      blocks = call.beside_compute()
+                   ? 1
+                   : std::min(ceil_div(kBytesInFlight, warps * batch_bytes), kMaxDefaultSms);
     }
-    const i64 useful = std::max<i64>(1, ceil_div(static_cast<i64>(batches), warps));
+    const i64 useful =
+        std::max<i64>(1, ceil_div(static_cast<i64>(segments), warps * kernels.in_flight));
     blocks = std::min({useful, call.num_sms.value_or(blocks), i64(scope.device.num_sms)});
-    if (call.beside_compute() && call.to_host()) {
-      params.pace_ns = static_cast<u32>(blocks * warps * batch_bytes * 1000 /
-                                        scaled_to_link(scope.device.ordinal, kPacedToHostMbS));
-    }
     // Last, as everything above may raise: signals that have begun must be set by a copy.
     if (call.signals) params.signals = call.signals->begin(scope);
     if (inline_pairs == nullptr) return scope.launch(kernels.entries[0], blocks, params);
     InlineBlocksParams with_pairs;
     static_cast<CopyBlocksParams&>(with_pairs) = params;
-    write_pairs(*inline_pairs, 0, params.num_pairs, {with_pairs.inline_pairs, 4});
+    write_pairs(*inline_pairs, 0, num_pairs, {with_pairs.inline_pairs, 4});
     scope.launch(kernels.entries[0], blocks, with_pairs);
   }
 
@@ -184,7 +181,7 @@ void copy_blocks_by_sms(const LaunchScope& scope, const BlockCall& call,
   }
   const auto count = static_cast<i64>(listed->size());
   if (count == 0 && call.signals == nullptr) return;
-  launch.params.num_pairs = count;
+  launch.num_pairs = count;
   launch.params.count = nullptr;
   launch.params.dst_blocks = nullptr;
   const bool narrow = std::max(call.src.num_blocks(), call.dst.num_blocks()) <= i64(1) << 31;

@@ -6,11 +6,10 @@
 // neighbouring segments.
 //
 // Stores that fill the link to the host delay all memory traffic of the GPU: beside 2 SMs a decode
-// step takes 1.1 to 1.3 times as long, 1.03 to 1.05 if they are paced to 32 GB/s.
+// step takes 1.1 to 1.3 times as long, beside 1 SM 1.01 to 1.02 (20 GB/s).
 #include <jitkern/copy.cuh>
 
 #include "copy_blocks.h"
-#include "system_memory.cuh"
 
 namespace jitkern {
 
@@ -40,23 +39,21 @@ struct CopyBlocks {
   static constexpr i64 kSegmentBytes = segment_bytes(kVecBytes);
 
   static __device__ void run(const Params& p) {
-    const u64 rows = static_cast<u64>(num_pairs(p)) * static_cast<u64>(p.num_layers * p.num_rows);
-    const u64 num_segments = rows * static_cast<u64>(p.num_segments);
-    // A batch is kInFlight segments. The host checks that 32 bits count the batches.
-    const u32 num_batches = static_cast<u32>((num_segments + kInFlight - 1) / kInFlight);
+    // At most kMostSegments: 64-bit divisions took so many registers that a warp had 4 loads in
+    // flight instead of 8.
+    const u32 num_segments = num_pairs(p) * p.num_layers * p.num_rows * p.num_segments;
+    const u32 num_batches = (num_segments + kInFlight - 1) / kInFlight;  // of kInFlight segments
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     u32 batch = static_cast<u32>(thread_number() / kWarpLanes);
     u32 num_told = 0;  // flags that count this warp as past
-    u32 due_ns = static_cast<u32>(nanoseconds());
     Segment own = segment_of_lane(p, batch, num_segments);
     while (true) {
       if (p.signals.flags != nullptr) {
         const bool is_last = batch >= num_batches;
-        num_told = tell_layers(p.signals, num_told, is_last ? num_segments : u64(batch) * kInFlight,
+        num_told = tell_layers(p.signals, num_told, is_last ? num_segments : batch * kInFlight,
                                num_segments);
       }
       if (batch >= num_batches) return;
-      if (kLinesOf == kHostTarget && p.pace_ns > 0) due_ns = wait_for_turn(due_ns, p.pace_ns);
       batch = num_batches - batch > num_warps ? batch + num_warps : num_batches;
       own = copy_segments(p, own, batch, num_segments);
     }
@@ -69,18 +66,18 @@ struct CopyBlocks {
     u32 range;  // its bytes in the piece: the first, and the end shifted by 16
   };
 
-  static __device__ i64 num_pairs(const Params& p) {
+  static __device__ u32 num_pairs(const Params& p) {
     if (p.count == nullptr) return p.num_pairs;
     const i64 count =
         p.count_bytes == 4 ? *static_cast<const i32*>(p.count) : *static_cast<const i64*>(p.count);
-    return count < 0 ? 0 : count < p.num_pairs ? count : p.num_pairs;
+    return count < 0 ? 0 : count < i64(p.num_pairs) ? static_cast<u32>(count) : p.num_pairs;
   }
 
   // Counts this warp as past all flags whose layers end at or before `next`, its next segment.
   // The last warp past a flag sets it. Returns how many flags count this warp.
-  static __device__ u32 tell_layers(const LayerFlags& signals, u32 num_told, u64 next,
-                                    u64 num_segments) {
-    const u64 each = num_segments / signals.num_flags;  // all layers have equally many
+  static __device__ u32 tell_layers(const LayerFlags& signals, u32 num_told, u32 next,
+                                    u32 num_segments) {
+    const u32 each = num_segments / signals.num_flags;  // all layers have equally many
     if (num_told == signals.num_flags || next < (num_told + 1) * each) return num_told;
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     __syncwarp();
@@ -97,31 +94,25 @@ struct CopyBlocks {
     return num_told;
   }
 
-  // Uses 32-bit division where it can: it takes a third of the time.
-  static __device__ u64 divide(u64 value, u64 by) {
-    if (((value | by) >> 32) == 0) return static_cast<u32>(value) / static_cast<u32>(by);
-    return value / by;
-  }
-
   // Each of the first kInFlight lanes computes one segment of the batch.
-  static __device__ Segment segment_of_lane(const Params& p, u32 batch, u64 num_segments) {
+  static __device__ Segment segment_of_lane(const Params& p, u32 batch, u32 num_segments) {
     const u32 lane = threadIdx.x % kWarpLanes;
-    const u64 number = u64(batch) * kInFlight + lane;
+    const u32 number = batch * kInFlight + lane;
     if (lane >= kInFlight || number >= num_segments) return {};
-    u64 piece = divide(number, static_cast<u64>(p.num_segments));
-    const u32 segment = static_cast<u32>(number - piece * static_cast<u64>(p.num_segments));
+    u32 piece = number / p.num_segments;
+    const u32 segment = number - piece * p.num_segments;
     u32 row = 0;
     if (p.num_rows > 1) {
-      const u64 rows = piece;
-      piece = divide(rows, static_cast<u64>(p.num_rows));
-      row = static_cast<u32>(rows - piece * static_cast<u64>(p.num_rows));
+      const u32 rows = piece;
+      piece = rows / p.num_rows;
+      row = rows - piece * p.num_rows;
     }
     const bool layer_first = p.signals.flags != nullptr;
-    const u64 inner = static_cast<u64>(layer_first ? num_pairs(p) : p.num_layers);
-    const u64 slow = divide(piece, inner);
-    const u64 fast = piece - slow * inner;
-    const u64 pair = layer_first ? fast : slow;
-    const i64 layer = static_cast<i64>(layer_first ? slow : fast);
+    const u32 inner = layer_first ? num_pairs(p) : p.num_layers;
+    const u32 slow = piece / inner;
+    const u32 fast = piece - slow * inner;
+    const u32 pair = layer_first ? fast : slow;
+    const u32 layer = layer_first ? slow : fast;
     const typename Pairs::Int* const blocks = Pairs::of(p);
     const bool two_vectors = kIndexBytes != 0 && p.dst_blocks != nullptr;
     const i64 src_block = blocks[two_vectors ? pair : 2 * pair];
@@ -150,33 +141,38 @@ struct CopyBlocks {
   }
 
   // Sets `row_bytes` if it is 0.
-  static __device__ u64 address_of(const BlockSide& side, i64 layer, i64 block, u32 row,
+  static __device__ u64 address_of(const BlockSide& side, u32 layer, i64 block, u32 row,
                                    i64& row_bytes) {
     const BufferEntry* const entry = side.table != nullptr ? side.table + layer : &side.first;
     const u64 layer_bytes =
-        side.table != nullptr ? 0 : static_cast<u64>(layer) * static_cast<u64>(side.layer_bytes);
+        side.table != nullptr ? 0 : u64(layer) * static_cast<u64>(side.layer_bytes);
     if (row_bytes == 0) row_bytes = entry->piece_bytes;
     u64 at = entry->address + layer_bytes + u64(row) * static_cast<u64>(side.row_stride);
     if (side.num_parts == 1) return at + static_cast<u64>(block * entry->block_bytes);
-    const u64 whole = divide(static_cast<u64>(block), side.num_parts);
-    const u64 part = static_cast<u64>(block) - whole * side.num_parts;
-    return at + whole * static_cast<u64>(entry->block_bytes) +
-           part * static_cast<u64>(entry->part_bytes);
+    const u32 whole = static_cast<u32>(block) / side.num_parts;
+    const u32 part = static_cast<u32>(block) - whole * side.num_parts;
+    return at + u64(whole) * static_cast<u64>(entry->block_bytes) +
+           u64(part) * static_cast<u64>(entry->part_bytes);
   }
 
-  // Straight-line loops: a branch between two loads would make the second wait for the first.
+  // Straight-line loops: a branch between two loads would make the second wait for the first. So
+  // would shuffles, whose results take the registers of loads: 2 SMs read 27 GB/s of 656-byte rows.
   // Returns this lane's segment of batch `next`, whose pairs it reads while the loads are in
   // flight.
   static __device__ Segment copy_segments(const Params& p, const Segment& own, u32 next,
-                                          u64 num_segments) {
+                                          u32 num_segments) {
     const u32 offset = threadIdx.x % kWarpLanes * kVecBytes;
+    const char* source[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const u64 from = __shfl_sync(0xffffffffu, own.source, i);
+      const bool inside = is_inside(__shfl_sync(0xffffffffu, own.range, i), offset);
+      source[i] = inside ? reinterpret_cast<const char*>(from + offset) : nullptr;
+    }
     Vec<kVecBytes> value[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const u64 source = __shfl_sync(0xffffffffu, own.source, i);
-      if (is_inside(__shfl_sync(0xffffffffu, own.range, i), offset)) {
-        value[i] = load_vec<kVecBytes>(reinterpret_cast<const char*>(source + offset));
-      }
+      if (source[i] != nullptr) value[i] = load_vec<kVecBytes>(source[i]);
     }
     const Segment following = segment_of_lane(p, next, num_segments);
 #pragma unroll

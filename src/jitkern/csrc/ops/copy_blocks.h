@@ -37,13 +37,12 @@ struct CopyBlocksParams {
   const void* pairs;       // [num_pairs, 2]: source block, destination block
   const void* dst_blocks;  // destinations, if `pairs` has sources only; else null
   const void* count;       // in device memory: only the first `count` pairs are copied; null: all
-  i64 num_pairs;
-  i64 num_layers;
-  i64 num_rows;      // rows per block in one layer
+  u32 num_pairs;
+  u32 num_layers;
+  u32 num_rows;      // rows per block in one layer
+  u32 num_segments;  // segments per row: see segments_of
   i64 row_bytes;     // 0: piece_bytes of the source's entries
-  i64 num_segments;  // segments per row: see segments_of
   i32 count_bytes;   // 4 or 8
-  u32 pace_ns;       // minimum time from one batch of a warp to its next; 0: not paced
   FaultSite src_site;
   FaultSite dst_site;
   FaultRecord* fault;
@@ -60,6 +59,7 @@ static_assert(sizeof(InlineBlocksParams) <= 4096, "the limit of every driver");
 
 // A segment: one vector per lane of a warp.
 constexpr int kWarpLanes = 32;
+constexpr i64 kMostSegments = i64(1) << 31;  // of a call: 1 TiB of 16-byte vectors
 JITKERN_HOST_DEVICE constexpr int segment_bytes(int vec_bytes) { return kWarpLanes * vec_bytes; }
 
 // The number of segments of a row that begins up to `max_lead` bytes into its first line.

@@ -65,7 +65,6 @@ void PairsArg::give_to(CopyBlocksParams& params) const {
   params.dst_site = (destinations ? of_vectors : of_pairs).dst;
   params.pairs = sources->data;
   params.dst_blocks = destinations ? destinations->data : nullptr;
-  params.num_pairs = size;
   count.give_to(params);
 }
 

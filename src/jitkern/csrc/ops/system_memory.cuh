@@ -83,18 +83,4 @@ __device__ inline u64 nanoseconds() {
 
 #endif
 
-// Waits until that clock shows `due_ns`. Returns when the next turn is due: `pace_ns` later, or at
-// once if this one was too late. Times are lower halves, less than 2 s apart, to save registers.
-__device__ inline u32 wait_for_turn(u32 due_ns, u32 pace_ns) {
-  u32 now = static_cast<u32>(nanoseconds());
-  while (static_cast<i32>(now - due_ns) < 0) {
-#ifndef JITKERN_EMULATED
-    __nanosleep(100);
-#endif
-    now = static_cast<u32>(nanoseconds());
-  }
-  due_ns += pace_ns;
-  return static_cast<i32>(now - due_ns) < 0 ? due_ns : now;
-}
-
 }  // namespace jitkern
