@@ -44,6 +44,7 @@ class Case:
     reference: Callable[[Any], tuple[torch.Tensor, ...]] = _nothing
     calls: int = 1  # in one graph, rotating over the working sets
     touched_bytes: int | None = None  # per call, for the rotation; default: bytes_moved
+    is_warm: bool = False  # no rotation: all calls use the same buffers, which stay in the cache
     prepare: Callable[[Any], object] | None = None  # fills the outputs before the checked call
     restore: Callable[[], object] = lambda: None  # before the checked call and each replay, untimed
     clock: Clock = "device"  # "host": the CPU time of a call, also if it launches a kernel

@@ -64,7 +64,7 @@ def measure(ctx: Context, case: Case) -> list[Row]:
         (slow if once_ms * calls > SLOW_REPLAY_MS else fast)[impl.name] = replay
     del expected
     device: Literal["cuda", "cpu"] = "cuda" if on_gpu else "cpu"
-    clear_cache = flush_l2() if on_gpu else ctx.sync
+    clear_cache = flush_l2() if on_gpu and not case.is_warm else ctx.sync
 
     def before() -> None:
         case.restore()
@@ -78,9 +78,9 @@ def measure(ctx: Context, case: Case) -> list[Row]:
 
 
 def _working_sets(ctx: Context, case: Case) -> list[Any]:
-    """Return as many as exceed the cache; one if only the host's time is measured."""
+    """Return as many as exceed the cache; one if it is warm, or the time is the host's."""
     touched = case.touched_bytes or case.bytes_moved
-    if case.clock == "host" or not touched:
+    if case.clock == "host" or case.is_warm or not touched:
         return [case.make(0)]
     # `calls` limits them; flush_l2() between replays helps where they are less than twice the L2.
     count = min(case.calls, 2 * cache_bytes_of(ctx.device) // touched + 1)

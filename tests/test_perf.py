@@ -54,6 +54,20 @@ def test_perf_cuda_times_a_copy(init_stream: bool, graph: int | None) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("fresh", [False, True])
+def test_calls_of_a_graph_write_to_the_same_memory_unless_outputs_are_fresh(fresh: bool) -> None:
+    addresses = []
+
+    def call() -> torch.Tensor:
+        result = torch.ones(1 << 20, device="cuda")
+        addresses.append(result.data_ptr())
+        return result
+
+    perf.perf_cuda(call, cuda_graph_repetitions=4, repetitions=1, fresh_outputs=fresh)
+    assert len(set(addresses[1:])) == (4 if fresh else 1)
+
+
+@pytest.mark.cuda
 def test_compare_logs_both_bandwidths(caplog: pytest.LogCaptureFixture) -> None:
     src = torch.ones(32 << 20, dtype=torch.uint8, device="cuda")
     dst = torch.empty_like(src)

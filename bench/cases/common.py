@@ -102,11 +102,18 @@ def beside(
     copy: str = "copy kernel",
     is_small: bool = False,
 ) -> list[Row]:
-    """Measure a case of the guard, jitkern and a copy, beside peers; a small one and a floor."""
-    name = copy if ctx.device == "cuda" else "copy_ of as many bytes"
+    """Measure a case of the guard, jitkern and a copy, beside peers.
+
+    On a GPU a small one also beside an empty kernel, and with a warm L2 cache.
+    """
+    on_gpu = ctx.device == "cuda"
+    name = copy if on_gpu else "copy_ of as many bytes"
     impls = [case.ours(), *peers, replace(case.impls[1], name=name)]
-    impls += [empty_kernel()] if is_small and ctx.device == "cuda" else []
-    return measure(ctx, replace(case, impls=impls))
+    if not (is_small and on_gpu):
+        return measure(ctx, replace(case, impls=impls))
+    case = replace(case, impls=[*impls, empty_kernel()])
+    warm = replace(case, name=f"{case.name}, warm", is_warm=True)
+    return measure(ctx, case) + measure(ctx, warm)
 
 
 # -- the guard's cases -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ VOCAB, CPU_VOCAB = 131_072, 16_384
 
 def run(ctx: Context) -> Iterator[Row]:
     on_gpu = ctx.device == "cuda"
-    counts = (1, 64, 1024, 16_384, 65_536) if on_gpu else (8192,)
+    counts = (1, 64, 1024, 2048, 16_384, 65_536) if on_gpu else (8192,)
     if ctx.quick:
         counts = counts[-1:]
     # (bytes of a row, rows, whether half of them lie in another rank's part)
@@ -31,7 +31,7 @@ def run(ctx: Context) -> Iterator[Row]:
     all_sizes += [(8192, rows, True) for rows in counts[-3::2]] + [(656, counts[-1], True)]
     for size in all_sizes:
         case = case_of(ctx, *size)
-        yield from common.beside(ctx, case, _peers(ctx, *size), is_small=size[1] <= 1024)
+        yield from common.beside(ctx, case, _peers(ctx, *size), is_small=size[1] <= 2048)
 
 
 def cases(ctx: Context) -> Iterator[Case]:

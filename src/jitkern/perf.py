@@ -21,8 +21,12 @@ def perf_cuda(
     init_stream: bool = True,
     repetitions: int = 10,
     cuda_graph_repetitions: int | None = 10,
+    fresh_outputs: bool = False,
 ) -> float:
     """Return the milliseconds one call of ``f`` takes on the current CUDA device.
+
+    Caches are warm: calls follow each other, so inputs and outputs that fit the L2 cache stay
+    there.
 
     Parameters
     ----------
@@ -35,6 +39,10 @@ def perf_cuda(
     cuda_graph_repetitions : int or None
         Calls captured into one CUDA graph, which hides the launch time of the host. ``None`` or 0:
         no graph, time plain calls.
+    fresh_outputs : bool
+        Keep the results of a graph's calls, so that each call writes to memory of its own. By
+        default PyTorch gives a dropped result's memory to the next call, whose stores then hit the
+        L2 cache.
 
     Raises
     ------
@@ -51,7 +59,7 @@ def perf_cuda(
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         f()
-        replay = _graph_replay(f, graph_calls) if graph_calls else f
+        replay = _graph_replay(f, graph_calls, fresh_outputs) if graph_calls else f
         replay()
         start.record()
         for _ in range(repetitions):
@@ -71,16 +79,17 @@ def _torch_with_cuda() -> Any:
     return torch
 
 
-def _graph_replay(f: Callable[[], object], calls: int) -> Callable[[], object]:
+def _graph_replay(f: Callable[[], object], calls: int, keeps_results: bool) -> Callable[[], object]:
     """Capture `calls` calls of `f` into one CUDA graph and return its replay."""
     import torch
 
-    graph = torch.cuda.CUDAGraph()
+    graph, results = torch.cuda.CUDAGraph(), list[object]()
     with torch.cuda.graph(graph):
-        # Results are kept during the capture: the memory of a dropped result would be reused by
-        # the next call, whose stores then hit the L2.
-        results = [f() for _ in range(calls)]
-    del results
+        for _ in range(calls):
+            result = f()
+            if keeps_results:
+                results.append(result)
+            del result  # before the next call, which may take its memory
     return graph.replay
 
 
