@@ -286,24 +286,16 @@ def test_wrong_arguments_are_left_to_the_engine(case: Any, value: Any) -> None:
 def test_the_engine_keeps_what_its_tma_kernel_is_as_fast_at(
     row: int, is_packed: bool, is_its_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stores of all layers, unless it stores its rows one by one; no load of a layer."""
-    asked, calls, copies = list[Any](), list[Any](), list[Any]()
+    asked = list[Any]()
     monkeypatch.setattr(KERNELS, "use_hicache_tma_kernel", lambda **how: asked.append(how) or True)
-    monkeypatch.setattr(plug_in, "copy_blocks", lambda *sides, **_: copies.append(sides))
-    near, host = torch.ones(2, 3, 8, row, dtype=torch.uint8)
-    tables = [torch.tensor([layer.data_ptr() for layer in side]) for side in (host, near)]
-    indices = torch.arange(4)
-    dst_stride = row if is_packed else 3 * row
-    sizes = {"cache_src_stride_bytes": row, "cache_dst_stride_bytes": dst_stride}
-    target = HICACHE + "all_layer_mla"
-    args = tables[0], indices, tables[1], indices
-    plug_in.HOOKS[target](original_of(target, calls), *args, **sizes, element_size=row, page_size=4)
-    assert len(calls) == is_its_own and len(copies) == (not is_its_own)
+    host, near = torch.ones(8, 3, row, dtype=torch.uint8), torch.zeros(8, row, dtype=torch.uint8)
+    of = host.transpose(0, 1).contiguous() if is_packed else host.transpose(0, 1)
+    indices, target, calls = torch.arange(4), HICACHE + "one_layer_mla", list[Any]()
+    hook = plug_in.HOOKS[target]
+    hook(original_of(target, calls), near, indices, of[1], indices, page_size=4)
+    assert (len(calls) == 1) == (not near.any()) == is_its_own
     how = {"element_size": row, "page_size": 4, "block_quota": 4}
     assert asked == ([how] if is_its_own else [])
-    target = HICACHE + "one_layer_mla"
-    plug_in.HOOKS[target](original_of(target, calls), near[0], indices, host[0], indices)
-    assert len(calls) == is_its_own and len(copies) == 1 + (not is_its_own)
 
 
 @pytest.mark.parametrize("other", ["allocator", "pin_memory", "pages", "no GPU", ""])
