@@ -198,10 +198,10 @@ def launched(*ends: Any, **how: Any) -> str:
 
 
 def check_the_launch() -> None:
-    """One block beside compute; by "sm" three for 4 KB pieces, more for short ones."""
+    """One block beside compute; by "sm" four for 4 KB pieces, more for short ones."""
     gpu, pool = on_gpu(view(DEVICE, 8, 16, 4096)), view(PINNED, 8, 16, 4096)
     pairs = on_gpu(torch.zeros(16, 2, dtype=torch.int64))
-    for how, blocks in (({}, 1), ({"method": "sm"}, 3), ({"num_sms": 2}, 2)):
+    for how, blocks in (({}, 1), ({"method": "sm"}, 4), ({"num_sms": 2}, 2)):
         line = launched(gpu, pool, pairs, **how)
         assert "v16_i64_write of" in line and f"grid {blocks},1,1 block 1024,1,1" in line, line
     line = launched(pool, gpu, pairs)

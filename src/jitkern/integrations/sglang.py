@@ -301,8 +301,8 @@ def _row_bytes(copy: Copy, call: Call) -> int:
 def _leave_to_tma(copy: Copy, call: Call, row_bytes: int) -> None:
     """Raise LeftToEngineError if the engine has a kernel that is as fast as ours.
 
-    Its TMA kernel loads packed rows at 45 to 50 GB/s and stores them at 52, ours at 40 to 49 and 45
-    to 51. Rows of 656 bytes from a page-first pool: 23 to 26 GB/s, ours 39 (H100, H200).
+    Its TMA kernel loads packed rows at 47 to 50 GB/s and stores them at 52, ours at 46 to 50 and 51
+    to 52. Rows of 656 bytes from a page-first pool: 27 GB/s, ours 44 (H200).
     """
     from sglang.kernels.ops.kvcache import hicache
 

@@ -86,7 +86,7 @@ def copy_blocks(
     either direction, within one GPU, or within one cache. Asynchronous on the current stream. Keep
     host memory allocated until the stream has passed the call. With ``pairs`` on the GPU the call
     allocates nothing, and a CUDA graph can capture it. By default a concurrent decode step takes 1
-    to 2 % longer during copies to the host, and 4 to 6 % longer during copies to the GPU.
+    to 3 % longer during copies to the host, and 2 to 5 % longer during copies to the GPU.
 
     Block tables of an engine are often on the GPU: one vector of source blocks, one of destination
     blocks, and a number of valid entries that only the GPU knows. So this op alone, of those that
@@ -113,7 +113,7 @@ def copy_blocks(
     method : {"auto", "sm", "engine"}
         "auto": a kernel on one SM, so that a concurrent model is slowed little. Exception: with
         ``pairs`` on the CPU and a current stream other than the default stream, the copy engine
-        copies pieces of 64 KiB or more. "sm": a kernel on 3 SMs, at the speed of the link.
+        copies pieces of 64 KiB or more. "sm": a kernel on 4 SMs, at the speed of the link.
         "engine", only with ``pairs`` on the CPU: the copy engine, with one copy per run of blocks
         that are consecutive on both sides. A captured graph copies the same blocks in each replay.
     count : Tensor, optional

@@ -72,9 +72,10 @@ void run_on_cpu(const BlockCall& call) {
 
 // -- by SMs --------------------------------------------------------------------------------------
 
-// In flight over the link with method "sm": 3 SMs of 16-byte vectors. Pieces of 4 KiB by 1 / 2 / 3
-// / 4 SMs: 22.7 / 44.9 / 51.0 / 51.1 GB/s to the GPU, 22.7 / 44.7 / 51.6 / 51.3 to the host.
-constexpr i64 kBytesInFlight = 384 << 10;
+// In flight over the link with method "sm": 4 SMs of 16-byte vectors. Pieces of 4 KiB by 1 / 2 / 3
+// / 4 SMs: 22.7 / 44.9 / 51.0 / 51.1 GB/s to the GPU, 22.7 / 44.7 / 51.6 / 51.3 to the host. Rows
+// of 2 KiB at random in 1.5 GiB by 3 / 4 / 8 SMs: 40.9 / 48.5 / 52.1 to the host.
+constexpr i64 kBytesInFlight = 512 << 10;
 constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the link
 
 // The specialisation and the parameters of a call.
@@ -127,9 +128,9 @@ struct BlockLaunch {
     const i64 batch_bytes = kernels.in_flight * segment;
     i64 blocks = scope.device.num_sms;
     if (call.over_link()) {
-      // Beside compute one SM: a decode step takes 1.04 to 1.06 times as long beside a copy to the
-      // GPU, 1.01 to 1.02 beside one to the host, 1.07 to 1.08 beside both (44 GB/s; batches of 1
-      // and 32, H200). With 2 SMs, writes paced to 32 GB/s, both took 1.13 to 1.21 (63 GB/s).
+      // Beside compute one SM: a decode step takes 1.02 to 1.05 times as long beside a copy to the
+      // GPU, 1.01 to 1.03 beside one to the host, 1.05 to 1.08 beside both (33 to 43 GB/s, H200).
+      // With 2 SMs, writes paced to 32 GB/s, both took 1.13 to 1.21 (52 to 63 GB/s).
       blocks = call.beside_compute()
                    ? 1
                    : std::min(ceil_div(kBytesInFlight, warps * batch_bytes), kMaxDefaultSms);
