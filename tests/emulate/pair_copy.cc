@@ -7,7 +7,13 @@
 namespace emulate {
 
 // Bits of Specialisation::variant.
-enum Variant { kScatter = 1, kLineAligned = 2, kSmallCall = 4 };
+enum Variant { kScatter = 1, kLineAligned = 2, kSmallCall = 4, kBatches = 8 };
+
+// A warp reads several pairs at once, as in peer_gather.
+struct BatchParams : PairCopyParams {
+  u32 batch_pairs;
+  static constexpr bool kHasBatches = true;
+};
 
 constexpr int in_flight(int variant) {
   return variant & kSmallCall ? PAIRS_SMALL_IN_FLIGHT
@@ -18,32 +24,35 @@ constexpr int in_flight(int variant) {
 constexpr Config config(int variant) { return variant & kSmallCall ? kSmallConfig : kLargeConfig; }
 
 template <i64 kRowBytes, int kVecBytes, int kIndexBytes, int kVariant>
-void add(Specialisations<PairCopyParams>& list) {
+void add(Specialisations<BatchParams>& list) {
   constexpr auto kSide = kVariant & kScatter ? kHostTarget : kHostSource;
+  using Params = std::conditional_t<bool(kVariant & kBatches), BatchParams, PairCopyParams>;
   using Kernel = PairCopy<kRowBytes, config(kVariant).num_threads, config(kVariant).max_occupancy,
                           kVecBytes, kIndexBytes, bool(kVariant & kLineAligned),
-                          !(kVariant & kSmallCall), in_flight(kVariant), kSide>;
-  list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, Kernel::run});
+                          !(kVariant & kSmallCall), in_flight(kVariant), kSide, Params>;
+  const auto run = [](const BatchParams& params) { Kernel::run(params); };
+  list.push_back({kRowBytes, kVecBytes, kIndexBytes, kVariant, Kernel::kNumThreads, run});
 }
 
 // Every row size is gathered and scattered; index type, alignment and size of the call take turns.
 template <i64 kRowBytes, int kVecBytes>
-void kernels(Specialisations<PairCopyParams>& list) {
+void kernels(Specialisations<BatchParams>& list) {
   constexpr int kIndex = index_bytes_in_turn(kRowBytes);
   constexpr int kOther = 12 - kIndex;
   constexpr int kAligned = kRowBytes % 3 == 0 ? kLineAligned : 0;
   constexpr int kSmall = kRowBytes % 5 == 0 ? kSmallCall : 0;
   add<kRowBytes, kVecBytes, kIndex, kSmall>(list);
   add<kRowBytes, kVecBytes, kOther, kScatter | kAligned | kSmall>(list);
+  if constexpr (kRowBytes >= 256) add<kRowBytes, kVecBytes, kIndex, kBatches>(list);
   if constexpr (sweeps_all(kRowBytes)) {
     add<kRowBytes, kVecBytes, kOther, kLineAligned>(list);
     add<kRowBytes, kVecBytes, kOther, (kSmallCall - kSmall)>(list);
     add<kRowBytes, kVecBytes, kIndex, kScatter | (kLineAligned - kAligned)>(list);
   }
 }
-EMULATE_COLLECT(PairCopyParams, kernels)
+EMULATE_COLLECT(BatchParams, kernels)
 
-void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& random) {
+void one_run(const Specialisation<BatchParams>& kernel, int run, Random& random) {
   const i64 row_bytes = kernel.row_bytes;
   const int vec_bytes = kernel.vec_bytes;
   const bool scatter = kernel.variant & kScatter;
@@ -85,7 +94,7 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
     std::memcpy(dst.expected(target), src.row(source), row_bytes);
     if (map_bytes != 0) slot_map.expect(source, target);
   }
-  PairCopyParams params = pair_params(dst, src, pairs, fault);
+  BatchParams params{pair_params(dst, src, pairs, fault), random.pick({u32(shape.rows), 17u, 32u})};
   params.last_pair = counted ? count.words() : nullptr;
   params.last_batch = shares ? next_batch.words() : nullptr;
   params.slot_map = map_bytes == 0 ? nullptr : slot_map.data();
@@ -102,5 +111,5 @@ void one_run(const Specialisation<PairCopyParams>& kernel, int run, Random& rand
 
 int main() {
   using namespace emulate;
-  return sweep("pair_copy", collect(SweepRows()), runs_at_every_offset<PairCopyParams>, one_run);
+  return sweep("pair_copy", collect(SweepRows()), runs_at_every_offset<BatchParams>, one_run);
 }

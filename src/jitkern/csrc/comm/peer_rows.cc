@@ -105,9 +105,31 @@ PeerLists make_peer_lists(const LaunchScope& scope, const LoadedKernels& kernels
   return {memory, list, list.last_entries + 3};
 }
 
-// SMs of a call without lists, which finds its pairs among those of other ranks and padding. A plan
-// of 65,536 pairs is read in 16 steps.
-constexpr i64 kSmsInTurn = 32;
+void set_lists(PeerCopyParams& params, i64 num_lists, i64 length) {
+  constexpr i64 kTurn = PeerCopyParams::kPairsInTurn;
+  params.num_lists = static_cast<u32>(num_lists);
+  params.list_length = static_cast<u32>(length);
+  params.num_pairs = num_lists * ceil_div(length, kTurn) * kTurn;
+}
+
+// The fetch of a call: from host memory to all ranks, of all pairs in turn.
+PeerCopyParams fetch_params(const RowsCall& call) {
+  PeerCopyParams fetch{call.params};
+  fetch.intact = call.intact;
+  fetch.rank = call.rank;
+  fetch.num_ranks = call.num_ranks;
+  const DLTensor& pairs = *call.pairs.dl;
+  const i64 list_length = pairs.shape[pairs.ndim - 2];
+  set_lists(fetch, call.params.num_pairs / list_length, list_length);
+  fetch.num_shifts = 1;
+  // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
+  // to the same one.
+  for (u32 k = 1; k < call.all.size(); ++k) {
+    fetch.shifts[fetch.num_shifts++] =
+        call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
+  }
+  return fetch;
+}
 
 void run_on_gpu(RowsCall& call, KernelTable& table) {
   const CollectiveScope scope(call.device_rows().dl->device.device_id);
@@ -119,50 +141,41 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   for (const Rows& rows : call.all) bits |= address(rows.data);
   const Spec spec = pair_spec(call, true, bits);
   const LoadedKernels& copies = table.find(scope.device, spec);
-  PeerCopyParams fetch{};
-  static_cast<PairCopyParams&>(fetch) = call.params;
-  fetch.intact = call.intact;
-  fetch.num_ranks = 1;
-  fetch.list_length = static_cast<u32>(call.params.num_pairs);
-  fetch.num_shifts = 1;
-  // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
-  // to the same one.
-  for (u32 k = 1; k < call.all.size(); ++k) {
-    fetch.shifts[fetch.num_shifts++] =
-        call.all[(call.rank + k) % call.num_ranks].data - call.dst.data;
+  PeerCopyParams fetch = fetch_params(call);
+  // Most pairs of a plan are padding, which the whole GPU passes over in a few microseconds.
+  i64 num_sms = scope.device.num_sms;
+  PeerLists lists;
+  if (call.is_listed) {
+    lists = make_peer_lists(scope, *sorts, call);
+    fetch.pairs = lists.params.fetches;
+    fetch.last_pair = lists.params.last_entries;
+    fetch.last_batch = lists.last_batch;
+    fetch.rank = 0;
+    fetch.num_ranks = 1;
+    set_lists(fetch, 1, call.params.num_pairs);
+    num_sms = num_sms_for(copies, ordered_bytes_in_flight(call.traffic(), kBytesInFlight));
   }
-  if (!call.is_listed) {
-    fetch.rank = call.rank;
-    fetch.num_ranks = call.num_ranks;
-    const DLTensor& pairs = *call.pairs.dl;
-    fetch.list_length = static_cast<u32>(pairs.shape[pairs.ndim - 2]);
-    const i64 num_sms = call.num_sms.value_or(kSmsInTurn);
-    const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, num_sms);
-    call.barrier();
-    scope.launch(copies.entries[0], blocks, fetch);
-    call.barrier();
-    return scope.raise_earlier();
-  }
-  const PeerLists lists = make_peer_lists(scope, *sorts, call);
-  fetch.pairs = lists.params.fetches;
-  fetch.last_pair = lists.params.last_entries;
-  fetch.last_batch = lists.last_batch;
-  PeerCopyParams copy = fetch;
-  copy.pairs = lists.params.copies;
-  copy.last_pair = lists.params.last_entries + 1;
-  copy.last_batch = nullptr;
-  copy.src = call.params.dst;
-  copy.src_stride_bytes = call.params.dst_stride_bytes;
-  copy.num_src_rows = call.params.num_dst_rows;
-  copy.num_shifts = 1;
-
-  const i64 in_flight = ordered_bytes_in_flight(call.traffic(), kBytesInFlight);
-  const i64 num_sms = call.num_sms.value_or(num_sms_for(copies, in_flight));
-  const i64 blocks = num_copy_blocks(scope, copies, call.params.num_pairs, num_sms);
+  const i64 blocks =
+      num_copy_blocks(scope, copies, fetch.num_pairs, call.num_sms.value_or(num_sms));
+  // A list of this rank's pairs has no padding. Else each warp has at least 4 batches of whole
+  // groups, so that all end at about the same time.
+  const i64 warps = blocks * copies.entries[0].num_threads / 32, group = copies.shape.rows;
+  const i64 share = call.is_listed ? 0 : fetch.num_pairs / (4 * warps) / group * group;
+  fetch.batch_pairs = static_cast<u32>(std::clamp(share, group, i64(32)));
   call.barrier();
   scope.launch(copies.entries[0], blocks, fetch);
   call.barrier();
-  if (call.repeats()) scope.launch(copies.entries[0], scope.device.num_sms, copy);
+  if (call.is_listed && call.repeats()) {
+    PeerCopyParams copy = fetch;
+    copy.pairs = lists.params.copies;
+    copy.last_pair = lists.params.last_entries + 1;
+    copy.last_batch = nullptr;
+    copy.src = call.params.dst;
+    copy.src_stride_bytes = call.params.dst_stride_bytes;
+    copy.num_src_rows = call.params.num_dst_rows;
+    copy.num_shifts = 1;
+    scope.launch(copies.entries[0], scope.device.num_sms, copy);
+  }
   scope.raise_earlier();
 }
 

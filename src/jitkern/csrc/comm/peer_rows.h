@@ -14,21 +14,35 @@
 namespace jitkern {
 
 // A copy of rows from host memory to each rank, or from this rank to host memory.
+//
+// Lists of misses end with padding. So pairs are copied in turns of 4: those of the first turn of
+// every list, then those of the second. Warps take turns as they come, and all have rows to copy;
+// list after list, 26 of 512 warps would copy everything (32 lists of 2,048, 5 % of them misses).
 struct PeerCopyParams : PairCopyParams {
   i64 shifts[kMostPeers];  // from a row of `dst` to its other copies; the first is 0
   u32 num_shifts;
-  u32 rank;  // ranks take pairs in turn; 0 of 1 if the list has only this rank's pairs
+  u32 rank;  // ranks take turns; 0 of 1 if the list has only this rank's pairs
   u32 num_ranks;
-  u32 list_length;    // pairs of a list: each list begins with another rank
+  u32 num_lists;
+  u32 list_length;
+  u32 batch_pairs;    // pairs that a warp reads at once, 1 to 32
   const u32* intact;  // PeerControl's: not kUnwritten if a barrier has failed
 
   static constexpr bool kHasShifts = true;
-  static constexpr u32 kPairsInTurn = 4;  // a group of loads has no more
+  static constexpr bool kHasBatches = true;
+  static constexpr u32 kPairsInTurn = 4;  // a group of loads has no more; num_pairs: whole turns
 
-  JITKERN_HOST_DEVICE constexpr bool has_pair(i64 number) const {
-    const u32 list = static_cast<u32>(number) / list_length;
-    const u32 at = static_cast<u32>(number) - list * list_length;
-    return (at / kPairsInTurn + list) % num_ranks == rank;
+  // The number of the i-th pair in the order of turns; -1 past the end of its list.
+  JITKERN_HOST_DEVICE constexpr i64 pair_number(i64 i) const {
+    const u32 turn = static_cast<u32>(i / kPairsInTurn);
+    const u32 at = turn / num_lists * kPairsInTurn + static_cast<u32>(i % kPairsInTurn);
+    return at < list_length ? i64(turn % num_lists) * list_length + at : -1;
+  }
+
+  // Whether this rank copies the i-th pair. Each list begins with another rank.
+  JITKERN_HOST_DEVICE constexpr bool has_pair(i64 i) const {
+    const u32 turn = static_cast<u32>(i / kPairsInTurn);
+    return (turn / num_lists + turn % num_lists) % num_ranks == rank;
   }
 };
 

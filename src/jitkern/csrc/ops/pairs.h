@@ -27,7 +27,9 @@ struct PairCopyParams {
   FaultSite dst_site;
   FaultRecord* fault;
 
-  static constexpr bool kHasShifts = false;  // PeerCopyParams has further destinations
+  // PeerCopyParams has both: further destinations, and pairs that are mostly padding.
+  static constexpr bool kHasShifts = false;
+  static constexpr bool kHasBatches = false;
 };
 
 // The bytes of the lines that a row can touch. An unaligned row may start 128 - vec_bytes into its
