@@ -86,7 +86,7 @@ def peer_gather(
     comm : PeerCommunicator or PeerReducer
         Gives the ranks, their barrier and its timeout. With one rank, ``h2d_gather`` is called.
     num_sms : int, optional
-        SMs that read over the link, as in ``h2d_gather``. Default with "given": up to 32.
+        SMs that read over the link, as in ``h2d_gather``. Default with "given": all.
     order : {"auto", "given", "sorted"}
         "auto" and "sorted": each rank reads a contiguous part of the distinct rows, in the order of
         ``src``, which a sort on the GPU finds. "given": ranks take 4 pairs in turn, as they come,

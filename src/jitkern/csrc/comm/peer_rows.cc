@@ -157,10 +157,9 @@ void run_on_gpu(RowsCall& call, KernelTable& table) {
   }
   const i64 blocks =
       num_copy_blocks(scope, copies, fetch.num_pairs, call.num_sms.value_or(num_sms));
-  // A list of this rank's pairs has no padding. Else each warp has at least 4 batches of whole
-  // groups, so that all end at about the same time.
+  // A list of this rank's pairs has no padding. Else each warp has one batch, or full ones.
   const i64 warps = blocks * copies.entries[0].num_threads / 32, group = copies.shape.rows;
-  const i64 share = call.is_listed ? 0 : fetch.num_pairs / (4 * warps) / group * group;
+  const i64 share = call.is_listed ? 0 : fetch.num_pairs / warps / group * group;
   fetch.batch_pairs = static_cast<u32>(std::clamp(share, group, i64(32)));
   call.barrier();
   scope.launch(copies.entries[0], blocks, fetch);
