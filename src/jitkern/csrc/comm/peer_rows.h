@@ -16,8 +16,8 @@ namespace jitkern {
 // A copy of rows from host memory to each rank, or from this rank to host memory.
 //
 // Lists of misses end with padding. So pairs are copied in turns of 4: those of the first turn of
-// every list, then those of the second. Warps take turns as they come, and all have rows to copy;
-// list after list, 26 of 512 warps would copy everything (32 lists of 2,048, 5 % of them misses).
+// every list, then those of the second. List after list, 26 of 512 warps copied everything: 76 us
+// instead of 34 (32 lists of 2,048, 5 % of them misses, 2 H200s).
 struct PeerCopyParams : PairCopyParams {
   i64 shifts[kMostPeers];  // from a row of `dst` to its other copies; the first is 0
   u32 num_shifts;
