@@ -70,6 +70,8 @@ def test_a_host_smaller_than_a_prompt(device: torch.device) -> None:
         before = dict(connector.blocks)
         connector.store(hashes, blocks)
         connector.wait_for_stores()
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # this host reads the blocks
         assert len({*connector.blocks.values()}) == len(connector.blocks) == 2
         for key, block in zip(hashes, blocks, strict=True):
             if key in connector.blocks and key not in before:
