@@ -134,6 +134,9 @@ def check_the_engine_takes_long_rows_together() -> None:
         ]
         short = [view(memory, 2, 4, piece - 16) for memory in (DEVICE, PINNED)]
         assert by_engine(*short, [(3, 1)], True)[0].startswith("copy 2 x 65520,")
+        # The driver was seen to hang with more than 50,000 in a batch.
+        batches = by_engine(gpu[:1], pool[:1], 10_000 * [(5, 0)], True)
+        assert [len(line.split()) - 3 for line in batches] == [4096, 4096, 1808]
         driver.fake_capture(1)
         assert by_engine(gpu, pool, pairs[2:], True) == 2 * ["h2d 65536 on 4711"]
 

@@ -149,6 +149,18 @@ def test_in_a_cuda_graph(direction: str) -> None:
 
 
 @pytest.mark.cuda
+def test_the_engine_takes_100_000_pieces() -> None:
+    """The driver was seen to hang with more than 50,000 in a batch (vllm-project/vllm#49276)."""
+    pool = torch.arange(2 * 65536, dtype=torch.int32).to(torch.uint8).view(1, 2, 65536).pin_memory()
+    cache = torch.zeros(1, 1000, 65536, dtype=torch.uint8, device="cuda")
+    places = torch.arange(100_000) % 1000  # each piece is copied to its place 100 times
+    with torch.cuda.stream(torch.cuda.Stream()):
+        copy_blocks(pool, cache, torch.stack([places % 2, places], 1), method="engine")
+    torch.cuda.synchronize()
+    assert torch.equal(cache[0].cpu(), pool[0].repeat(500, 1))
+
+
+@pytest.mark.cuda
 def test_the_engine_in_a_cuda_graph() -> None:
     """Its copies are of the blocks that the pairs named when it was captured."""
     device = torch.device("cuda")
