@@ -30,6 +30,14 @@ index | nvidia-h200 | index | 65536 rows of {} B | gb_s | 65,536 rows of
 rows: 656 ~ 656 B | 7168 ~ 7 KB | 8192 ~ 8 KB
 jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding || copy kernel ~ copy
 
+warm-store | warm | store | {} B, warm | us | in the L2 cache
+rows: 16 rows of 1024 ~ 16 rows of 1 KB | 1024 rows of 656 ~ 1,024 of 656 B | 1024 rows of 1024 ~ 1,024 of 1 KB | 1024 rows of 2048 ~ 1,024 of 2 KB
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch cache[idx] = x, twice ~ torch `cache[idx] = x`, twice || empty kernel
+
+warm-index | warm | index | {} B, warm | us | in the L2 cache
+rows: 64 rows of 8192 ~ 64 rows of 8 KB | 1024 rows of 656 ~ 1,024 of 656 B | 1024 rows of 8192 ~ 1,024 of 8 KB | 2048 rows of 8192 ~ 2,048 of 8 KB | 4096 rows of 8192 ~ 4,096 of 8 KB
+jitkern | nvcc, mini-sglang style ~ warp per row (nvcc) | triton ~ Triton | torch index_select(out=) ~ index_select | torch F.embedding ~ F.embedding || empty kernel
+
 h2d-gather | nvidia-h200 | h2d_gather | 262144 rows of 656 B, {} | gb_s
 distinct ~ distinct rows | repeats ~ random rows with repeats
 loads before stores, all SMs ~ batched loads (nvcc) | line-aligned, 2 SMs ~ aligned loads (nvcc), 2 SMs | triton ~ Triton | jitkern, num_sms=2, dedup=False ~ jitkern, 2 SMs, `dedup=False` | jitkern || cudaMemcpyAsync, contiguous ~ `cudaMemcpyAsync`, as many bytes in one piece | zero-copy kernel, contiguous, 132 SMs ~ 132 SMs, contiguous memory

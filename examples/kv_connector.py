@@ -47,14 +47,15 @@ class Connector:
 
     def store(self, hashes: Sequence[int], gpu_blocks: Sequence[int]) -> None:
         """Copy the blocks that the host does not have. Reuse GPU blocks after `wait_for_stores`."""
-        pairs = []
+        written = dict[int, int]()  # from host block to GPU block: none is written twice in a call
         for key, gpu_block in zip(hashes, gpu_blocks, strict=True):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
-            elif len(pairs) < self.num_host_blocks:  # a block is not written twice in one call
+            elif len(written) < self.num_host_blocks:
                 evicted = self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
                 self.blocks[key] = evicted
-                pairs.append([gpu_block, evicted])
+                written[evicted] = gpu_block
+        pairs = [[gpu_block, block] for block, gpu_block in written.items()]
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())  # the model writes the blocks
         with torch.cuda.stream(self.stream):  # None has no effect

@@ -60,11 +60,20 @@ def test_it_loads_what_prompts_share(device: torch.device) -> None:
     assert "40 blocks on the host, 0 wrong values\n" in said  # some were evicted
 
 
-def test_a_host_smaller_than_a_prompt(device: torch.device) -> None:
+def test_a_host_smaller_than_a_prompt(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No host block is written twice in a call, where its content would be undefined."""
     shape = (6, 16, 8, 64)
     k, v = ([torch.randn(shape, device=device).bfloat16() for _ in range(2)] for _ in "kv")
     connector = import_module("kv_connector").Connector(k, v, num_host_blocks=2)
+    to_tensor = connector.pairs
+
+    def checked(pairs: list[list[int]]) -> torch.Tensor:
+        assert len({host_block for _, host_block in pairs}) == len(pairs)
+        return to_tensor(pairs)
+
+    monkeypatch.setattr(connector, "pairs", checked)
     for hashes in ([1, 2, 3, 4, 5], [3, 2, 9], [9, 1, 7]):
         blocks = torch.randperm(6)[: len(hashes)].tolist()
         before = dict(connector.blocks)
