@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -69,6 +70,20 @@ def test_an_edit_recompiles_one_file(tmp_path: Path, out: Path) -> None:
     assert built() == set()
     put(include / "term.h", "#define TERM 50\n")
     assert built() == {"add", first}
+
+
+def test_a_terminal_shows_how_far_a_build_is(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    rule = "rule copy\n  command = sleep 0.25; touch $out\n"
+    put(out / "build.ninja", f"{rule}build a.o: copy\nbuild b.o: copy a.o\n")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run_ninja("two files", out)
+    shown = sys.stderr.getvalue().split("\r")
+    assert shown[0] == "" and set(shown[1:-1]) == {"jitkern: built 1 of 2 files"}
+    assert shown[-1] == "\x1b[K"  # the line is cleared
 
 
 @needs_cxx

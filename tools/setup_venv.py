@@ -9,6 +9,7 @@ preferred, which spares a download of several GB.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -83,9 +84,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text("\n".join(constraint_lines(keep_base=keep_base)) + "\n")
+        # --no-compile: Python compiles what is imported; pip would compile all of torch, 19 s.
+        pip = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "-c", str(constraints)]
+        pip += ["--disable-pip-version-check"]
+        # What the build of the host module needs, and that of an editable wheel.
+        subprocess.run([*pip, "apache-tvm-ffi", "ninja", "hatchling", "editables"], check=True)
+        # While pip installs torch. A failure is told when the module is first used.
+        build = [str(python), "-m", "jitkern", "warm"]
+        path = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        subprocess.Popen(build, env=path, stdout=subprocess.DEVNULL)
         options = [] if keep_base else cpu_index_options()
-        command = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        command += [*options, "-c", str(constraints), "-e", f"{ROOT}[{EXTRAS[what]}]"]
+        command = [*pip, *options, "--no-build-isolation", "-e", f"{ROOT}[{EXTRAS[what]}]"]
         print(" ".join(command), flush=True)
         sys.exit(subprocess.run(command, check=False).returncode)
 

@@ -57,6 +57,9 @@ class Entry(NamedTuple):
     def __str__(self) -> str:
         return f"{self.key}/{self.variant}"
 
+    def __repr__(self) -> str:
+        return f"<Entry {self}, {self.size_bytes:,} bytes>"
+
     @property
     def size_bytes(self) -> int:
         return sum(file["bytes"] for file in self.meta["files"].values())

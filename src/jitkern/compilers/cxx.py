@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -220,13 +221,29 @@ def _run_in(
         setsigdef=[signal.SIGCHLD, signal.SIGPIPE],
     )
     try:
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status = os.waitstatus_to_exitcode(_wait(pid, log))
     except ChildProcessError:
         return None, _text(log)
     except BaseException:
         _stop(pid)
         raise
     return status, _text(log)
+
+
+def _wait(pid: int, log: Path) -> int:
+    """Wait for the end of ninja; return its status. On a terminal, show how far it has come."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return os.waitpid(pid, 0)[1]
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            sys.stderr.write("\r\x1b[K")  # clears the line
+            return status
+        steps = re.findall(r"^\[(\d+)/(\d+)\] ", _text(log), re.MULTILINE)
+        if steps:
+            sys.stderr.write(f"\rjitkern: built {' of '.join(steps[-1])} files")
+            sys.stderr.flush()
+        time.sleep(0.1)
 
 
 def _text(log: Path) -> str:

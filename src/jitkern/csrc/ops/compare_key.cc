@@ -1,4 +1,6 @@
 // fast_compare_key: checks, then the first difference. CPU only.
+#pragma GCC optimize("O3")  // vectorises the comparison
+
 #include <jitkern/check.h>
 #include <tvm/ffi/function.h>
 
