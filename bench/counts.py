@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,16 @@ def count(sources: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, float]
         jitkern.warm(["store", "index"], row_bytes=[ROW_BYTES], archs=[ARCH])
         # Without bytecode, as under PYTHONDONTWRITEBYTECODE, an import takes 2.8 times as many.
         compileall.compile_dir(Path(jitkern.__file__).parent, quiet=1)
+    cases = [key for key in keys if key not in STEPS]
+    jobs = [(sources[::2], keys), (sources[1::2], cases)] if len(sources) > 1 else [(sources, keys)]
+    with ThreadPoolExecutor() as threads:  # Callgrind uses one core
+        parts = list(threads.map(_count_in_process, *zip(*jobs, strict=True)))
+    counts, errors = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
+    return counts, errors
+
+
+def _count_in_process(sources: Sequence[str], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the counts and the errors of a process under Callgrind."""
     with tempfile.TemporaryDirectory(prefix="jitkern-bench-") as folder:
         out = Path(folder, "callgrind.out")
         answer = Path(folder, "answer.json")
@@ -95,8 +106,8 @@ def count(sources: Sequence[str], keys: Sequence[str]) -> tuple[dict[str, float]
         )
         if done.returncode != 0:
             raise RuntimeError(f"counting failed: exit {done.returncode}:\n{done.stderr}")
-        counts, errors = json.loads(answer.read_text())
-    return counts, errors
+        result: list[dict[str, Any]] = json.loads(answer.read_text())
+    return result
 
 
 # -- the process that is counted -------------------------------------------------------------------
