@@ -119,8 +119,10 @@ PeerCopyParams fetch_params(const RowsCall& call) {
   fetch.rank = call.rank;
   fetch.num_ranks = call.num_ranks;
   const DLTensor& pairs = *call.pairs.dl;
-  const i64 list_length = pairs.shape[pairs.ndim - 2];
-  set_lists(fetch, call.params.num_pairs / list_length, list_length);
+  // Lists shorter than a turn are taken as one: each would be filled up to a turn.
+  i64 length = pairs.shape[pairs.ndim - 2];
+  if (length < PeerCopyParams::kPairsInTurn) length = call.params.num_pairs;
+  set_lists(fetch, call.params.num_pairs / length, length);
   fetch.num_shifts = 1;
   // Each rank begins with its own memory and goes on with the next rank's: so they do not all write
   // to the same one.
