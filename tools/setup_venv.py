@@ -88,8 +88,10 @@ def main() -> None:
         pip = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "-c", str(constraints)]
         pip += ["--disable-pip-version-check"]
         # What the build of the host module needs, and that of an editable wheel.
-        subprocess.run([*pip, "apache-tvm-ffi", "ninja", "hatchling", "editables"], check=True)
-        # While pip installs torch. A failure is told when the module is first used.
+        early = subprocess.run([*pip, "apache-tvm-ffi", "ninja", "hatchling", "editables"])
+        if early.returncode != 0:
+            sys.exit(early.returncode)
+        # The host module is built while pip installs torch. The first use reports a failure.
         build = [str(python), "-m", "jitkern", "warm"]
         path = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         subprocess.Popen(build, env=path, stdout=subprocess.DEVNULL)
@@ -97,7 +99,7 @@ def main() -> None:
         command = [*pip, *options, "--no-build-isolation", "-e", f"{ROOT}[{EXTRAS[what]}]"]
         print(" ".join(command), flush=True)
         status = subprocess.run(command, check=False).returncode
-    if status == 0 and what != "cuda":  # tests start hundreds of processes
+    if status == 0 and what == "test":  # tests start hundreds of processes
         compile_all = [str(python), "-m", "compileall", "-qq", "-j", "0", str(target / "lib")]
         subprocess.run(compile_all, check=False)
     sys.exit(status)

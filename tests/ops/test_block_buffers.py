@@ -216,6 +216,8 @@ WRONG_LISTS: list[tuple[Sequence[Any], dict[str, Any], type[Exception], str]] = 
     ([[]], {}, ValueError, "tensors: none, expected at least one"),
     ([[rows(3, 4)], []], {}, ValueError, "tensors: lists of 1, 0, expected equal lengths"),
     ([[rows(3, 4)]], {"num_block_dims": 3}, ValueError, "num_block_dims: 3, expected 1 or 2"),
+    ([[torch.zeros(1).expand(1 << 17, 1 << 16, 1)]], {"num_block_dims": 2}, ValueError,
+     "tensors[0]: [131072, 65536] blocks, expected at most 4294967296 in two dimensions"),
     ([[rows(3)]], {"num_block_dims": 2}, ValueError,
      "tensors[0]: shape [3], expected at least 2 dimensions"),
     ([[rows(3, 4), rows(3, 4).half()]], {}, TypeError,

@@ -3,6 +3,7 @@
 
 #include <tvm/ffi/container/array.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "comm/operand.h"

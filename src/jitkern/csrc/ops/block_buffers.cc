@@ -88,6 +88,12 @@ void BlockBuffers::take(i64 layer, const Tensor& tensor, i64 num_block_dims) {
     tensor.value_error(str(actual, unit, " (shape ", tensor.shape_text(), ")"),
                        str(expected, " as in tensors[0]"));
   };
+  // copy_blocks divides the number of a block by `parts`, in 32 bits.
+  constexpr i64 kMostInParts = i64(1) << 32;
+  if (parts > 1 && dl.shape[0] > kMostInParts / parts) {
+    tensor.value_error(str("[", dl.shape[0], ", ", parts, "] blocks"),
+                       str("at most ", kMostInParts, " in two dimensions"));
+  }
   require(dl.shape[0] * parts, num_blocks_, " blocks");
   require(parts, num_parts_, " parts of a block");
   require(rows, num_rows_, " rows of a block");

@@ -1,8 +1,6 @@
 // copy_blocks on the host: the op, the CPU implementation, the launch of the kernel. Its arguments
 // are checked in copy_blocks_args.cc.
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "copy_blocks_host.h"
 #include "host/cpu_copy.h"
@@ -82,7 +80,7 @@ constexpr i64 kMaxDefaultSms = 8;  // short pieces or vectors cannot fill the li
 struct BlockLaunch {
   CopyBlocksParams params{};
   i64 num_pairs;
-  i64 num_segments;  // of a row
+  i64 num_segments;  // segments per row: see segments_of
   bool lines_of_dst;
   int vec_bytes;
 
@@ -110,8 +108,8 @@ struct BlockLaunch {
     return table.find(scope.device, Spec(vec_bytes, index_bytes, lines_of_dst));
   }
 
-  // Launches num_sms blocks. Default: one beside compute, enough bytes in flight with "sm"; all SMs
-  // within a GPU.
+  // Launches num_sms blocks. Default over the link: one beside compute, else enough bytes in
+  // flight; within a GPU: all SMs.
   void run(const LaunchScope& scope, const BlockCall& call, const LoadedKernels& kernels,
            const std::vector<Pair>* inline_pairs = nullptr) {
     const double pieces = double(num_pairs) * double(call.num_layers * call.num_rows);

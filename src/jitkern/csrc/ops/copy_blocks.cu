@@ -6,7 +6,7 @@
 // neighbouring segments.
 //
 // Stores that fill the link to the host delay all memory traffic of the GPU: beside 2 SMs a decode
-// step takes 1.1 to 1.3 times as long, beside 1 SM 1.01 to 1.02 (20 GB/s).
+// step takes 1.1 to 1.3 times as long, beside 1 SM 1.01 to 1.03 (17 to 21 GB/s).
 #include <jitkern/copy.cuh>
 
 #include "copy_blocks.h"
@@ -40,9 +40,9 @@ struct CopyBlocks {
 
   static __device__ void run(const Params& p) {
     // At most kMostSegments: 64-bit divisions took so many registers that a warp had 4 loads in
-    // flight instead of 8.
+    // flight instead of 8. A batch is kInFlight segments.
     const u32 num_segments = num_pairs(p) * p.num_layers * p.num_rows * p.num_segments;
-    const u32 num_batches = (num_segments + kInFlight - 1) / kInFlight;  // of kInFlight segments
+    const u32 num_batches = (num_segments + kInFlight - 1) / kInFlight;
     const u32 num_warps = gridDim.x * (blockDim.x / kWarpLanes);
     u32 batch = static_cast<u32>(thread_number() / kWarpLanes);
     u32 num_told = 0;  // flags that count this warp as past

@@ -59,7 +59,7 @@ static_assert(sizeof(InlineBlocksParams) <= 4096, "the limit of every driver");
 
 // A segment: one vector per lane of a warp.
 constexpr int kWarpLanes = 32;
-constexpr i64 kMostSegments = i64(1) << 31;  // of a call: 1 TiB of 16-byte vectors
+constexpr i64 kMostSegments = i64(1) << 31;  // a call copies at most 1 TiB, by 16-byte vectors
 JITKERN_HOST_DEVICE constexpr int segment_bytes(int vec_bytes) { return kWarpLanes * vec_bytes; }
 
 // The number of segments of a row that begins up to `max_lead` bytes into its first line.
