@@ -342,3 +342,13 @@ def opchecks(rows: Rows, slots: int, where: Tensor) -> Iterator[OpCheck]:
     yield "default", (cache, cache.clone(), where, [values, values.clone()]), {
         "format": "fp8", "scale": scales[0], "v_scale": scales[1], "skip": 1}  # fmt: skip
     yield "default", (rows(slots), None, where, [new]), {}
+
+
+@pytest.mark.parametrize("scales", [1.0, [torch.ones(1), 1.0]], ids=str)
+def test_scales_that_are_no_tensors_by_their_name_also_while_traced(scales: Any) -> None:
+    """PyTorch's operator has other names: ``scale`` and ``v_scale``."""
+    cache, rows = torch.zeros(4, 1, 8, dtype=torch.uint8), torch.ones(2, 1, 8)
+    where = "scales" if scales == 1.0 else r"scales\[1\]"
+    match = f"^store_rows: {where}: float, expected a tensor"
+    with PassOn(), pytest.raises(TypeError, match=match):
+        store_rows(cache, torch.tensor([0, 1]), rows, format="fp8", scales=scales)

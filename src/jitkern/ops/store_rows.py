@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import jitkern.ops.store  # noqa: F401 - registers the builder of kernels without a format
+from jitkern.args import not_a_tensor
 from jitkern.host import library as host
 from jitkern.jit.device import DeviceModule
 from jitkern.lazy import torch
@@ -173,6 +174,9 @@ def one_or_two(op: str, name: str, tensors: Any) -> tuple[Any, Any]:
     if len(items) not in (1, 2):
         expected = "a tensor, or a list of one or two"
         raise ValueError(f"{op}: {name}: a list of {len(items)}, expected {expected}")
+    given = {key: item for key, item in by_name(**{name: tensors}).items() if item is not None}
+    if (wrong := not_a_tensor(op, **given)) is not None:
+        raise wrong
     return items[0], items[1] if len(items) == 2 else None
 
 
